@@ -1,0 +1,52 @@
+"""GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one."""
+
+from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
+from grpo_fn.batches import Batch, Rollout, drop_inactive, make_batch, split_batch
+from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.kl import kl_estimate
+from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
+from grpo_fn.losses import LossStats, merge_stats, policy_loss
+from grpo_fn.optim import Optimizer, adamw, warmup_schedule
+from grpo_fn.policy import Policy
+from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
+from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
+from grpo_fn.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step
+from grpo_fn.trees import materialize
+
+__all__ = [
+    "PRESETS",
+    "Batch",
+    "Compiled",
+    "GradStep",
+    "Head",
+    "LossSpec",
+    "LossStats",
+    "Optimizer",
+    "Policy",
+    "Recipe",
+    "Rollout",
+    "TrainState",
+    "UpdateStats",
+    "adamw",
+    "combine_rewards",
+    "compiled",
+    "drop_inactive",
+    "group_advantages",
+    "init_state",
+    "kl_estimate",
+    "make_batch",
+    "make_grad_step",
+    "make_logprob_step",
+    "make_update_step",
+    "materialize",
+    "merge_stats",
+    "overlong_penalty",
+    "policy_loss",
+    "preset",
+    "split_batch",
+    "sync_old",
+    "sync_ref",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+    "warmup_schedule",
+]

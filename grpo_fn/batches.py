@@ -1,0 +1,214 @@
+"""Rollout: what sampling gives. Batch: what the learner takes. And the way from one to the other.
+
+A batch's rows are prompt + completion + padding, so that positions are right and causal attention never sees
+the padding, in every architecture and without a mask.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.guards import check_shape
+from grpo_fn.specs import LossSpec
+from grpo_fn.trees import map_arrays
+
+
+@attrs.frozen(eq=False)
+class Rollout:
+    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p."""
+
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    num_generations: int  # G
+    tokens_bt: mx.array  # completions, int32, zeros after the end
+    lengths_b: mx.array  # tokens of each completion, its end-of-sequence token included, int32
+    logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
+    finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
+    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
+
+    def completions(self) -> list[list[int]]:
+        """Each row's token ids, end token included, on the host."""
+        lengths = self.lengths_b.tolist()
+        rows = self.tokens_bt.tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays."""
+
+    tokens_bl: mx.array  # prompt + completion + padding, int32
+    prompt_lengths_b: mx.array  # int32, >= 1
+    targets_bt: mx.array  # completion tokens, int32
+    mask_bt: mx.array  # True on tokens that count
+    advantages_b: mx.array  # float32
+    rollout_logp_bt: mx.array  # log μ, float32
+    num_sequences: mx.array  # rows that the denominator counts, float32 0-d: also those left out here
+    num_tokens: mx.array  # tokens that it counts
+    old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
+    ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
+    keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
+
+
+def make_batch(
+    rollout: Rollout,
+    adv_pg: mx.array,
+    *,
+    mask_truncated: bool = False,
+    top_entropy_quantile: float = 1.0,
+) -> Batch:
+    """All rows of a rollout as one batch.
+
+    Args:
+        rollout: B = P·G completions.
+        adv_pg: advantages [P,G].
+        mask_truncated: completions that hit the length limit count no token (they stay in the number of
+            sequences).
+        top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy term (arXiv
+            2506.01939). Needs the rollout's entropies. 1.0: all.
+
+    Raises:
+        ValueError: a shape is wrong, ρ is outside (0, 1], or entropies are needed and missing.
+    """
+    check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations))
+    width = rollout.tokens_bt.shape[1]
+    lengths = [len(prompt) for prompt in rollout.prompts]
+    longest = max(lengths)
+    padded = [list(prompt) + [0] * (longest - len(prompt)) for prompt in rollout.prompts]
+    prompts_bl = mx.repeat(mx.array(padded, mx.int32), rollout.num_generations, axis=0)
+    prompt_lengths_b = mx.repeat(mx.array(lengths, mx.int32), rollout.num_generations)
+
+    # [B,L]: a row reads its prompt first, then its completion from where the prompt ends
+    position_l = mx.arange(longest + width)[None]
+    offset_bl = position_l - prompt_lengths_b[:, None]
+    from_prompt_bl = mx.take_along_axis(prompts_bl, mx.minimum(position_l, longest - 1), axis=1)
+    from_completion_bl = mx.take_along_axis(rollout.tokens_bt, mx.clip(offset_bl, 0, width - 1), axis=1)
+    tokens_bl = mx.where(offset_bl < 0, from_prompt_bl, mx.where(offset_bl < width, from_completion_bl, 0))
+
+    mask_bt = mx.arange(width)[None] < rollout.lengths_b[:, None]
+    if mask_truncated:
+        mask_bt = mask_bt & rollout.finished_b[:, None]
+    return Batch(
+        tokens_bl=tokens_bl,
+        prompt_lengths_b=prompt_lengths_b,
+        targets_bt=rollout.tokens_bt,
+        mask_bt=mask_bt,
+        advantages_b=adv_pg.reshape(-1).astype(mx.float32),
+        rollout_logp_bt=rollout.logp_bt,
+        num_sequences=mx.array(float(mask_bt.shape[0])),
+        num_tokens=mask_bt.sum().astype(mx.float32),
+        keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
+    )
+
+
+def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
+    """Leave out the rows without a gradient; they still count in the denominators.
+
+    Those are the rows with no counted token, and, where neither a KL term nor an entropy bonus acts, the rows
+    with A = 0 (all of a group whose rewards are equal). Reads the advantages: waits for the device.
+    """
+    counted_b = batch.mask_bt.any(axis=1)
+    active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
+    active = [row for row, flag in enumerate(active_b.tolist()) if flag]
+    return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
+
+
+def split_batch(batch: Batch, *, max_tokens: int, bucketed: bool = True) -> list[Batch]:
+    """Cut a batch into micro-batches of at most `max_tokens` tokens (rows × length) each.
+
+    Rows are sorted by length, so that a micro-batch holds rows of like length; each is cut to its own longest
+    row. With `bucketed`, rows and lengths are rounded up to a few sizes (at most a quarter more) so that the
+    compiled step sees few shapes: rows of padding have an empty mask and count nowhere. A single row longer
+    than `max_tokens` gets a micro-batch of its own.
+
+    Any split gives the same update: the counts of the whole are shared out among the parts.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens}: wanted at least 1")
+    rows = batch.mask_bt.shape[0]
+    if rows == 0:
+        return [batch]
+    size = round_up if bucketed else (lambda number: number)
+    span = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # last counted token, holes allowed
+    completion = span.max(axis=1).tolist()
+    prompt = batch.prompt_lengths_b.tolist()
+    total = [p + c for p, c in zip(prompt, completion, strict=True)]
+    order = sorted(range(rows), key=total.__getitem__)
+
+    parts: list[list[int]] = [[]]
+    for row in order:  # ascending: the row at hand is the longest of its part
+        if parts[-1] and size(len(parts[-1]) + 1) * size(total[row]) > max_tokens:
+            parts.append([])
+        parts[-1].append(row)
+
+    inactive_sequences = batch.num_sequences - rows
+    inactive_tokens = batch.num_tokens - batch.mask_bt.sum()
+    batches = []
+    for part in parts:
+        piece = take_rows(batch, part)
+        piece = attrs.evolve(
+            piece,
+            num_sequences=len(part) + inactive_sequences,
+            num_tokens=piece.mask_bt.sum().astype(mx.float32) + inactive_tokens,
+        )
+        inactive_sequences = inactive_tokens = mx.array(0.0)  # the first part counts what was left out
+        width, length = size(max(completion[row] for row in part)), size(max(total[row] for row in part))
+        batches.append(_resized(piece, size(len(part)), length, max(width, 1)))
+    return batches
+
+
+def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The given rows, in that order; the denominators' counts stay those of the whole."""
+    index = mx.array(list(rows), mx.int32)
+
+    def taken(array: mx.array) -> mx.array:
+        return array if array.ndim == 0 else array[index]
+
+    return map_arrays(taken, batch)
+
+
+def round_up(number: int) -> int:
+    """The next size of a ladder with four steps an octave (8, 10, 12, 14, 16, 20, …); up to 8, the number."""
+    if number <= 8:
+        return number
+    step = 1 << (number.bit_length() - 3) if number & (number - 1) else 1
+    return -(-number // step) * step
+
+
+def _resized(batch: Batch, rows: int, length: int, width: int) -> Batch:
+    """Cut or pad to B = rows, L = length, T = width; padding is zeros, a padded row has prompt length 1."""
+
+    def fit(array: mx.array, columns: int) -> mx.array:
+        array = array[:, :columns]
+        return mx.pad(array, [(0, rows - array.shape[0]), (0, columns - array.shape[1])])
+
+    def fit_bt(array: mx.array | None) -> mx.array | None:
+        return None if array is None else fit(array, width)
+
+    missing = rows - batch.mask_bt.shape[0]
+    return attrs.evolve(
+        batch,
+        tokens_bl=fit(batch.tokens_bl, length),
+        prompt_lengths_b=mx.pad(batch.prompt_lengths_b, [(0, missing)], constant_values=mx.array(1)),
+        targets_bt=fit(batch.targets_bt, width),
+        mask_bt=fit(batch.mask_bt, width),
+        advantages_b=mx.pad(batch.advantages_b, [(0, missing)]),
+        rollout_logp_bt=fit(batch.rollout_logp_bt, width),
+        old_logp_bt=fit_bt(batch.old_logp_bt),
+        ref_logp_bt=fit_bt(batch.ref_logp_bt),
+        keep_bt=fit_bt(batch.keep_bt),
+    )
+
+
+def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:
+    """True on the tokens whose entropy is among the `quantile` largest of the counted ones."""
+    if not 0 < quantile <= 1:
+        raise ValueError(f"top_entropy_quantile = {quantile}: wanted 0 < quantile <= 1")
+    if quantile == 1:
+        return None
+    if entropy_bt is None:
+        raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
+    counted = int(mask_bt.sum().item())
+    kept = max(1, round(quantile * counted))
+    ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
+    return mask_bt & (entropy_bt >= ranked[-kept])

@@ -1,0 +1,79 @@
+"""The one way in which this library compiles.
+
+`mx.compile` takes no attrs values, and its cache does not see how trees nest: `f([a], b)` and `f([a, b])`
+share an entry, and the second call silently gets the first one's program. Here structure, shapes and dtypes
+of the arguments are a key of our own, and each key gets a function object, hence a cache, of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from grpo_fn.trees import map_arrays, structure_of
+
+
+class _Hole:
+    """Marks the place of an array in a template: keeping the array itself would pin its memory."""
+
+
+_HOLE = _Hole()
+
+
+class Compiled:
+    """A function of trees, compiled once per structure, shapes and dtypes of its arguments.
+
+    Attributes:
+        traces: how often the Python body has run under the compiler so far.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, enabled: bool = True) -> None:
+        """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
+
+        What is not an array in the arguments (a number, a string, None) is part of the structure: each new
+        value is traced anew. Pass what changes from call to call as a 0-d array.
+        """
+        self.traces = 0
+        self._function = function
+        self._enabled = enabled
+        self._programs: dict[Any, Callable[[list[mx.array]], Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._enabled:
+            return self._function(*args)
+        leaves: list[mx.array] = []
+        structure = structure_of(args, leaves)
+        key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = self._compile_for(args)
+        return self._programs[key](leaves)
+
+    def _compile_for(self, example: tuple[Any, ...]) -> Callable[[list[mx.array]], Any]:
+        arguments = map_arrays(lambda _: _HOLE, example)
+        result_template: list[Any] = []
+
+        def flat(leaves: list[mx.array]) -> list[mx.array]:
+            self.traces += 1
+            result = self._function(*_fill(arguments, leaves))
+            found: list[mx.array] = []
+            structure_of(result, found)
+            result_template[:] = [map_arrays(lambda _: _HOLE, result)]
+            return found
+
+        program = mx.compile(flat)
+
+        def call(leaves: list[mx.array]) -> Any:
+            found = program(leaves)  # fills the template the first time
+            return _fill(result_template[0], found)
+
+        return call
+
+
+def compiled(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
+    """Compile a pure function of trees (attrs values included); see `Compiled`."""
+    return Compiled(function, enabled=enabled)
+
+
+def _fill(template: Any, leaves: list[mx.array]) -> Any:
+    remaining = iter(leaves)
+    return map_arrays(lambda _: next(remaining), template, kind=_Hole)

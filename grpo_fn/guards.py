@@ -1,0 +1,34 @@
+"""Checks that run before any arithmetic, so that a broadcast cannot hide a mistake."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import mlx.core as mx
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far outside any trust region, far inside float32
+
+
+def check_shape(name: str, array: mx.array, wanted: tuple[int, ...]) -> None:
+    """Raise ValueError unless `array` has exactly the shape `wanted`."""
+    if tuple(array.shape) != wanted:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, wanted {wanted}")
+
+
+def check_rank(name: str, array: mx.array, rank: int) -> None:
+    """Raise ValueError unless `array` has `rank` axes."""
+    if array.ndim != rank:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, wanted {rank} axes")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, with the nearest spelling, unless `value` is one of `choices`."""
+    choices = tuple(choices)
+    if value not in choices:
+        near = get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} = {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+def clamp_log(log_ratio: mx.array) -> mx.array:
+    """Clamp a log-ratio to ±20 before it is exponentiated (gradient zero outside)."""
+    return mx.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

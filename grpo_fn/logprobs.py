@@ -1,0 +1,195 @@
+"""Log-probabilities of given tokens, without ever holding all logits.
+
+The logits of N positions × V tokens are the largest thing in a learner's memory. Here they are made a chunk
+of positions at a time, forward and again backward, with the gradient in closed form:
+
+    log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
+    H = lse(z) − Σ_j p_j z_j        ∂/∂z_j = −p_j (log p_j + H)            z = head(hidden) / temperature
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.guards import check_rank, check_shape
+from grpo_fn.trees import Tree, arrays_of, map_arrays
+
+CHUNK_ELEMENTS = 2**22  # logits held at a time: 16 MB in float32
+
+
+@attrs.frozen(eq=False)
+class Head:
+    """What maps hidden states to logits: trainable parameters and a function of them.
+
+    `function(params, hidden_nd) -> logits_nv`. Where the head is a plain product with a matrix,
+    `weight(params)` gives that matrix [V,D]; frozen arrays are closed over and absent from `params`.
+    """
+
+    params: Tree
+    function: Callable[[Tree, mx.array], mx.array]
+    weight: Callable[[Tree], mx.array] | None = None
+
+
+def linear_head(weight_vd: mx.array) -> Head:
+    """The head `hidden @ weight.T`, trainable."""
+    return Head(weight_vd, lambda w, h_nd: h_nd @ w.T, lambda w: w)
+
+
+def token_logprobs(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    *,
+    temperature: float | mx.array = 1.0,
+    chunk: int | None = None,
+) -> mx.array:
+    """log softmax(head(hidden)/temperature) at the target tokens.
+
+    Args:
+        hidden_btd: final hidden states [B,T,D], any floating dtype.
+        head: the [V,D] matrix of a plain linear head, or a Head.
+        targets_bt: token ids [B,T], integers.
+        temperature: divides the logits; > 0.
+        chunk: positions whose logits are held at a time; None: as many as fit in 16 MB of float32.
+
+    Returns:
+        logp_bt, float32, nats. Gradients flow to `hidden_btd` and the head's parameters.
+
+    Raises:
+        ValueError: a shape or dtype is wrong.
+    """
+    return _apply(hidden_btd, head, targets_bt, temperature, chunk, None)[0]
+
+
+def token_logprobs_and_entropy(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    *,
+    temperature: float | mx.array = 1.0,
+    chunk: int | None = None,
+    entropy_gradient: bool = True,
+) -> tuple[mx.array, mx.array]:
+    """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt, entropy_bt).
+
+    Both float32, nats, at the given temperature. With `entropy_gradient=False` the entropy is a constant to
+    differentiation, which saves two passes over the logits.
+    """
+    entropy = "differentiable" if entropy_gradient else "constant"
+    logp_bt, entropy_bt = _apply(hidden_btd, head, targets_bt, temperature, chunk, entropy)
+    return logp_bt, entropy_bt if entropy_gradient else mx.stop_gradient(entropy_bt)
+
+
+def _apply(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    temperature: float | mx.array,
+    chunk: int | None,
+    entropy: str | None,
+) -> list[mx.array]:
+    check_rank("hidden_btd", hidden_btd, 3)
+    batch, length, width = hidden_btd.shape
+    check_shape("targets_bt", targets_bt, (batch, length))
+    if not mx.issubdtype(targets_bt.dtype, mx.integer):
+        raise ValueError(f"targets_bt has dtype {targets_bt.dtype}, wanted integers (token ids)")
+    if isinstance(head, mx.array):
+        check_rank("head", head, 2)
+        check_shape("head", head, (head.shape[0], width))
+        head = linear_head(head)
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: wanted > 0 (greedy choice has no distribution)")
+    if chunk is None:
+        vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]  # lazy: a shape, no work
+        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+    compute = _chunked(head, targets_bt.reshape(-1), temperature, chunk, entropy)
+    columns = compute(hidden_btd.reshape(-1, width), head.params)
+    return [column.reshape(batch, length) for column in columns]
+
+
+def _chunked(
+    head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
+) -> Callable[..., Any]:
+    """A custom function (hidden_nd, head params) -> [logp_n] or [logp_n, entropy_n]."""
+    starts = range(0, targets_n.shape[0], chunk)
+
+    def scaled_logits(params: Tree, h_cd: mx.array) -> mx.array:
+        return head.function(params, h_cd).astype(mx.float32) / temperature
+
+    def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
+        z_cv = scaled_logits(params, h_cd)
+        lse_c = mx.logsumexp(z_cv, axis=-1)
+        logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
+        if entropy is None:
+            return [logp_c]
+        return [logp_c, lse_c - (mx.exp(z_cv - lse_c[:, None]) * z_cv).sum(axis=-1)]
+
+    def backward_linear(
+        weight_vd: mx.array, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        z_cv = (h_cd @ weight_vd.T).astype(mx.float32) / temperature
+        # lse = z_t − log p_t: no second pass over the logits.
+        lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
+        logp_cv = z_cv - lse_c1
+        p_cv = mx.exp(logp_cv)
+        hit_cv = mx.arange(z_cv.shape[-1], dtype=t_c.dtype)[None] == t_c[:, None]
+        dz_cv = (hit_cv - p_cv) * ct[0][:, None]
+        if entropy == "differentiable":
+            dz_cv = dz_cv - p_cv * (logp_cv + out[1][:, None]) * ct[1][:, None]
+        dz_cv = (dz_cv / temperature).astype(h_cd.dtype)
+        return dz_cv @ weight_vd, dz_cv.T @ h_cd
+
+    @mx.custom_function
+    def compute(hidden_nd: mx.array, params: Tree) -> list[mx.array]:
+        parts: list[list[mx.array]] = []
+        for start in starts:
+            h_cd = hidden_nd[start : start + chunk]
+            if parts:  # one chunk's logits at a time
+                h_cd = mx.depends(h_cd, parts[-1])
+            parts.append(forward_chunk(params, h_cd, targets_n[start : start + chunk]))
+        return [mx.concatenate(column) for column in zip(*parts, strict=True)]
+
+    @compute.vjp
+    def compute_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
+        hidden_nd, params = primals
+        trains = any(True for _ in arrays_of(params))
+        dh_parts: list[mx.array] = []
+        dparams: Tree = params
+        for start in starts:
+            rows = slice(start, start + chunk)
+            h_cd, t_c = hidden_nd[rows], targets_n[rows]
+            ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
+            if dh_parts:  # order: the gradient of the weights grows in place, chunk after chunk
+                h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
+            if head.weight is not None:
+                dh_cd, dw_vd = backward_linear(head.weight(params), h_cd, t_c, out, ct)
+                grads = map_arrays(lambda w, dw=dw_vd: dw.astype(w.dtype), params)
+            else:
+                dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
+            dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
+            dh_parts.append(dh_cd)
+        return mx.concatenate(dh_parts), dparams
+
+    return compute
+
+
+def _autodiff(
+    forward_chunk: Callable[..., list[mx.array]],
+    params: Tree,
+    h_cd: mx.array,
+    t_c: mx.array,
+    ct: list[mx.array],
+    trains: bool,
+) -> tuple[mx.array, Tree]:
+    """The chunk's gradient by plain differentiation, for heads that are not a product with a matrix."""
+
+    def inner(h_cd: mx.array, params: Tree) -> mx.array:
+        outs = forward_chunk(params, h_cd, t_c)
+        return sum(((o * c).sum() for o, c in zip(outs, ct, strict=True)), start=mx.array(0.0))
+
+    if not trains:
+        return mx.grad(inner)(h_cd, params), params
+    return mx.grad(inner, argnums=(0, 1))(h_cd, params)

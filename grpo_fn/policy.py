@@ -1,0 +1,114 @@
+"""Policy: a language model as a pure function of a parameter tree.
+
+An mlx-lm module is used as a skeleton: for the time of one call its leaves are replaced by the given
+parameters, then put back. What is trainable is what the module says is (all of it, or LoRA's adapters).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from grpo_fn.heads import HeadSplit, split_head
+from grpo_fn.logprobs import Head
+from grpo_fn.trees import Tree, map_arrays
+
+
+@attrs.frozen(eq=False)
+class Policy:
+    """A model with its parameters taken out; make one with `Policy.from_module`."""
+
+    module: nn.Module  # the skeleton
+    params: Tree  # trainable leaves as they were when the policy was made
+    frozen: Tree  # the other leaves, shared by all roles; {} where everything trains
+    compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward; None: as they are
+    split: HeadSplit  # how hidden states and head come apart in this architecture
+
+    @classmethod
+    def from_module(cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None) -> "Policy":
+        """Split a module into its function and its leaves.
+
+        Freeze the module's parts first (`module.freeze()`, mlx-lm's `linear_to_lora_layers`) where only some
+        leaves train. The arrays are shared with the module, not copied.
+
+        Raises:
+            ValueError: nothing is trainable.
+        """
+        trainable = dict(tree_flatten(module.trainable_parameters()))
+        if not trainable:
+            raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
+        rest = [(name, leaf) for name, leaf in tree_flatten(module.parameters()) if name not in trainable]
+        return cls(
+            module=module,
+            params=tree_unflatten(list(trainable.items())),
+            frozen=tree_unflatten(rest) if rest else {},
+            compute_dtype=compute_dtype,
+            split=split_head(module, tuple(trainable)),
+        )
+
+    def skeleton(self) -> "Policy":
+        """The same function without the initial parameters, over a module that holds no trainable weights.
+
+        For long runs: `params` and the module would keep the initial weights in memory for ever. The module
+        is emptied in place; use it through `bound` from then on.
+        """
+        self.module.update(map_arrays(lambda _: mx.zeros(()), self.params))
+        return attrs.evolve(self, params=None)
+
+    @contextmanager
+    def bound(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
+        """The module with these parameters in it, until the end of the `with` block.
+
+        The leaves that were there are put back whatever happens: a traced call would leave dead tracers.
+        """
+        saved = self.module.parameters()
+        try:
+            self.module.update(self.cast(self.frozen if frozen is None else frozen))
+            self.module.update(self.cast(params))
+            yield self.module
+        finally:
+            self.module.update(saved)
+
+    def cast(self, params: Tree) -> Tree:
+        """The parameters as the forward sees them: floating leaves in the compute dtype."""
+        dtype = self.compute_dtype
+        if dtype is None:
+            return params
+        return map_arrays(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params)
+
+    def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
+        """Next-token logits [B,L,V] in the compute dtype; a cache, where given, is advanced."""
+        with self.bound(params) as module:
+            return module(tokens_bl, cache=cache)
+
+    def hidden(self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None) -> mx.array:
+        """Final hidden states [B,L,D], after the last norm and before the head.
+
+        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
+        traced function pins what it closes over.
+        """
+        with self.bound(params, frozen) as module:
+            return self.split.backbone(module)(tokens_bl)
+
+    def head(self, params: Tree, frozen: Tree | None = None) -> Head:
+        """What maps those hidden states to logits, with the trainable parameters that it uses."""
+        frozen = self.frozen if frozen is None else frozen
+        leaves = dict(tree_flatten(params))
+        used = tree_unflatten([(name, leaves[name]) for name in self.split.trainable])
+        weight: Callable[[Tree], mx.array] | None = None
+        if self.split.weight is not None:
+            name = self.split.weight
+
+            def weight(head_params: Tree) -> mx.array:
+                held = head_params if name in self.split.trainable else frozen
+                return self.cast(dict(tree_flatten(held))[name])
+
+        def logits(head_params: Tree, hidden_nd: mx.array) -> mx.array:
+            with self.bound(head_params, frozen) as module:
+                return self.split.logits(module, hidden_nd)
+
+        return Head(used, logits, weight)

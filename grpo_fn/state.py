@@ -1,0 +1,81 @@
+"""TrainState: the whole of a training run as one immutable value, and the syncs between its policies."""
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.optim import Optimizer
+from grpo_fn.trees import Tree, map_arrays
+
+
+@attrs.frozen(eq=False)
+class TrainState:
+    """A run between two steps. A tree of arrays; functions return new ones.
+
+    Rebind it before anything is evaluated (`state, stats = grad_step(state, batch)`), so that buffers of the
+    old value can be used again. `mx.eval` passes over it in silence: use `materialize`.
+    """
+
+    params: Tree  # π_θ: trainable leaves, master precision
+    old_params: Tree  # π_old: what rolls out; the same arrays as params right after a sync
+    ref_params: Tree  # π_ref; None where there is no KL term
+    opt_state: Tree
+    accum_grads: Tree  # Σ of gradients of summed losses since the last update
+    accum_weight: mx.array  # Σ of their denominators, float32 0-d
+    step: mx.array  # batch steps taken, int32 0-d
+    update_step: mx.array  # optimizer updates taken, int32 0-d
+    key: mx.array  # PRNG key; every random draw of the run descends from it
+
+
+def init_state(
+    params: Tree, optimizer: Optimizer, *, key: mx.array, ref_params: Tree | None = None
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        params: trainable leaves in master precision (float32 trains at RL learning rates; bfloat16 does not).
+        optimizer: see `adamw`.
+        key: PRNG key, `mx.random.key(seed)`.
+        ref_params: the anchor of the KL term, usually `params` itself (shared until the first update); left
+            out, there is no reference and `beta` must be 0.
+    """
+    return TrainState(
+        params=params,
+        old_params=params,
+        ref_params=ref_params,
+        opt_state=optimizer.init(params),
+        accum_grads=zeros_like(params),
+        accum_weight=mx.array(0.0),
+        step=mx.array(0, mx.int32),
+        update_step=mx.array(0, mx.int32),
+        key=key,
+    )
+
+
+def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
+    """π_old ← π_θ, through `transform` (a cast, a quantizer) where given. Without one it copies nothing."""
+    return attrs.evolve(state, old_params=state.params if transform is None else transform(state.params))
+
+
+def sync_ref(state: TrainState, mixup: float = 1.0) -> TrainState:
+    """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
+
+    Raises:
+        ValueError: there is no reference, or `mixup` is outside (0, 1].
+    """
+    if state.ref_params is None:
+        raise ValueError("the state has no ref_params to sync: it was made without a reference (beta = 0)")
+    if not 0 < mixup <= 1:
+        raise ValueError(f"mixup = {mixup}: wanted 0 < mixup <= 1")
+    if mixup == 1:
+        return attrs.evolve(state, ref_params=state.params)
+
+    mixed = tree_map(lambda ref, new: mixup * new + (1 - mixup) * ref, state.ref_params, state.params)
+    return attrs.evolve(state, ref_params=mixed)
+
+
+def zeros_like(params: Tree) -> Tree:
+    """Zeros in the shape of `params` that take no memory: one number, broadcast."""
+    return map_arrays(lambda a: mx.broadcast_to(mx.array(0, a.dtype), a.shape), params)

@@ -1,0 +1,202 @@
+"""The two steps of the learner: gradient of a batch, and optimizer update. Pure, compiled once per shape."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+import mlx.optimizers as optimizers
+from mlx.utils import tree_map
+
+from grpo_fn.batches import Batch
+from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.logprobs import token_logprobs, token_logprobs_and_entropy
+from grpo_fn.losses import LossStats, empty_stats, loss_sum, merge_stats
+from grpo_fn.optim import Optimizer
+from grpo_fn.policy import Policy
+from grpo_fn.specs import LossSpec
+from grpo_fn.state import TrainState, zeros_like
+from grpo_fn.trees import Tree
+
+
+class UpdateStats(NamedTuple):
+    """What one optimizer update did: 0-d arrays."""
+
+    grad_norm: mx.array  # global L2 norm before clipping, float32
+    learning_rate: mx.array  # of this update, float32
+    skipped: mx.array  # True where the gradient was not finite and nothing was changed
+
+
+class GradStep:
+    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step`."""
+
+    def __init__(self, micro_step: Compiled, policy: Policy, spec: LossSpec) -> None:
+        self._micro_step, self._policy, self._spec = micro_step, policy, spec
+
+    @property
+    def traces(self) -> int:
+        """How often the step has been traced: once per shape of a (micro-)batch."""
+        return self._micro_step.traces
+
+    def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
+        """Add a batch's gradient and denominator to the state's; one batch step.
+
+        Args:
+            state: params [..] are differentiated, ref_params used where the spec has a KL term.
+            batch: one batch, or the micro-batches that it was split into.
+
+        Raises:
+            ValueError: the spec has beta > 0 and neither the state nor the batch has a reference.
+        """
+        parts = [batch] if isinstance(batch, Batch) else list(batch)
+        accum = state.accum_grads, state.accum_weight
+        stats: list[LossStats] = []
+        for part in parts:
+            if self._spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
+                raise ValueError(
+                    f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"
+                )
+            ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
+            accum, part_stats = self._micro_step(state.params, ref, self._policy.frozen, accum, part)
+            stats.append(part_stats)
+        accum_grads, accum_weight = accum
+        state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
+        return state, merge_stats(stats)
+
+
+def make_grad_step(
+    policy: Policy,
+    spec: LossSpec,
+    *,
+    temperature: float = 1.0,
+    max_completion_length: int | None = None,
+    compile: bool = True,
+) -> GradStep:
+    """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
+
+    Args:
+        policy: the model as a function of its parameters.
+        spec: the algorithm.
+        temperature: of the sampler; divides the learner's logits too.
+        max_completion_length: L_max, needed by the aggregation `constant`.
+        compile: False runs the same Python eagerly.
+    """
+
+    def micro_step(
+        params: Tree, ref_params: Tree | None, frozen: Tree, accum: tuple[Tree, mx.array], batch: Batch
+    ) -> tuple[tuple[Tree, mx.array], LossStats]:
+        accum_grads, accum_weight = accum
+        ref_logp_bt = batch.ref_logp_bt
+        if ref_params is not None:
+            ref_logp_bt = _logprobs(policy, ref_params, frozen, batch, temperature)
+
+        def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
+            hidden_btd = _completion_hidden(policy, params, frozen, batch)
+            logp_bt, entropy_bt = token_logprobs_and_entropy(
+                hidden_btd,
+                policy.head(params, frozen),
+                batch.targets_bt,
+                temperature=temperature,
+                entropy_gradient=spec.entropy_coef > 0,
+            )
+            return loss_sum(
+                logp_bt,
+                batch.advantages_b,
+                batch.mask_bt,
+                spec,
+                old_logp_bt=batch.old_logp_bt,
+                rollout_logp_bt=batch.rollout_logp_bt,
+                ref_logp_bt=ref_logp_bt,
+                max_completion_length=max_completion_length,
+                entropy_bt=entropy_bt,
+                keep_bt=batch.keep_bt,
+                num_sequences=batch.num_sequences,
+                num_tokens=batch.num_tokens,
+            )
+
+        if batch.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
+            stats = empty_stats(spec, batch.num_sequences, batch.num_tokens, max_completion_length)
+            return (accum_grads, accum_weight + stats.denominator), stats
+        (_, stats), grads = mx.value_and_grad(summed_loss)(params)
+        accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
+        return (accum_grads, accum_weight + stats.denominator), stats
+
+    return GradStep(compiled(micro_step, enabled=compile), policy, spec)
+
+
+def make_update_step(
+    optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
+) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
+    """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
+
+    A gradient that is not finite changes nothing but the counters and what has accumulated: parameters and
+    moments stay as they were, and the stats say so.
+
+    Args:
+        optimizer: see `adamw`.
+        max_grad_norm: bound on the global L2 norm; None: no clipping.
+        compile: False runs the same Python eagerly.
+    """
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+
+    def apply(
+        params: Tree, opt_state: Tree, accum_grads: Tree, accum_weight: mx.array, update_step: mx.array
+    ) -> tuple[Tree, Tree, UpdateStats]:
+        grads = tree_map(lambda g: g / mx.maximum(accum_weight, 1e-30), accum_grads)
+        clipped, norm = optimizers.clip_grad_norm(grads, mx.inf if max_grad_norm is None else max_grad_norm)
+        new_params, new_opt_state = optimizer.apply(clipped, opt_state, params, update_step)
+        finite = mx.isfinite(norm)
+
+        def chosen(new: mx.array, old: mx.array) -> mx.array:
+            return mx.where(finite, new.astype(old.dtype), old)
+
+        stats = UpdateStats(norm, optimizer.schedule(update_step), mx.logical_not(finite))
+        return tree_map(chosen, new_params, params), tree_map(chosen, new_opt_state, opt_state), stats
+
+    step = compiled(apply, enabled=compile)
+
+    def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
+        params, opt_state, stats = step(
+            state.params, state.opt_state, state.accum_grads, state.accum_weight, state.update_step
+        )
+        state = attrs.evolve(
+            state,
+            params=params,
+            opt_state=opt_state,
+            accum_grads=zeros_like(state.accum_grads),
+            accum_weight=mx.array(0.0),
+            update_step=state.update_step + 1,
+        )
+        return state, stats
+
+    return update_step
+
+
+def make_logprob_step(
+    policy: Policy, *, temperature: float = 1.0, compile: bool = True
+) -> Callable[[Tree, Batch], mx.array]:
+    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without gradient.
+
+    For π_old where a rollout serves several updates, and for π_ref where one wants it kept.
+    """
+    step = compiled(
+        lambda params, frozen, batch: _logprobs(policy, params, frozen, batch, temperature), enabled=compile
+    )
+    return lambda params, batch: step(params, policy.frozen, batch)
+
+
+def _completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
+    """Hidden states [B,T,D] from which the completion's tokens are predicted."""
+    hidden_bld = policy.hidden(params, batch.tokens_bl, frozen)
+    rows, width = batch.targets_bt.shape
+    # The first token is predicted at the prompt's last position. Past a row's end: any position will do.
+    index_bt = batch.prompt_lengths_b[:, None] - 1 + mx.arange(width)[None]
+    index_bt = mx.minimum(index_bt, hidden_bld.shape[1] - 1)
+    return hidden_bld[mx.arange(rows)[:, None], index_bt]
+
+
+def _logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
+    hidden_btd = _completion_hidden(policy, params, frozen, batch)
+    head = policy.head(params, frozen)
+    return mx.stop_gradient(token_logprobs(hidden_btd, head, batch.targets_bt, temperature=temperature))

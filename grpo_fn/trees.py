@@ -1,0 +1,75 @@
+"""Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
+
+mlx's own tree functions stop at attrs objects (and `mx.eval` passes over them in silence), hence these.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+Tree = Any
+
+
+def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
+    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they are."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_arrays(function, value, kind=kind) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        values = [map_arrays(function, value, kind=kind) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if attrs.has(type(tree)):
+        names = [field.name for field in attrs.fields(type(tree))]
+        changed = {name: map_arrays(function, getattr(tree, name), kind=kind) for name in names}
+        return attrs.evolve(tree, **changed)
+    return tree
+
+
+def arrays_of(tree: Tree) -> Iterator[mx.array]:
+    """Every array in the tree, in a fixed order."""
+    if isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from arrays_of(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from arrays_of(value)
+    elif attrs.has(type(tree)):
+        for field in attrs.fields(type(tree)):
+            yield from arrays_of(getattr(tree, field.name))
+
+
+def structure_of(tree: Tree, found: list[mx.array]) -> Any:
+    """A hashable description of the tree that tells any two structures apart; its arrays go to `found`.
+
+    Values that are not arrays are part of the structure.
+    """
+    if isinstance(tree, mx.array):
+        found.append(tree)
+        return "array"
+    if isinstance(tree, dict):
+        return ("dict", tuple((key, structure_of(value, found)) for key, value in tree.items()))
+    if isinstance(tree, list | tuple):
+        return (type(tree), tuple(structure_of(value, found) for value in tree))
+    if attrs.has(type(tree)):
+        names = [field.name for field in attrs.fields(type(tree))]
+        return (type(tree), tuple((name, structure_of(getattr(tree, name), found)) for name in names))
+    return ("value", type(tree), tree)
+
+
+def materialize(*trees: Tree) -> None:
+    """Compute every array in the trees now.
+
+    `mx.eval` for values of this library: `mx.eval(state)` would do nothing and say nothing.
+    """
+    mx.eval([array for tree in trees for array in arrays_of(tree)])
+
+
+def nbytes(*trees: Tree) -> int:
+    """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
+    distinct = {id(array): array.nbytes for tree in trees for array in arrays_of(tree)}
+    return sum(distinct.values())
