@@ -1,0 +1,191 @@
+"""Text rewards for answers written as ``<reasoning>…</reasoning><answer>…</answer>``.
+
+Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions`` holds one
+conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column holds one entry per
+completion. ``None`` in the result means that the reward has nothing to say about that completion. Names,
+values and the call convention are those of the MLX-GRPO project (and of TRL's reward functions).
+
+Everything here takes time linear in the text: it is a policy that writes these texts, and a policy will find
+the input on which a backtracking pattern explodes.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+Completions = Sequence[Sequence[dict[str, str]]]
+
+CORRECT = 2.0
+INTEGER = 0.5
+STRICT_FORMAT = 0.5
+SOFT_FORMAT = 0.5
+TAG_PAIR = 0.25
+TRAILING_CHARACTER = 0.001
+
+REASONING, REASONING_END = "<reasoning>", "</reasoning>"
+ANSWER, ANSWER_END = "<answer>", "</answer>"
+
+_JUNCTION = re.compile(r"</reasoning>\s*<answer>")
+# No number that a person writes is longer; the bound keeps exact arithmetic on a policy's text cheap.
+_MAX_NUMBER_CHARACTERS = 100
+_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+_GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
+_CURRENCY = r"[$€£¥₹]"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s?{_CURRENCY}?\s?(?P<inner_sign>[+-]?)"
+    rf"(?:(?P<top>[0-9]+)\s?/\s?(?P<bottom>[0-9]+)"
+    rf"|(?P<whole>{_GROUPED}|[0-9]+|(?=\.[0-9]))(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][+-]?[0-9]{{1,3}})?)"
+    rf"\s?(?:%|{_CURRENCY})?"
+)
+_INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
+
+
+def extract_answer(text: str) -> str | None:
+    """What stands in the last complete ``<answer>…</answer>``, stripped; None where there is nothing.
+
+    A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
+    unclosed ``<answer>`` is passed over, and of nested ones the innermost counts. An empty pair is no answer.
+    """
+    last_end = text.rfind(ANSWER_END)
+    start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
+    if start < 0:
+        return None
+    start += len(ANSWER)
+    return text[start : text.find(ANSWER_END, start)].strip() or None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a text that is one number and nothing else; None for any other text.
+
+    Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in groups of
+    three (comma, or a thin or no-break space), decimals, an exponent (as a column of floats spells itself), a
+    fraction ``a/b``, one full stop at the end, blanks around. ``50%`` is 50: the sign is a unit, as ``$`` is.
+
+    Refused: a unit *word* (``18 dollars``, ``12 million``, ``5 cents``: the word can change the value),
+    several numbers, wrong groups (``1,23``), mixed numbers (``1 1/2``), a zero denominator, digits other than
+    0–9, ``nan`` and ``inf``, anything over 100 characters.
+    """
+    text = text.strip()
+    if len(text) > _MAX_NUMBER_CHARACTERS:
+        return None
+    text = text.translate(_MINUS_SIGNS)
+    match = _NUMBER.fullmatch(text.removesuffix("."))
+    if match is None or (match["sign"] and match["inner_sign"]):
+        return None
+    if match["top"] is not None:
+        bottom = int(match["bottom"])
+        size = Fraction(int(match["top"]), bottom) if bottom else None
+    else:
+        whole = re.sub(r"[^0-9]", "", match["whole"]) or "0"
+        size = Fraction(whole + (match["decimals"] or "") + (match["exponent"] or ""))
+    if size is None:
+        return None
+    return -size if "-" in (match["sign"], match["inner_sign"]) else size
+
+
+def numbers_equal(a: object, b: object) -> bool:
+    """Whether two answers agree: exactly as numbers where both are numbers, else as stripped text.
+
+    Each may be a text or a value whose ``str`` is meant (an int or float column). None agrees with nothing.
+    """
+    if a is None or b is None:
+        return False
+    text_a, text_b = str(a), str(b)
+    x, y = parse_number(text_a), parse_number(text_b)
+    if x is not None and y is not None:
+        return x == y
+    return text_a.strip() == text_b.strip()
+
+
+def correctness_reward_func(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """2.0 where the extracted answer agrees with the gold ``answer``, else 0.0; None where the gold is None.
+
+    Raises ValueError where the two differ in length.
+    """
+    if len(answer) != len(completions):
+        raise ValueError(
+            f"answer holds {len(answer)} entries for {len(completions)} completions; wanted one for each"
+        )
+    return [
+        None if gold is None else CORRECT * numbers_equal(extract_answer(text), gold)
+        for text, gold in zip(_texts(completions), answer, strict=True)
+    ]
+
+
+def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+    """0.5 where the extracted answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
+
+    ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
+    """
+    answers = [extract_answer(text) for text in _texts(completions)]
+    return [
+        INTEGER * (answer is not None and bool(_INTEGER.fullmatch(answer.translate(_MINUS_SIGNS))))
+        for answer in answers
+    ]
+
+
+def strict_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+    """0.5 where the whole text is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
+
+    Each of the four tags stands there once; between the two pairs, and around them, only white space.
+    """
+    return [STRICT_FORMAT * _is_shell(text.strip()) for text in _texts(completions)]
+
+
+def soft_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+    """0.5 where ``<reasoning>…</reasoning> <answer>…</answer>`` stands anywhere in the text, else 0.0.
+
+    Only white space may stand between the two pairs; anything may stand around and inside them.
+    """
+    return [SOFT_FORMAT * _holds_shell(text) for text in _texts(completions)]
+
+
+def xmlcount_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less what trails.
+
+    A kind counts once however often it is repeated. The penalty is 0.001 for each character after the last
+    ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
+    """
+    return [_count_tags(text) for text in _texts(completions)]
+
+
+REWARDS: dict[str, Callable[..., list[float | None]]] = {
+    function.__name__: function
+    for function in (
+        correctness_reward_func,
+        int_reward_func,
+        strict_format_reward_func,
+        soft_format_reward_func,
+        xmlcount_reward_func,
+    )
+}
+
+
+def _texts(completions: Completions) -> list[str]:
+    return [completion[0]["content"] for completion in completions]
+
+
+def _is_shell(text: str) -> bool:
+    if any(text.count(tag) != 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END)):
+        return False
+    return text.startswith(REASONING) and text.endswith(ANSWER_END) and _JUNCTION.search(text) is not None
+
+
+def _holds_shell(text: str) -> bool:
+    # The first of each part leaves the most room for the parts after it, so no second try is ever needed.
+    start = text.find(REASONING)
+    junction = _JUNCTION.search(text, start + len(REASONING)) if start >= 0 else None
+    return junction is not None and text.find(ANSWER_END, junction.end()) >= 0
+
+
+def _count_tags(text: str) -> float:
+    pairs = _has_pair(text, REASONING, REASONING_END) + _has_pair(text, ANSWER, ANSWER_END)
+    _, closing, trailing = text.rpartition(ANSWER_END)
+    penalty = TRAILING_CHARACTER * len(trailing.strip()) if closing else 0.0
+    return min(max(TAG_PAIR * pairs - penalty, 0.0), 0.5)
+
+
+def _has_pair(text: str, opening: str, closing: str) -> bool:
+    start = text.find(opening)
+    return start >= 0 and text.find(closing, start + len(opening)) >= 0

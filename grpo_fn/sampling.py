@@ -1,0 +1,89 @@
+"""Sampling with explicit keys: one key a row and step, so that a row's draw depends on nothing beside it."""
+
+import mlx.core as mx
+
+from grpo_fn.guards import check_rank
+
+
+def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
+    """A new PRNG key for each (key, integer) pair: [N,2] uint32 from [N,2] and [N].
+
+    Unlike `mx.random.split`, whose i-th key depends on how many are asked for.
+    """
+    low = mx.bitwise_xor(keys_n2[:, 1], data_n.astype(mx.uint32))
+    mixed = mx.stack([keys_n2[:, 0], low], axis=1)
+    return mx.vmap(lambda key: mx.random.split(key)[0])(mixed)
+
+
+def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
+    """The key [N,2] of each completion, from its prompt's and its own number."""
+    rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
+    return fold_in(fold_in(rows, prompts_n), generations_n)
+
+
+def sample(
+    logits_bv: mx.array,
+    keys_b2: mx.array,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> tuple[mx.array, mx.array]:
+    """Draw one token a row.
+
+    Args:
+        logits_bv: [B,V], any floating dtype.
+        keys_b2: a PRNG key for each row, uint32 [B,2].
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p, top_k, min_p: keep the smallest set of tokens with at least this probability, this many, those
+            with at least this share of the largest probability; each is judged on the whole distribution, and
+            a token must pass all. 1.0, 0 and 0.0 keep everything.
+
+    Returns:
+        (token_b int32, logp_b float32): the log-probability is that of the distribution drawn from (tempered,
+        truncated and normalised again); at temperature 0 it is the model's own.
+
+    Raises:
+        ValueError: a shape or a number is out of range.
+    """
+    check_rank("logits_bv", logits_bv, 2)
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"temperature = {temperature}, top_p = {top_p}, top_k = {top_k}, min_p = {min_p}: wanted "
+            "temperature >= 0, 0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1"
+        )
+    z_bv = logits_bv.astype(mx.float32)
+    if temperature == 0:
+        token_b = mx.argmax(z_bv, axis=-1)
+    else:
+        z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        token_b = mx.vmap(lambda z_v, key: mx.random.categorical(z_v, key=key))(z_bv, keys_b2)
+    chosen_b = mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0]
+    return token_b.astype(mx.int32), chosen_b - mx.logsumexp(z_bv, axis=-1)
+
+
+def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
+    """The logits with every token outside the kept set at −inf. Ties at the threshold are all kept."""
+    if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
+        return z_bv
+    least_b1 = mx.full((z_bv.shape[0], 1), -mx.inf)
+    if min_p > 0:
+        least_b1 = z_bv.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p))
+    if top_p < 1 or 0 < top_k < z_bv.shape[-1]:
+        sorted_bv = mx.sort(z_bv, axis=-1)[:, ::-1]
+        if 0 < top_k < z_bv.shape[-1]:
+            least_b1 = mx.maximum(least_b1, sorted_bv[:, top_k - 1 : top_k])
+        if top_p < 1:
+            p_bv = mx.softmax(sorted_bv, axis=-1)
+            before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
+            kept_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
+            least_b1 = mx.maximum(least_b1, kept_bv.min(axis=-1, keepdims=True))
+    return mx.where(z_bv >= least_b1, z_bv, -mx.inf)
+
+
+def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
+    """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
+    z_bv = logits_bv.astype(mx.float32) / temperature
+    lse_b1 = mx.logsumexp(z_bv, axis=-1, keepdims=True)
+    return lse_b1[:, 0] - (mx.exp(z_bv - lse_b1) * z_bv).sum(axis=-1)
