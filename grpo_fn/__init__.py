@@ -1,13 +1,16 @@
 """GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one."""
 
 from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
-from grpo_fn.batches import Batch, Rollout, drop_inactive, make_batch, split_batch
+from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches, split_batch
 from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.decode import Sampler, generate
 from grpo_fn.kl import kl_estimate
 from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.losses import LossStats, merge_stats, policy_loss
 from grpo_fn.optim import Optimizer, adamw, warmup_schedule
 from grpo_fn.policy import Policy
+from grpo_fn.rollouts import Rollout, join_rollouts, take_groups
+from grpo_fn.sampling import fold_in, sample
 from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
 from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step
@@ -25,14 +28,18 @@ __all__ = [
     "Policy",
     "Recipe",
     "Rollout",
+    "Sampler",
     "TrainState",
     "UpdateStats",
     "adamw",
     "combine_rewards",
     "compiled",
     "drop_inactive",
+    "fold_in",
+    "generate",
     "group_advantages",
     "init_state",
+    "join_rollouts",
     "kl_estimate",
     "make_batch",
     "make_grad_step",
@@ -40,12 +47,15 @@ __all__ = [
     "make_update_step",
     "materialize",
     "merge_stats",
+    "minibatches",
     "overlong_penalty",
     "policy_loss",
     "preset",
+    "sample",
     "split_batch",
     "sync_old",
     "sync_ref",
+    "take_groups",
     "token_logprobs",
     "token_logprobs_and_entropy",
     "warmup_schedule",

@@ -1,4 +1,4 @@
-"""Rollout: what sampling gives. Batch: what the learner takes. And the way from one to the other.
+"""Batch: what the learner takes, made from a rollout; rows left out, cut into minibatches and micro-batches.
 
 A batch's rows are prompt + completion + padding, so that positions are right and causal attention never sees
 the padding, in every architecture and without a mask.
@@ -10,27 +10,9 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.guards import check_shape
+from grpo_fn.rollouts import Rollout
 from grpo_fn.specs import LossSpec
 from grpo_fn.trees import map_arrays
-
-
-@attrs.frozen(eq=False)
-class Rollout:
-    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p."""
-
-    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
-    num_generations: int  # G
-    tokens_bt: mx.array  # completions, int32, zeros after the end
-    lengths_b: mx.array  # tokens of each completion, its end-of-sequence token included, int32
-    logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
-    finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
-    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
-
-    def completions(self) -> list[list[int]]:
-        """Each row's token ids, end token included, on the host."""
-        lengths = self.lengths_b.tolist()
-        rows = self.tokens_bt.tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 @attrs.frozen(eq=False)
@@ -111,6 +93,27 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
     active = [row for row, flag in enumerate(active_b.tolist()) if flag]
     return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
+
+
+def minibatches(batch: Batch, number: int) -> list[Batch]:
+    """Cut a batch into `number` parts of consecutive rows, each with counts of its own: one update each.
+
+    Raises:
+        ValueError: there are fewer rows than parts.
+    """
+    rows = batch.mask_bt.shape[0]
+    if not 1 <= number <= rows:
+        raise ValueError(f"number = {number}: wanted 1 <= number <= {rows}, the rows of the batch")
+    bounds = [rows * i // number for i in range(number + 1)]
+    parts = [take_rows(batch, range(low, high)) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [
+        attrs.evolve(
+            part,
+            num_sequences=mx.array(float(part.mask_bt.shape[0])),
+            num_tokens=part.mask_bt.sum().astype(mx.float32),
+        )
+        for part in parts
+    ]
 
 
 def split_batch(batch: Batch, *, max_tokens: int, bucketed: bool = True) -> list[Batch]:

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
-from grpo_fn.batches import Rollout
 from grpo_fn.compiled import compiled
 from grpo_fn.policy import Policy
+from grpo_fn.rollouts import Rollout
 from grpo_fn.sampling import completion_keys, entropy, fold_in, sample
 from grpo_fn.trees import Tree, arrays_of
 

@@ -24,7 +24,7 @@ class TrainState:
     opt_state: Tree
     accum_grads: Tree  # Σ of gradients of summed losses since the last update
     accum_weight: mx.array  # Σ of their denominators, float32 0-d
-    step: mx.array  # batch steps taken, int32 0-d
+    step: mx.array  # batches that the learner has taken, int32 0-d
     update_step: mx.array  # optimizer updates taken, int32 0-d
     key: mx.array  # PRNG key; every random draw of the run descends from it
 

@@ -1,0 +1,71 @@
+"""Rollout: what sampling gives, before anything is scored."""
+
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+
+@attrs.frozen(eq=False)
+class Rollout:
+    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p."""
+
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    num_generations: int  # G
+    tokens_bt: mx.array  # completions, int32, zeros after the end
+    lengths_b: mx.array  # tokens of each completion, its end-of-sequence token included, int32
+    logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
+    finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
+    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
+
+    def completions(self) -> list[list[int]]:
+        """Each row's token ids, end token included, on the host."""
+        lengths = self.lengths_b.tolist()
+        rows = self.tokens_bt.tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
+    """The rollout of some of the prompts, in the order given."""
+    size = rollout.num_generations
+    index = mx.array([p * size + g for p in groups for g in range(size)], mx.int32)
+    entropy_bt = rollout.entropy_bt
+    return attrs.evolve(
+        rollout,
+        prompts=tuple(rollout.prompts[p] for p in groups),
+        tokens_bt=rollout.tokens_bt[index],
+        lengths_b=rollout.lengths_b[index],
+        logp_bt=rollout.logp_bt[index],
+        finished_b=rollout.finished_b[index],
+        entropy_bt=None if entropy_bt is None else entropy_bt[index],
+    )
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of the same G one after another, padded to the longest.
+
+    Raises:
+        ValueError: there are none, or they differ in G or in whether they hold entropies.
+    """
+    kinds = {(part.num_generations, part.entropy_bt is None) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"wanted rollouts of one (num_generations, without entropies), found {sorted(kinds)}"
+        )
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens_bt.shape[1] for part in parts)
+
+    def joined(columns: Sequence[mx.array]) -> mx.array:
+        return mx.concatenate([mx.pad(c, [(0, 0), (0, width - c.shape[1])]) for c in columns])
+
+    entropies = [part.entropy_bt for part in parts if part.entropy_bt is not None]
+    return Rollout(
+        prompts=tuple(prompt for part in parts for prompt in part.prompts),
+        num_generations=parts[0].num_generations,
+        tokens_bt=joined([part.tokens_bt for part in parts]),
+        lengths_b=mx.concatenate([part.lengths_b for part in parts]),
+        logp_bt=joined([part.logp_bt for part in parts]),
+        finished_b=mx.concatenate([part.finished_b for part in parts]),
+        entropy_bt=joined(entropies) if entropies else None,
+    )
