@@ -1,0 +1,50 @@
+"""Gradient checkpointing of a model's blocks: less memory in the learner for about 1.4 × its time."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def checkpoint_layers(module: nn.Module) -> int:
+    """Make each block of this one model recompute its inside in the backward pass; returns how many.
+
+    Only these instances change, not their class: other models of the same kind in the process stay as they
+    are. Decoding, which passes a cache, is left alone.
+
+    Raises:
+        ValueError: the model has no `layers`.
+    """
+    layers = getattr(module, "layers", None)
+    if not layers:
+        raise ValueError(f"{type(module).__name__} has no layers to checkpoint")
+    for layer in layers:
+        layer.__class__ = _checkpointed(type(layer))
+    return len(layers)
+
+
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    class Checkpointed(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if any(_is_cache(value) for value in (*args, *kwargs.values())):
+                return super().__call__(*args, **kwargs)
+            call = super().__call__
+            held = self.parameters()
+
+            # mx.checkpoint gives arrays that it closes over no gradient, silently: they go in as arguments.
+            def inner(params: Any, args: Any, kwargs: Any) -> Any:
+                self.update(params)
+                return call(*args, **kwargs)
+
+            try:
+                return mx.checkpoint(inner)(held, args, kwargs)
+            finally:
+                self.update(held)
+
+    Checkpointed.__name__ = kind.__name__
+    Checkpointed.__qualname__ = kind.__qualname__
+    return Checkpointed
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "update_and_fetch") or hasattr(value, "make_mask")

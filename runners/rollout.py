@@ -1,0 +1,164 @@
+"""From prompts to an experience: sample completions, score them, turn rewards into advantages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.trees import Tree
+from runners.config import Config
+from runners.prompts import Example, columns_of
+from runners.scoring import Scorer
+from runners.tokenizers import TextDecoder
+
+
+@attrs.frozen(eq=False)
+class Experience:
+    """One batch step's completions with all that was said about them. Rows are prompt-major, as in Rollout."""
+
+    rollout: g.Rollout
+    examples: tuple[Example, ...]  # P
+    texts: tuple[str, ...]  # B = P·G completions as rewards see them: the nudge in front
+    values_kb: np.ndarray  # each reward function's values, NaN = no reward
+    rewards_pg: np.ndarray  # combined, shaping included; NaN = no reward
+    advantages_pg: mx.array
+    sampled_tokens: int  # tokens drawn, those of replaced groups included
+    resampled: int  # groups that dynamic sampling replaced
+    problems: tuple[str, ...]  # what went wrong in scoring, a line each
+    seconds: dict[str, float]  # "rollout", "reward"
+
+
+Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
+
+
+@attrs.frozen(eq=False)
+class Collector:
+    """Makes experiences; the settings of a run that sampling and scoring need."""
+
+    generate: Generate
+    scorer: Scorer
+    decoder: TextDecoder
+    config: Config  # checked: [loss] complete
+
+    def collect(self, params: Tree, take: Callable[[int], Sequence[Example]], key: mx.array) -> Experience:
+        """Sample and score `batch_size` prompts with the given parameters.
+
+        `take(n)` hands out the next n prompts. With dynamic sampling, groups without variance are replaced by
+        fresh prompts for at most `max_resample` rounds; whatever is missing then is filled with the last of
+        them, which the learner skips.
+        """
+        wanted = self.config.optim.batch_size
+        rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
+        kept: list[Experience] = []
+        missing, spent, replaced = wanted, 0, 0
+        for number in range(rounds + 1):
+            part = self._once(params, take(missing), _folded(key, number))
+            spent += part.sampled_tokens
+            varied = _varied_groups(part.rewards_pg)
+            missing -= len(varied)
+            if missing == 0 or number == rounds:
+                flat = [p for p in range(len(part.examples)) if p not in set(varied)]
+                kept.append(_some_groups(part, sorted(varied + flat[:missing])))
+                break
+            replaced += missing
+            if varied:
+                kept.append(_some_groups(part, varied))
+        whole = _joined(kept)
+        rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
+        loss = self.config.loss
+        assert loss.baseline is not None and loss.scale is not None  # Config.check
+        advantages_pg = g.group_advantages(rewards_pg, baseline=loss.baseline, scale=loss.scale)
+        mx.eval(advantages_pg)
+        return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
+
+    def _once(self, params: Tree, examples: Sequence[Example], key: mx.array) -> Experience:
+        started = time.perf_counter()
+        rollout = self.generate(params, examples, key)
+        sampled = time.perf_counter()
+        completions = rollout.completions()
+        size = rollout.num_generations
+        nudge = self.config.data.nudge
+        texts = [nudge + self.decoder.decode(tokens) for tokens in completions]
+        scores = self.scorer.score(
+            texts,
+            [list(example.messages) for example in examples for _ in range(size)],
+            columns_of(examples, size),
+            completions,
+        )
+        rewards_pg = self._combined(scores.values_kb, rollout)
+        return Experience(
+            rollout=rollout,
+            examples=tuple(examples),
+            texts=tuple(texts),
+            values_kb=scores.values_kb,
+            rewards_pg=rewards_pg,
+            advantages_pg=mx.zeros(rewards_pg.shape),
+            sampled_tokens=sum(map(len, completions)),
+            resampled=0,
+            problems=tuple(scores.problems),
+            seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
+        )
+
+    def _combined(self, values_kb: np.ndarray, rollout: g.Rollout) -> np.ndarray:
+        weights = [reward.weight for reward in self.scorer.rewards]
+        rewards_b = g.combine_rewards(
+            mx.array(values_kb.astype(np.float32)),
+            mx.array(weights, mx.float32),
+            aggregate=self.config.reward.aggregate,
+            group_size=rollout.num_generations,
+        )
+        overlong = self.config.loss.overlong
+        assert overlong is not None  # Config.check
+        if overlong.buffer > 0:
+            rewards_b = rewards_b + g.overlong_penalty(
+                rollout.lengths_b, self.config.rollout.max_new_tokens, overlong.buffer, overlong.penalty
+            )
+        return np.array(rewards_b, np.float64).reshape(len(rollout.prompts), rollout.num_generations)
+
+
+def _folded(key: mx.array, number: int) -> mx.array:
+    return g.fold_in(key[None], mx.array([number]))[0]
+
+
+def _varied_groups(rewards_pg: np.ndarray) -> list[int]:
+    """Groups in which at least two given rewards differ."""
+    with np.errstate(invalid="ignore"):
+        low = np.nanmin(np.where(np.isnan(rewards_pg), np.inf, rewards_pg), axis=1)
+        high = np.nanmax(np.where(np.isnan(rewards_pg), -np.inf, rewards_pg), axis=1)
+    return [p for p in range(len(rewards_pg)) if high[p] > low[p]]
+
+
+def _some_groups(part: Experience, groups: list[int]) -> Experience:
+    if len(groups) == len(part.examples):
+        return part
+    size = part.rollout.num_generations
+    rows = [p * size + i for p in groups for i in range(size)]
+    return attrs.evolve(
+        part,
+        rollout=g.take_groups(part.rollout, groups),
+        examples=tuple(part.examples[p] for p in groups),
+        texts=tuple(part.texts[row] for row in rows),
+        values_kb=part.values_kb[:, rows],
+        rewards_pg=part.rewards_pg[groups],
+        advantages_pg=part.advantages_pg[mx.array(groups)],
+    )
+
+
+def _joined(parts: list[Experience]) -> Experience:
+    if len(parts) == 1:
+        return parts[0]
+    return attrs.evolve(
+        parts[0],
+        rollout=g.join_rollouts([part.rollout for part in parts]),
+        examples=tuple(example for part in parts for example in part.examples),
+        texts=tuple(text for part in parts for text in part.texts),
+        values_kb=np.concatenate([part.values_kb for part in parts], axis=1),
+        rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
+        problems=tuple(problem for part in parts for problem in part.problems),
+        seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
+    )

@@ -1,0 +1,91 @@
+"""The metrics of one update, under the names that TRL's dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import grpo_fn as g
+from runners.rollout import Experience
+
+
+def rollout_metrics(experiences: Sequence[Experience], reward_names: Sequence[str]) -> dict[str, float]:
+    """Rewards and completions of an update's batch steps.
+
+    `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
+    that nothing was there to compute from.
+    """
+    rewards_pg = np.concatenate([experience.rewards_pg for experience in experiences])
+    values_kb = np.concatenate([experience.values_kb for experience in experiences], axis=1)
+    lengths = np.concatenate([np.array(experience.rollout.lengths_b) for experience in experiences])
+    finished = np.concatenate([np.array(experience.rollout.finished_b) for experience in experiences])
+    spread = _spread(rewards_pg)
+    metrics = {
+        "reward": _mean(rewards_pg),
+        "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
+        "frac_reward_zero_std": float(np.mean(spread == 0)),
+    }
+    for name, values_b in zip(reward_names, values_kb, strict=True):
+        metrics[f"rewards/{name}/mean"] = _mean(values_b)
+        metrics[f"rewards/{name}/std"] = _std(values_b)
+    metrics |= {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - finished.mean()),
+    }
+    resampled = sum(experience.resampled for experience in experiences)
+    if resampled:
+        metrics["dynamic_sampling/resampled_groups"] = float(resampled)
+        used = sum(int(experience.rollout.lengths_b.sum().item()) for experience in experiences)
+        drawn = sum(experience.sampled_tokens for experience in experiences)
+        metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
+    return metrics
+
+
+def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool) -> dict[str, Any]:
+    """What the learner reports of an update."""
+    metrics = {
+        "loss": stats.loss.item(),
+        "grad_norm": update.grad_norm.item(),
+        "learning_rate": update.learning_rate.item(),
+        "entropy": stats.entropy.item(),
+        "clip_ratio/low_mean": stats.clip_low.item(),
+        "clip_ratio/high_mean": stats.clip_high.item(),
+        "clip_ratio/region_mean": stats.clip_region.item(),
+        "sampling/sampling_logp_difference/mean": stats.logp_diff_mean.item(),
+        "sampling/sampling_logp_difference/max": stats.logp_diff_max.item(),
+        "sampling/importance_sampling_ratio/min": stats.is_ratio_min.item(),
+        "sampling/importance_sampling_ratio/mean": stats.is_ratio_mean.item(),
+        "sampling/importance_sampling_ratio/max": stats.is_ratio_max.item(),
+        "sampling/kl": stats.sampling_kl_k3.item(),
+        "sampling/effective_sample_size": stats.ess.item(),
+        "sampling/masked_fraction": stats.masked_fraction.item(),
+        "ratio/min": stats.ratio_min.item(),
+        "ratio/mean": stats.ratio_mean.item(),
+        "ratio/max": stats.ratio_max.item(),
+    }
+    if has_reference:
+        metrics["kl"] = stats.kl.item()
+    if update.skipped.item():
+        metrics["update_skipped"] = True
+    return metrics
+
+
+def _mean(values: np.ndarray) -> float:
+    given = values[~np.isnan(values)]
+    return float(given.mean()) if given.size else float("nan")
+
+
+def _std(values: np.ndarray) -> float:
+    given = values[~np.isnan(values)]
+    return float(given.std(ddof=1)) if given.size > 1 else 0.0
+
+
+def _spread(rewards_pg: np.ndarray) -> np.ndarray:
+    """Largest less smallest given reward of each group; 0 where fewer than two were given."""
+    low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
+    high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
+    return np.maximum(high - low, 0.0)
