@@ -1,0 +1,1 @@
+"""The presets that `grpo-run NAME` finds by name: each TOML file beside this one."""

@@ -1,0 +1,3 @@
+"""The shell around grpo_fn: every file, clock, process and terminal that a training run touches."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,199 @@
+"""The command line: what it prints, what it writes, how it ends, and how fast --help answers."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tomllib
+import types
+
+import pytest
+from click.testing import CliRunner
+
+from runners import __version__, cli, platform
+from runners.config import load_config
+from runners.errors import UserError
+from runners.settings import PRESET_FOLDER
+
+ROOT = PRESET_FOLDER.parent
+MODEL = 'model.path = "embedded"\n'
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """Runs the command in this process, in a fresh folder that holds train.toml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.toml").write_text(MODEL)
+    return lambda *arguments, command=cli.run_command: CliRunner().invoke(command, arguments)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """Replaces the platform and the training loop; `calls` has what they were called with, in order."""
+    calls = []
+
+    def prepare(memory_limit_gb=0.0):
+        calls.append(("prepare", memory_limit_gb))
+        return platform.Platform(backend="cpu", notices=("no BLAS here",))
+
+    def run_training(config, *, report=None):
+        calls.append(("train", config))
+        if calls_raise:
+            raise calls_raise[0]
+
+    calls_raise = []
+    monkeypatch.setattr(platform, "prepare", prepare)
+    monkeypatch.setitem(sys.modules, "runners.train", types.SimpleNamespace(run_training=run_training))
+    return types.SimpleNamespace(calls=calls, fail_with=calls_raise.append)
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy():
+    """Under 0.3 s in a fresh process (of its own time: other processes may be busy), with click alone."""
+    code = (
+        "import sys, atexit; from runners.cli import run_command;"
+        "heavy = {'mlx', 'mlx_lm', 'datasets', 'rich', 'cattrs', 'numpy', 'transformers', 'grpo_fn'};"
+        "atexit.register(lambda: sys.stderr.write(str(heavy & set(sys.modules) or '')));"
+        "run_command(['--help'])"
+    )
+    seconds = []
+    for _ in range(2):  # the first may have to compile the modules
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--dry-run" in done.stdout and "grpo-run quickstart" in done.stdout
+    assert 0 < min(seconds) < 0.3, seconds
+
+
+def test_grpo_run_and_grpo_run_are_one_command(invoke):
+    """`grpo run` is the very command of `grpo-run`, and both tell the version."""
+    assert cli.main.commands["run"] is cli.run_command
+    assert invoke("run", "--help", command=cli.main).exit_code == 0
+    for command in (cli.main, cli.run_command):
+        assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
+
+
+def test_the_installed_scripts_are_these_commands():
+    """pyproject.toml names objects that exist, and ships every package that it should."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {
+        "grpo-run": "runners.cli:run_command",
+        "grpo": "runners.cli:main",
+    }
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert [name for name in packages if not (ROOT / name / "__init__.py").is_file()] == []
+
+
+def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, training, tmp_path):
+    """TOML on stdout that loads to the same config, JSON in the run's folder, no training."""
+    result = invoke("train.toml", "--set", "run.name=dry", "--set", "loss.preset=dapo", "--dry-run")
+    assert result.exit_code == 0 and training.calls == []
+    assert result.stderr == f"written to {os.path.join('outputs', 'dry', 'config.resolved.json')}\n"
+    config = load_config("train.toml", ["run.name=dry", "loss.preset=dapo"]).check()
+    (tmp_path / "shown.toml").write_text(result.stdout, encoding="utf-8")
+    assert load_config("shown.toml") == config
+    written = json.loads((tmp_path / "outputs/dry/config.resolved.json").read_text(encoding="utf-8"))
+    assert written == config.to_dict() and written["loss"]["epsilon_high"] == 0.28
+
+
+def test_a_run_prepares_the_machine_first_and_trains_the_checked_config(invoke, training):
+    """Notices on stderr, then the loop with every choice made."""
+    result = invoke("quickstart", "--set", "max_completion_length=9", "--set", "system.memory_limit_gb=2")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert [call[0] for call in training.calls] == ["prepare", "train"]
+    assert training.calls[0] == ("prepare", 2.0)
+    config = training.calls[1][1]
+    assert (config.rollout.max_new_tokens, config.loss.baseline) == (9, "group_mean")
+    first, second = result.stderr.splitlines()
+    assert first.startswith("--set: max_completion_length = 9 is taken for max_new_tokens")
+    assert second == "no BLAS here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["nope"],
+            ["nope: no such file or preset; the presets are gsm8k_qwen, lora, quickstart, smoke_test"],
+        ),
+        (
+            ["train.toml", "--set", "optim.eps=0", "--set", "rollout.top_q=1"],
+            [
+                "--set: rollout.top_q: unknown key; did you mean rollout.top_p?",
+                "--set: optim.eps: found 0, want a number above 0",
+            ],
+        ),
+    ],
+)
+def test_a_faulty_config_ends_with_code_2_before_anything_is_prepared(invoke, training, arguments, lines):
+    """One line for each fault on stderr, nothing on stdout, no traceback."""
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout, training.calls) == (2, "", [])
+    assert result.stderr.splitlines() == lines
+
+
+def test_a_loss_without_meaning_ends_with_code_2(invoke, training):
+    """What LossSpec refuses is told like any other fault, before the loop starts."""
+    result = invoke("train.toml", "--set", "loss.correction=sequence_mask")
+    assert result.exit_code == 2 and [call[0] for call in training.calls] == ["prepare"]
+    assert result.stderr.splitlines()[-1].startswith("--set: loss.correction: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("rows.jsonl:3: found no answer"), 2, "rows.jsonl:3: found no answer"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_the_loop_may_end_with_a_line(invoke, training, error, code, line):
+    """A fault of the data ends with 2, Ctrl-C with 130; neither with a traceback."""
+    training.fail_with(error)
+    result = invoke("train.toml")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, line)
+
+
+def test_a_fault_of_the_program_is_not_hidden(invoke, training):
+    """Any other exception keeps its traceback."""
+    training.fail_with(ZeroDivisionError("a bug"))
+    assert isinstance(invoke("train.toml").exception, ZeroDivisionError)
+
+
+def test_a_folder_that_cannot_be_written_is_told(invoke, tmp_path):
+    """--dry-run into a file's place ends with a line and code 2."""
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "grpo").mkdir()
+    (tmp_path / "outputs" / "grpo" / "config.resolved.json").mkdir()
+    result = invoke("train.toml", "--dry-run")
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("train.toml: run.output_dir: ") and "cannot be written" in result.stderr
+
+
+def test_a_missing_argument_is_clicks_to_tell(invoke):
+    """No CONFIG: usage and code 2."""
+    result = invoke()
+    assert result.exit_code == 2 and "Missing argument 'CONFIG'" in result.stderr
+
+
+def test_ctrl_c_in_a_process_of_its_own(tmp_path):
+    """A real SIGINT during the loop ends the process with code 130 and one line."""
+    code = (
+        "import os, signal, sys, types;"
+        "hit = lambda config: os.kill(os.getpid(), signal.SIGINT);"
+        "sys.modules['runners.train'] = types.SimpleNamespace(run_training=hit);"
+        "from runners.cli import main; main(['run', 'smoke_test'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "interrupted"

@@ -1,0 +1,176 @@
+"""Loading a config: defaults, precedence, overrides, paths, the shipped presets, and the way back to TOML."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners import sections
+from runners.config import SECTIONS, load_config, write_resolved
+from runners.settings import PRESET_FOLDER, preset_names
+
+MINIMAL = '[model]\npath = "embedded"\n'
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes train.toml into the current folder, a fresh one, and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text, name="train.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return name
+
+    return write_file
+
+
+def test_later_values_win(write):
+    """Defaults < the loss preset < the file < --set, and among several --set the last."""
+    name = write(MINIMAL + '[loss]\npreset = "dapo"\nepsilon_low = 0.1\nmax_resample = 5\n')
+    loss = load_config(name, ["loss.max_resample=6", "loss.max_resample=7"]).check().loss
+    assert (loss.epsilon_high, loss.dynamic_sampling) == (0.28, True)  # the preset's
+    assert loss.epsilon_low == 0.1  # the file's, over the preset's 0.2
+    assert loss.max_resample == 7  # the command line's, over the file's
+    assert loss.kl == "k3"  # nobody's but LossSpec's
+
+
+def test_check_fills_in_what_the_preset_says(write):
+    """After `check` no choice is open: DAPO's overlong buffer is a share of the length limit, in tokens."""
+    config = load_config(write(MINIMAL + '[loss]\npreset = "dapo"\n'), ["rollout.max_new_tokens=100"]).check()
+    assert config.loss.overlong == sections.OverlongConfig(buffer=20, penalty=1.0)
+    assert (config.loss.baseline, config.loss.scale) == ("group_mean", "group")
+    assert config.check() == config
+    assert config.loss_spec() == load_config("train.toml").loss_spec()
+
+
+def test_check_keeps_what_the_file_says_about_a_preset(write):
+    """An explicit false or zero is a value, not an absent key."""
+    text = '[loss]\npreset = "dapo"\ndynamic_sampling = false\noverlong = {buffer = 0}\nscale = "none"\n'
+    loss = load_config(write(MINIMAL + text)).check().loss
+    assert (loss.dynamic_sampling, loss.overlong.buffer, loss.scale) == (False, 0, "none")
+
+
+def test_rewards_normalised_one_by_one_are_scaled_over_the_batch(write):
+    """GDPO's second normalisation is the batch's, unless [loss] says otherwise."""
+    name = write(MINIMAL + '[reward]\naggregate = "normalize_then_sum"\n')
+    loss = load_config(name).check().loss
+    assert (loss.baseline, loss.scale) == ("batch_mean", "batch")
+    assert load_config(name, ["loss.scale=none"]).check().loss.scale == "none"
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("optim.learning_rate=2", "optim", "learning_rate", 2.0),
+        (" optim.learning_rate = 2e-5 ", "optim", "learning_rate", 2e-5),
+        ("run.name=hotter", "run", "name", "hotter"),
+        ("run.name='quoted name'", "run", "name", "quoted name"),
+        ("run.name=2024", "run", "name", "2024"),
+        ("data.system_prompt=", "data", "system_prompt", ""),
+        ("data.nudge=a=b", "data", "nudge", "a=b"),
+        ("loss.kl=k1", "loss", "kl", "k1"),
+        ('rollout.stop=["</answer>", "\\n\\n"]', "rollout", "stop", ("</answer>", "\n\n")),
+        ("model.lora.rank=4", "model", "lora", sections.LoraConfig(rank=4, scale=3.0)),
+        ("model.lora={rank=4}", "model", "lora", sections.LoraConfig(rank=4, scale=3.0)),
+        ("system.compile=false", "system", "compile", False),
+        ("learning_rate=3e-5", "optim", "learning_rate", 3e-5),
+        ("adam_beta2=0.5", "optim", "betas", (0.8, 0.5)),
+        ("quantize_for_rollouts=true", "rollout", "quantization", "affine-4"),
+    ],
+)
+def test_an_override_sets_one_value(write, override, section, key, value):
+    """--set takes TOML, bare strings where a string belongs, and MLX-GRPO's names; nothing else changes."""
+    name = write('[model]\npath = "embedded"\nlora.scale = 3\n[optim]\nbetas = [0.8, 0.9]\n')
+    before, after = load_config(name), load_config(name, [override])
+    assert getattr(getattr(after, section), key) == value
+    changed = attrs.evolve(getattr(before, section), **{key: value})
+    assert attrs.evolve(before, **{section: changed}) == after
+
+
+def test_an_override_of_a_table_keeps_its_other_keys(write):
+    """--set loss={...} adds to the file's [loss]."""
+    name = write(MINIMAL + "[loss]\nbeta = 0.1\n")
+    loss = load_config(name, ['loss={preset = "rloo"}']).loss
+    assert (loss.preset, loss.beta) == ("rloo", 0.1)
+
+
+def test_relative_paths_are_found_here_or_beside_the_file(write, tmp_path):
+    """The current folder comes first, then the config's own."""
+    for folder in ("here", "cfg/model", "cfg/here"):
+        (tmp_path / folder).mkdir(parents=True)
+    write("def f(completions): ...", "cfg/score.py")
+    write("{}", "cfg/rows.jsonl")
+    text = '[model]\npath = "model"\n[data]\nsource = "rows.jsonl"\n[reward]\nfunctions = ["score.py:f"]\n'
+    config = load_config(write(text, "cfg/train.toml"))
+    assert config.model.path == str(Path("cfg/model"))
+    assert config.data.source == str(Path("cfg/rows.jsonl"))
+    assert config.reward.functions == (f"{Path('cfg/score.py')}:f",)
+    assert load_config("cfg/train.toml", ["model.path=here"]).model.path == "here"
+
+
+def test_reserved_and_hub_names_are_left_alone(write, tmp_path):
+    """`embedded` is never a folder, and what is no path is a Hub name."""
+    (tmp_path / "cfg" / "embedded").mkdir(parents=True)
+    name = write(MINIMAL + '[data]\nsource = "embedded"\n', "cfg/train.toml")
+    config = load_config(name)
+    assert (config.model.path, config.data.source, config.data.name) == ("embedded", "embedded", "")
+    assert load_config(name, ["model.path=./embedded"]).model.path == str(Path("cfg/embedded"))
+    config = load_config(name, ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "data.source=openai/gsm8k"])
+    assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert (config.data.source, config.data.name) == ("openai/gsm8k", "main")
+    assert load_config(name, ["data.source=openai/gsm8k", "data.name=socratic"]).data.name == "socratic"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESET_FOLDER.glob("*.toml")))
+def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
+    """By name from anywhere and by path, to a loss that LossSpec takes; the text shown says the same."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name).check()
+    assert config == load_config(str(PRESET_FOLDER / f"{name}.toml")).check()
+    assert config.notices == ()
+    (tmp_path / "again.toml").write_text(config.to_toml(), encoding="utf-8")
+    assert load_config("again.toml") == config
+    assert tomllib.loads(config.to_toml()) == config.to_dict()
+
+
+def test_the_presets_are_the_shipped_files():
+    """The names that the command line knows, quickstart among them."""
+    assert {"quickstart", "smoke_test", "lora", "gsm8k_qwen"} <= set(preset_names())
+
+
+@given(
+    prompt=st.text(max_size=60),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3),
+    rate=st.floats(0, 1),
+)
+def test_what_is_shown_is_what_was_loaded(tmp_path_factory, prompt, stop, rate):
+    """Any strings and numbers survive the way through TOML."""
+    folder = tmp_path_factory.mktemp("toml")
+    first = folder / "first.toml"
+    first.write_text(MINIMAL, encoding="utf-8")
+    config = load_config(str(first))
+    config = attrs.evolve(
+        config,
+        data=attrs.evolve(config.data, system_prompt=prompt),
+        rollout=attrs.evolve(config.rollout, stop=tuple(stop)),
+        optim=attrs.evolve(config.optim, learning_rate=rate),
+    )
+    second = folder / "second.toml"
+    second.write_text(config.to_toml(), encoding="utf-8", newline="")
+    assert load_config(str(second)) == config
+
+
+def test_the_resolved_config_is_json_with_sections_only(write):
+    """config.resolved.json stands in OUTPUT_DIR/NAME and holds every section, nothing open after `check`."""
+    config = load_config(write(MINIMAL), ["run.output_dir=out/deep", "run.name=one"]).check()
+    path = write_resolved(config)
+    assert path == Path("out/deep/one/config.resolved.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert list(found) == list(SECTIONS) and found == config.to_dict()
+    assert (found["loss"]["baseline"], found["loss"]["surrogate"]) == ("group_mean", "clip")
+    assert [other.name for other in path.parent.iterdir()] == ["config.resolved.json"]

@@ -1,0 +1,76 @@
+"""Configs made of junk: whatever stands in a file or after --set, nothing but a ConfigError comes of it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runners.config import KEYS, SECTIONS, ConfigError, load_config
+from runners.errors import spell
+from runners.flat_keys import FLAT_KEYS
+
+MODEL = 'model.path = "embedded"\n'
+_NAMES = sorted({*SECTIONS, *FLAT_KEYS, *(path[-1] for path in KEYS), "mlx_grpo", "", "x.y", "\n"})
+_LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["embedded", "none", "clip"]),
+)
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def outcome(path, text, overrides=()):
+    """None where the config is taken, else its faults; anything but a ConfigError fails the test."""
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    try:
+        load_config(str(path), overrides)
+    except ConfigError as error:
+        assert error.problems and all(line and line.isprintable() for line in error.problems)
+        return error.problems
+    return None
+
+
+@settings(max_examples=200)
+@given(table=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=5))
+def test_junk_of_the_right_shape_is_taken_or_refused(tmp_path_factory, table):
+    """Any TOML over known and unknown names gives a config or a ConfigError of printable lines."""
+    text = "\n".join(f"{spell(key)} = {quoted(value)}" for key, value in table.items())
+    outcome(tmp_path_factory.getbasetemp() / "junk.toml", text)
+
+
+def quoted(value):
+    """Inline TOML with every key in quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{spell(key)} = {quoted(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(map(quoted, value)) + "]" if isinstance(value, list) else spell(value)
+
+
+@settings(max_examples=200)
+@given(data=st.binary(max_size=40) | st.text(alphabet='[]{}="\\.#\n\r e1-ü', max_size=40).map(str.encode))
+def test_bytes_of_any_kind_are_refused_or_taken(tmp_path_factory, data):
+    """No file content brings anything but a ConfigError, and none without a model is taken."""
+    assert outcome(tmp_path_factory.getbasetemp() / "bytes.toml", data)
+
+
+@settings(max_examples=200)
+@given(path=st.sampled_from(sorted(KEYS)), value=_VALUES)
+def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
+    """Whatever stands at one key: it is taken, or each line names the file and that key."""
+    start = "" if path == ("model", "path") else MODEL
+    file = tmp_path_factory.getbasetemp() / "one.toml"
+    faults = outcome(file, f"{start}{'.'.join(path)} = {quoted(value)}\n")
+    assert faults is None or all(line.startswith(f"{file}: {'.'.join(path)}: ") for line in faults), faults
+
+
+@settings(max_examples=200)
+@given(
+    override=st.text(max_size=20) | st.builds("{}={}".format, st.sampled_from(_NAMES), st.text(max_size=9))
+)
+def test_overrides_of_any_kind_are_taken_or_refused(tmp_path_factory, override):
+    """A bad --set is a ConfigError that says it came from --set."""
+    faults = outcome(tmp_path_factory.getbasetemp() / "set.toml", MODEL, [override])
+    assert faults is None or all(line.startswith("--set") for line in faults)

@@ -1,0 +1,168 @@
+"""The config's keys: their defaults, their types, and their agreement with the core."""
+
+import subprocess
+import sys
+from typing import get_args
+
+import attrs
+import pytest
+
+from runners import sections
+from runners.config import KEYS, ConfigError, load_config
+from runners.rules import is_text
+from runners.settings import PRESET_FOLDER
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads the text of a config, which is train.toml in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text, *overrides):
+        (tmp_path / "train.toml").write_text(text, encoding="utf-8")
+        return load_config("train.toml", overrides)
+
+    return load_text
+
+
+def test_defaults_are_the_documented_ones(load):
+    """A config that names only a model has every default of the reference table."""
+    config = load('model.path = "embedded"')
+    found = {**config.to_dict(), "data": {**config.to_dict()["data"], "system_prompt": "..."}}
+    assert found == {
+        "run": {"name": "grpo", "output_dir": "outputs", "seed": 0},
+        "model": {
+            "path": "embedded",
+            "tune": "full",
+            "lora": {"rank": 8, "scale": 20.0, "layers": -1, "keys": []},
+            "dtype": "auto",
+            "master": "float32",
+            "trust_remote_code": False,
+        },
+        "data": {
+            "source": "openai/gsm8k",
+            "name": "main",
+            "split": "train",
+            "eval_split": "test",
+            "question": "question",
+            "answer": "answer",
+            "system_prompt": "...",
+            "nudge": "<reasoning>",
+            "max_samples": 0,
+            "max_prompt_length": 512,
+            "on_bad_row": "raise",
+        },
+        "rollout": {
+            "num_generations": 8,
+            "max_new_tokens": 512,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "stop": [],
+            "quantization": "none",
+            "storage": "dequantized",
+            "max_batch": 0,
+        },
+        "reward": {
+            "functions": [
+                "correctness_reward_func",
+                "int_reward_func",
+                "strict_format_reward_func",
+                "soft_format_reward_func",
+                "xmlcount_reward_func",
+            ],
+            "weights": [],
+            "aggregate": "sum_then_normalize",
+            "timeout": 60.0,
+            "on_error": "skip",
+        },
+        "loss": {
+            "preset": "grpo",
+            "mask_truncated_completions": False,
+            "max_resample": 3,
+            "top_entropy_quantile": 1.0,
+            "sync_every": 1,
+            "ref_sync_every": 0,
+            "ref_mixup": 0.6,
+        },
+        "optim": {
+            "learning_rate": 1e-6,
+            "schedule": "cosine",
+            "warmup_ratio": 0.1,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "num_epochs": 1,
+            "max_steps": 0,
+            "num_iterations": 1,
+            "minibatches": 1,
+        },
+        "eval": {"every": 0, "samples": 200, "max_new_tokens": 0, "at_start": True},
+        "checkpoint": {"every": 100, "keep_last": 0, "keep_best": 0},
+        "log": {
+            "every": 1,
+            "jsonl": True,
+            "completions": True,
+            "tensorboard": False,
+            "wandb": False,
+            "trackio": False,
+        },
+        "system": {
+            "compile": True,
+            "grad_checkpoint": False,
+            "memory_limit_gb": 0.0,
+            "micro_batch_tokens": 16384,
+        },
+    }
+
+
+def test_the_schema_names_what_the_core_has():
+    """The config's choices, spelled out so that loading needs no MLX, are grpo_fn's."""
+    import grpo_fn as g
+    from grpo_fn import kl, ratios, rewards, specs, surrogates
+
+    assert set(get_args(sections.Preset)) == set(g.PRESETS)
+    assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
+    assert set(get_args(sections.Level)) == set(ratios.LEVELS)
+    assert set(get_args(sections.Correction)) == set(ratios.CORRECTIONS)
+    assert set(get_args(sections.Surrogate)) == set(surrogates.SURROGATES)
+    assert set(get_args(sections.Kl)) == set(kl.ESTIMATORS)
+    assert set(get_args(sections.Aggregation)) == set(specs.AGGREGATIONS)
+    assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
+
+
+def test_loading_imports_nothing_heavy():
+    """A faulty config ends before MLX, datasets or transformers are imported."""
+    code = (
+        "import sys; from runners.config import load_config; load_config('quickstart');"
+        "heavy = {'mlx', 'mlx_lm', 'datasets', 'transformers', 'numpy', 'rich', 'grpo_fn'};"
+        "loaded = heavy & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
+    )
+    root = PRESET_FOLDER.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+_SAMPLES = {int: "2", float: "2.5", bool: "true", str: '"x"', list: "[true]", dict: "{x = 1}"}
+
+
+def taken(kind):
+    """The TOML types that a key of this type takes."""
+    if type(None) in get_args(kind):
+        return taken(get_args(kind)[0])
+    return {int: {int}, float: {int, float}, bool: {bool}}.get(kind, {str} if is_text(kind) else set())
+
+
+@pytest.mark.parametrize("path", sorted(KEYS, key=".".join), ids=".".join)
+def test_no_key_coerces(load, path):
+    """Each key refuses every TOML type but its own; only an integer may stand for a number."""
+    for sample in set(_SAMPLES) - taken(KEYS[path]):
+        text = f"{'.'.join(path)} = {_SAMPLES[sample]}\n"
+        with pytest.raises(ConfigError) as caught:
+            load(text if path == ("model", "path") else f'model.path = "embedded"\n{text}')
+        start = f"train.toml: {'.'.join(path)}: found {_SAMPLES[sample]}, want "
+        assert [line.startswith(start) for line in caught.value.problems] == [True], caught.value
