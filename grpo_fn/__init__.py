@@ -1,12 +1,13 @@
 """GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one."""
 
 from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
-from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches, split_batch
+from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches
 from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.decode import Sampler, generate
 from grpo_fn.kl import kl_estimate
 from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.losses import LossStats, merge_stats, policy_loss
+from grpo_fn.microbatches import split_batch
 from grpo_fn.optim import Optimizer, adamw, warmup_schedule
 from grpo_fn.policy import Policy
 from grpo_fn.rollouts import Rollout, join_rollouts, take_groups

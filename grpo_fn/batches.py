@@ -1,10 +1,11 @@
-"""Batch: what the learner takes, made from a rollout; rows left out, cut into minibatches and micro-batches.
+"""Batch: what the learner takes, made from a rollout; rows left out, cut into minibatches.
 
 A batch's rows are prompt + completion + padding, so that positions are right and causal attention never sees
 the padding, in every architecture and without a mask.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import mlx.core as mx
@@ -12,12 +13,16 @@ import mlx.core as mx
 from grpo_fn.guards import check_shape
 from grpo_fn.rollouts import Rollout
 from grpo_fn.specs import LossSpec
-from grpo_fn.trees import map_arrays
+from grpo_fn.trees import map_arrays, on_host
 
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays."""
+    """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
+
+    In a batch with shared prompts (`prompt_index_b`) each prompt stands once: `tokens_bl` is [P,L] with
+    prompts alone, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
     prompt_lengths_b: mx.array  # int32, >= 1
@@ -30,6 +35,8 @@ class Batch:
     old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
     ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
+    group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
+    prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
 
 
 def make_batch(
@@ -80,6 +87,7 @@ def make_batch(
         num_sequences=mx.array(float(mask_bt.shape[0])),
         num_tokens=mask_bt.sum().astype(mx.float32),
         keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
+        group_b=mx.repeat(mx.arange(len(lengths), dtype=mx.int32), rollout.num_generations),
     )
 
 
@@ -91,7 +99,7 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     """
     counted_b = batch.mask_bt.any(axis=1)
     active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
-    active = [row for row, flag in enumerate(active_b.tolist()) if flag]
+    active = [row for row, flag in enumerate(on_host(active_b)) if flag]
     return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
 
 
@@ -105,7 +113,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
     if not 1 <= number <= rows:
         raise ValueError(f"number = {number}: wanted 1 <= number <= {rows}, the rows of the batch")
     bounds = [rows * i // number for i in range(number + 1)]
-    parts = [take_rows(batch, range(low, high)) for low, high in zip(bounds, bounds[1:], strict=False)]
+    parts = [take_rows(batch, range(low, high)) for low, high in pairwise(bounds)]
     return [
         attrs.evolve(
             part,
@@ -116,91 +124,17 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
     ]
 
 
-def split_batch(batch: Batch, *, max_tokens: int, bucketed: bool = True) -> list[Batch]:
-    """Cut a batch into micro-batches of at most `max_tokens` tokens (rows × length) each.
-
-    Rows are sorted by length, so that a micro-batch holds rows of like length; each is cut to its own longest
-    row. With `bucketed`, rows and lengths are rounded up to a few sizes (at most a quarter more) so that the
-    compiled step sees few shapes: rows of padding have an empty mask and count nowhere. A single row longer
-    than `max_tokens` gets a micro-batch of its own.
-
-    Any split gives the same update: the counts of the whole are shared out among the parts.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens}: wanted at least 1")
-    rows = batch.mask_bt.shape[0]
-    if rows == 0:
-        return [batch]
-    size = round_up if bucketed else (lambda number: number)
-    span = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # last counted token, holes allowed
-    completion = span.max(axis=1).tolist()
-    prompt = batch.prompt_lengths_b.tolist()
-    total = [p + c for p, c in zip(prompt, completion, strict=True)]
-    order = sorted(range(rows), key=total.__getitem__)
-
-    parts: list[list[int]] = [[]]
-    for row in order:  # ascending: the row at hand is the longest of its part
-        if parts[-1] and size(len(parts[-1]) + 1) * size(total[row]) > max_tokens:
-            parts.append([])
-        parts[-1].append(row)
-
-    inactive_sequences = batch.num_sequences - rows
-    inactive_tokens = batch.num_tokens - batch.mask_bt.sum()
-    batches = []
-    for part in parts:
-        piece = take_rows(batch, part)
-        piece = attrs.evolve(
-            piece,
-            num_sequences=len(part) + inactive_sequences,
-            num_tokens=piece.mask_bt.sum().astype(mx.float32) + inactive_tokens,
-        )
-        inactive_sequences = inactive_tokens = mx.array(0.0)  # the first part counts what was left out
-        width, length = size(max(completion[row] for row in part)), size(max(total[row] for row in part))
-        batches.append(_resized(piece, size(len(part)), length, max(width, 1)))
-    return batches
-
-
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the denominators' counts stay those of the whole."""
+    """The given rows, in that order; the denominators' counts stay those of the whole.
+
+    For batches in which each row has its own prompt, that is before `split_batch` shares them.
+    """
     index = mx.array(list(rows), mx.int32)
 
     def taken(array: mx.array) -> mx.array:
         return array if array.ndim == 0 else array[index]
 
     return map_arrays(taken, batch)
-
-
-def round_up(number: int) -> int:
-    """The next size of a ladder with four steps an octave (8, 10, 12, 14, 16, 20, …); up to 8, the number."""
-    if number <= 8:
-        return number
-    step = 1 << (number.bit_length() - 3) if number & (number - 1) else 1
-    return -(-number // step) * step
-
-
-def _resized(batch: Batch, rows: int, length: int, width: int) -> Batch:
-    """Cut or pad to B = rows, L = length, T = width; padding is zeros, a padded row has prompt length 1."""
-
-    def fit(array: mx.array, columns: int) -> mx.array:
-        array = array[:, :columns]
-        return mx.pad(array, [(0, rows - array.shape[0]), (0, columns - array.shape[1])])
-
-    def fit_bt(array: mx.array | None) -> mx.array | None:
-        return None if array is None else fit(array, width)
-
-    missing = rows - batch.mask_bt.shape[0]
-    return attrs.evolve(
-        batch,
-        tokens_bl=fit(batch.tokens_bl, length),
-        prompt_lengths_b=mx.pad(batch.prompt_lengths_b, [(0, missing)], constant_values=mx.array(1)),
-        targets_bt=fit(batch.targets_bt, width),
-        mask_bt=fit(batch.mask_bt, width),
-        advantages_b=mx.pad(batch.advantages_b, [(0, missing)]),
-        rollout_logp_bt=fit(batch.rollout_logp_bt, width),
-        old_logp_bt=fit_bt(batch.old_logp_bt),
-        ref_logp_bt=fit_bt(batch.ref_logp_bt),
-        keep_bt=fit_bt(batch.keep_bt),
-    )
 
 
 def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:
@@ -211,7 +145,7 @@ def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: fl
         return None
     if entropy_bt is None:
         raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
-    counted = int(mask_bt.sum().item())
+    counted = sum(map(sum, on_host(mask_bt)))
     kept = max(1, round(quantile * counted))
     ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
     return mask_bt & (entropy_bt >= ranked[-kept])

@@ -18,7 +18,7 @@ def plain_caches(model: nn.Module) -> Caches:
 
 
 def ragged_caches(model: nn.Module, rows: int) -> Caches | None:
-    """Empty caches for rows of different lengths, or None where the model's kind of cache has no such form."""
+    """Empty caches for rows of different lengths, or None where the model's caches have no such form."""
     layers = plain_caches(model)
     if not all(hasattr(layer, "merge") for layer in layers):
         return None

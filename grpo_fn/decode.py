@@ -17,7 +17,7 @@ from grpo_fn.compiled import compiled
 from grpo_fn.policy import Policy
 from grpo_fn.rollouts import Rollout
 from grpo_fn.sampling import completion_keys, entropy, fold_in, sample
-from grpo_fn.trees import Tree, arrays_of
+from grpo_fn.trees import Tree, arrays_of, on_host
 
 PREFILL_TOKENS = 2048  # prompt tokens a row and call: bounds the memory of a long prompt's forward
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
@@ -79,8 +79,8 @@ def generate(
         find_stop: given a completion's tokens so far, how many of them to keep if it has ended, else None.
         max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
         check_every: steps between looks at which rows have ended; a look waits for the device.
-        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU; costs
-            a copy of the cache).
+        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
+            costs a copy of the cache).
 
     Raises:
         ValueError: there is no prompt, one is empty, or a number is out of range.
@@ -245,7 +245,7 @@ class _Decoder:
         for name, columns in stacked.items():
             whole.drawn[name][index, start:stop] = columns
         going_on = []
-        for row, tokens in zip(rows, stacked["tokens"].tolist(), strict=True):
+        for row, tokens in zip(rows, on_host(stacked["tokens"]), strict=True):
             if row not in alive:
                 continue
             texts[row].extend(tokens)

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+
+from grpo_fn.trees import from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
 _PROBE_LOGIT = 100.0  # far above every soft cap in use, so that a capped head cannot pass for a product
@@ -90,11 +91,8 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
     if not isinstance(hidden, mx.array) or hidden.ndim != 3 or width == vocabulary:
         return HeadSplit(None, (), None)
 
-    leaves = {
-        name: leaf
-        for name, leaf in tree_flatten(module.parameters())
-        if not any(map(str.isdigit, name.split(".")))
-    }
+    named = named_leaves(module.parameters())
+    leaves = {name: leaf for name, leaf in named.items() if not any(map(str.isdigit, name.split(".")))}
     probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(hidden.dtype)
     floating = [name for name in trainable if name in leaves]
     used = tuple(name for name in floating if _depends_on(whole, module, name, leaves[name], probe))
@@ -118,11 +116,11 @@ def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
 
 def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array) -> bool:
     """Whether the head's output turns NaN when this leaf does."""
-    module.update(tree_unflatten([(name, mx.full(leaf.shape, mx.nan, leaf.dtype))]))
+    module.update(from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)}))
     try:
         return bool(mx.isnan(split.logits(module, probe)).any())
     finally:
-        module.update(tree_unflatten([(name, leaf)]))
+        module.update(from_names({name: leaf}))
 
 
 def _is_product(split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array) -> bool:

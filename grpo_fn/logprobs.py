@@ -150,7 +150,7 @@ def _chunked(
             if parts:  # one chunk's logits at a time
                 h_cd = mx.depends(h_cd, parts[-1])
             parts.append(forward_chunk(params, h_cd, targets_n[start : start + chunk]))
-        return [mx.concatenate(column) for column in zip(*parts, strict=True)]
+        return [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
 
     @compute.vjp
     def compute_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:

@@ -4,18 +4,17 @@ An mlx-lm module is used as a skeleton: for the time of one call its leaves are 
 parameters, then put back. What is trainable is what the module says is (all of it, or LoRA's adapters).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from grpo_fn.heads import HeadSplit, split_head
 from grpo_fn.logprobs import Head
-from grpo_fn.trees import Tree, map_arrays
+from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
 
 @attrs.frozen(eq=False)
@@ -38,14 +37,15 @@ class Policy:
         Raises:
             ValueError: nothing is trainable.
         """
-        trainable = dict(tree_flatten(module.trainable_parameters()))
+        trainable = named_leaves(module.trainable_parameters())
         if not trainable:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
-        rest = [(name, leaf) for name, leaf in tree_flatten(module.parameters()) if name not in trainable]
+        everything = named_leaves(module.parameters())
+        rest = {name: leaf for name, leaf in everything.items() if name not in trainable}
         return cls(
             module=module,
-            params=tree_unflatten(list(trainable.items())),
-            frozen=tree_unflatten(rest) if rest else {},
+            params=from_names(trainable),
+            frozen=from_names(rest),
             compute_dtype=compute_dtype,
             split=split_head(module, tuple(trainable)),
         )
@@ -97,18 +97,16 @@ class Policy:
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
         """What maps those hidden states to logits, with the trainable parameters that it uses."""
         frozen = self.frozen if frozen is None else frozen
-        leaves = dict(tree_flatten(params))
-        used = tree_unflatten([(name, leaves[name]) for name in self.split.trainable])
-        weight: Callable[[Tree], mx.array] | None = None
-        if self.split.weight is not None:
-            name = self.split.weight
+        leaves = named_leaves(params)
+        used = from_names({name: leaves[name] for name in self.split.trainable})
+        name = self.split.weight
 
-            def weight(head_params: Tree) -> mx.array:
-                held = head_params if name in self.split.trainable else frozen
-                return self.cast(dict(tree_flatten(held))[name])
+        def weight(head_params: Tree) -> mx.array:
+            held = head_params if name in self.split.trainable else frozen
+            return self.cast(named_leaves(held)[str(name)])
 
         def logits(head_params: Tree, hidden_nd: mx.array) -> mx.array:
             with self.bound(head_params, frozen) as module:
                 return self.split.logits(module, hidden_nd)
 
-        return Head(used, logits, weight)
+        return Head(used, logits, None if name is None else weight)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from grpo_fn.guards import check_choice
 from grpo_fn.policy import Policy
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, from_names, named_leaves
 
 
 @attrs.frozen
@@ -83,7 +83,7 @@ def quantized_role(policy: Policy, name: str, storage: str = "dequantized") -> Q
     mode = MODES[name]
     if any(hasattr(module, "bits") for _, module in policy.module.named_modules()):
         raise ValueError("the model's weights are quantized already: both roles then run the same ones")
-    leaves = dict(tree_flatten(policy.module.parameters()))
+    leaves = named_leaves(policy.module.parameters())
     names = tuple(
         f"{path}.weight"
         for path, module in policy.module.named_modules()
@@ -110,20 +110,20 @@ def _transformed(
     tree: Tree, names: tuple[str, ...], mode: QuantMode, packed: bool, dtype: mx.Dtype | None
 ) -> Tree:
     wanted = set(names)
-    out: list[tuple[str, mx.array]] = []
-    for name, leaf in tree_flatten(tree):
+    out: dict[str, mx.array] = {}
+    for name, leaf in named_leaves(tree).items():
         compute = dtype if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf.dtype
         leaf = leaf.astype(compute)
         if name not in wanted:
-            out.append((name, leaf))
+            out[name] = leaf
             continue
         parts = quantize(leaf, mode)
         if packed:
             stem = name.removesuffix("weight")
-            out.extend((stem + part, array) for part, array in parts.items())
+            out |= {stem + part: array for part, array in parts.items()}
         else:
-            out.append((name, dequantize(parts, mode, compute)))
-    return tree_unflatten(out)
+            out[name] = dequantize(parts, mode, compute)
+    return from_names(out)
 
 
 def _packed_module(
@@ -131,7 +131,7 @@ def _packed_module(
 ) -> nn.Module:
     """A copy of the module's structure, without weights, with quantized layers in place."""
     saved = module.parameters()
-    module.update(tree_unflatten([(name, mx.zeros(())) for name in leaves]))
+    module.update(from_names({name: mx.zeros(()) for name in leaves}))
     try:
         structure = copy.deepcopy(module)
     finally:

@@ -51,7 +51,8 @@ def rollout_correction(
 
     `token_truncate` is truncated importance sampling (FlashRL), `token_mask` IcePop's masked form,
     `sequence_mask` drops a row whose geometric mean ratio leaves `sequence_range`; a `sequence_range`
-    beside a token form applies both. All arrays are float32 [B,T], finite at masked positions; no gradient flows.
+    beside a token form applies both. All arrays are float32 [B,T], finite at masked positions; no gradient
+    flows.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
     ratio_bt = mx.exp(d_bt)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.trees import on_host
+
 
 @attrs.frozen(eq=False)
 class Rollout:
@@ -20,8 +22,7 @@ class Rollout:
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, end token included, on the host."""
-        lengths = self.lengths_b.tolist()
-        rows = self.tokens_bt.tolist()
+        lengths, rows = on_host(self.lengths_b), on_host(self.tokens_bt)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -1,6 +1,7 @@
 """LossSpec: the frozen value that selects an algorithm, and the presets that name the published ones."""
 
 import math
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,6 +18,10 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
 def _check(holds: bool, name: str, found: object, wanted: str) -> None:
     if not holds:
         raise ValueError(f"{name} = {found}: wanted {wanted}")
+
+
+def _pair(value: Sequence[float]) -> tuple[float, float]:
+    return tuple(value)  # type: ignore[return-value]  # its length is checked with its range
 
 
 @attrs.frozen(kw_only=True)
@@ -36,9 +41,9 @@ class LossSpec:
     sapo_tau_neg: float = 1.05
     correction: str = "none"  # for a sampler that is not π_old
     correction_cap: float = 2.0  # C of token_truncate
-    correction_range: tuple[float, float] = attrs.field(default=(0.5, 5.0), converter=tuple)  # token_mask
+    correction_range: tuple[float, float] = attrs.field(default=(0.5, 5.0), converter=_pair)  # token_mask
     sequence_range: tuple[float, float] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
+        default=None, converter=attrs.converters.optional(_pair)
     )
     beta: float = 0.0  # coefficient of the KL to the reference; 0: no reference is needed
     kl: str = "k3"

@@ -14,6 +14,7 @@ from grpo_fn.logprobs import token_logprobs, token_logprobs_and_entropy
 from grpo_fn.losses import LossStats, empty_stats, loss_sum, merge_stats
 from grpo_fn.optim import Optimizer
 from grpo_fn.policy import Policy
+from grpo_fn.sharing import hidden_after_shared_prompts
 from grpo_fn.specs import LossSpec
 from grpo_fn.state import TrainState, zeros_like
 from grpo_fn.trees import Tree
@@ -188,6 +189,8 @@ def make_logprob_step(
 
 def _completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
     """Hidden states [B,T,D] from which the completion's tokens are predicted."""
+    if batch.prompt_index_b is not None:
+        return hidden_after_shared_prompts(policy, params, frozen, batch)
     hidden_bld = policy.hidden(params, batch.tokens_bl, frozen)
     rows, width = batch.targets_bt.shape
     # The first token is predicted at the prompt's last position. Past a row's end: any position will do.

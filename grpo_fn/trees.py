@@ -3,11 +3,12 @@
 mlx's own tree functions stop at attrs objects (and `mx.eval` passes over them in silence), hence these.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 Tree = Any
 
@@ -41,6 +42,21 @@ def arrays_of(tree: Tree) -> Iterator[mx.array]:
     elif attrs.has(type(tree)):
         for field in attrs.fields(type(tree)):
             yield from arrays_of(getattr(tree, field.name))
+
+
+def named_leaves(tree: Tree) -> dict[str, mx.array]:
+    """A parameter tree's leaves under their dotted names, such as `model.layers.0.mlp.up_proj.weight`."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
+
+
+def from_names(leaves: Mapping[str, mx.array]) -> Tree:
+    """The inverse of `named_leaves`; {} for no leaves."""
+    return tree_unflatten(list(leaves.items())) if leaves else {}
+
+
+def on_host(array: mx.array) -> list[Any]:
+    """An array's numbers as (nested) lists; waits for the device."""
+    return cast(list[Any], array.tolist())
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:

@@ -19,7 +19,7 @@ from runners.tokenizers import TextDecoder
 
 @attrs.frozen(eq=False)
 class Experience:
-    """One batch step's completions with all that was said about them. Rows are prompt-major, as in Rollout."""
+    """One batch step's completions and what was said about them. Rows are prompt-major, as in Rollout."""
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P

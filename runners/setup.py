@@ -12,6 +12,7 @@ import grpo_fn as g
 from grpo_fn.checkpointing import checkpoint_layers
 from grpo_fn.decode import FindStop
 from grpo_fn.precision import quantized_role
+from grpo_fn.sharing import can_share
 from grpo_fn.trees import Tree
 from runners.config import Config
 from runners.data import load_rows
@@ -50,6 +51,7 @@ class Learner:
     update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
     logprob_step: Callable[[Tree, g.Batch], mx.array]
     state: g.TrainState
+    share_prompts: bool  # whether a group's prompt is computed once
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +90,7 @@ def build_run(config: Config, platform: Platform, say: Say = lambda text: None) 
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
     plan = Plan.of(config, len(data.train))
-    learner = build_learner(config, spec, loaded, plan)
+    learner = build_learner(config, spec, loaded, plan, platform)
     return Run(
         config=config,
         folder=Path(config.run.output_dir) / config.run.name,
@@ -104,8 +106,11 @@ def build_run(config: Config, platform: Platform, say: Say = lambda text: None) 
     )
 
 
-def build_learner(config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: Plan) -> Learner:
+def build_learner(
+    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: Plan, platform: Platform
+) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
+    share_prompts = _shares_prompts(config, loaded, platform)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
@@ -149,7 +154,24 @@ def build_learner(config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: P
         ),
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
         state=g.sync_old(state, quantizer),
+        share_prompts=share_prompts,
     )
+
+
+def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
+    """Off where not asked for on a GPU: attention over a shared prompt needs an array as its mask there."""
+    wish = config.system.share_prompts
+    if wish == "never" or (wish == "auto" and platform.backend != "cpu"):
+        return False
+    # mx.checkpoint would run a block again without the prompts' keys that the first run left behind.
+    possible = can_share(loaded.module) and not config.system.grad_checkpoint
+    if wish == "always" and not possible:
+        raise UserError(
+            f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
+            "plain cache of keys and values, or system.grad_checkpoint is on; want "
+            '"auto" or "never"'
+        )
+    return possible
 
 
 def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:

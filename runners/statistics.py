@@ -39,7 +39,7 @@ def rollout_metrics(experiences: Sequence[Experience], reward_names: Sequence[st
     resampled = sum(experience.resampled for experience in experiences)
     if resampled:
         metrics["dynamic_sampling/resampled_groups"] = float(resampled)
-        used = sum(int(experience.rollout.lengths_b.sum().item()) for experience in experiences)
+        used = int(lengths.sum())
         drawn = sum(experience.sampled_tokens for experience in experiences)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
     return metrics

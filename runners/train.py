@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 import grpo_fn as g
 from grpo_fn.trees import Tree
@@ -131,7 +132,11 @@ class _Loop:
         ready = []
         for part in g.minibatches(batch, config.optim.minibatches):
             part = g.drop_inactive(part, self.run.learner.spec)
-            pieces = g.split_batch(part, max_tokens=config.system.micro_batch_tokens)
+            pieces = g.split_batch(
+                part,
+                max_tokens=config.system.micro_batch_tokens,
+                share_prompts=self.run.learner.share_prompts,
+            )
             if self.reuses or self.stale:
                 # By the time this is read π_θ has left π_old: its log-probs are taken now.
                 pieces = [self._with_old_logp(piece) for piece in pieces]
@@ -288,8 +293,8 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     """One record for each completion, for completions.jsonl."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
-    advantages = experience.advantages_pg.reshape(-1).tolist()
-    lengths = experience.rollout.lengths_b.tolist()
+    advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
+    lengths = np.array(experience.rollout.lengths_b).tolist()
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
         yield {
