@@ -67,6 +67,13 @@ class Config:
         from grpo_fn import PRESETS
 
         spec = self.loss_spec()
+        if self.loss.ref_sync_every and spec.beta == 0:
+            raise ConfigError(
+                [
+                    f"{self.where('loss.ref_sync_every')}: found {self.loss.ref_sync_every} with loss.beta = 0, "
+                    "where there is no reference to sync; want 0, or loss.beta > 0"
+                ]
+            )
         recipe = PRESETS[self.loss.preset]
         # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"

@@ -162,7 +162,7 @@ class LossConfig:
     top_entropy_quantile: float = field(default=1.0, validator=rules.share(zero=False))  # 1: every token
     sync_every: int = field(default=1, validator=rules.at_least(1))
     ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
-    ref_mixup: float = field(default=0.6, validator=rules.share())
+    ref_mixup: float = field(default=0.6, validator=rules.share(zero=False))
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

@@ -46,11 +46,19 @@ def rollout_metrics(experiences: Sequence[Experience], reward_names: Sequence[st
 
 
 def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool) -> dict[str, Any]:
-    """What the learner reports of an update."""
-    metrics = {
+    """What the learner reports of an update; of tokens only where one reached it."""
+    metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
         "grad_norm": update.grad_norm.item(),
         "learning_rate": update.learning_rate.item(),
+    }
+    if update.skipped.item():
+        metrics["update_skipped"] = True
+    if stats.num_tokens.item() == 0:
+        return metrics
+    if has_reference:
+        metrics["kl"] = stats.kl.item()
+    return metrics | {
         "entropy": stats.entropy.item(),
         "clip_ratio/low_mean": stats.clip_low.item(),
         "clip_ratio/high_mean": stats.clip_high.item(),
@@ -67,11 +75,6 @@ def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool)
         "ratio/mean": stats.ratio_mean.item(),
         "ratio/max": stats.ratio_max.item(),
     }
-    if has_reference:
-        metrics["kl"] = stats.kl.item()
-    if update.skipped.item():
-        metrics["update_skipped"] = True
-    return metrics
 
 
 def _mean(values: np.ndarray) -> float:
