@@ -1,0 +1,188 @@
+"""Checkpoints and the final model: folders that mlx-lm opens, written whole or not at all.
+
+A checkpoint keeps the master weights (float32, exact) and the rest of the state; `final/` holds the model in
+the dtype it came in, adapters merged, beside the adapters themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from runners.durable import new_folder, remove_folder, save_arrays
+from runners.metrics import to_json
+from runners.model_files import copy_companions, read_json
+from runners.models import LoadedModel, flat
+from runners.state_files import load_state, save_state
+
+if TYPE_CHECKING:
+    from grpo_fn.state import TrainState
+
+__all__ = [
+    "list_checkpoints",
+    "load_state",
+    "prune_checkpoints",
+    "save_checkpoint",
+    "save_final",
+    "save_model",
+]
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_MLX = {"format": "mlx"}  # mlx-lm and transformers read it
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, state: TrainState, loaded: LoadedModel, trainer_state: Mapping[str, Any]
+) -> Path:
+    """Writes `run_dir/checkpoint-{step}` and returns it; a folder of that name is replaced.
+
+    Args:
+        run_dir: the run's folder, made if need be.
+        step: the batch step, as in the name.
+        state: everything that training goes on from.
+        loaded: the model the state belongs to.
+        trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
+
+    Raises UserError where the disk refuses.
+    """
+    with new_folder(run_dir / f"checkpoint-{step}") as folder:
+        weights = _write_trained(folder, state.params, loaded)
+        save_state(folder, state, weights)
+        line, _ = to_json({"step": step, **trainer_state})
+        (folder / "trainer_state.json").write_text(line + "\n", encoding="utf-8")
+    return run_dir / f"checkpoint-{step}"
+
+
+def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel) -> Path:
+    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it."""
+    return save_model(run_dir / "final", state.params, loaded)
+
+
+def save_model(folder: Path, params: Any, loaded: LoadedModel) -> Path:
+    """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
+
+    With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
+    beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
+    unquantized, since rounding them to few bits again would undo much of a small update.
+    """
+    with new_folder(folder) as temporary:
+        config = read_json(loaded.path / "config.json")
+        if loaded.adapter is None:
+            weights = flat(params) | loaded.frozen
+            config.pop("quantization_config", None)  # unpacked while it was loaded
+        else:
+            _write_trained(temporary, params, loaded)
+            weights, merged = merge_adapters(params, loaded)
+            if loaded.quantized:
+                config.pop("quantization_config", None)
+                config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
+        weights = {name: _own(name, array, loaded) for name, array in weights.items()}
+        save_arrays(temporary / "model.safetensors", weights, _MLX)
+        _write_companions(temporary, config, loaded)
+    return folder
+
+
+def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
+    """The flat weights with the adapters folded into them, and the names of the layers that changed."""
+    with _bound(loaded, params) as module:
+        layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
+        weights = {
+            name: array
+            for name, array in flat(module.parameters()).items()
+            if not any(name.startswith(f"{layer}.") for layer in layers)
+        }
+        for name, layer in layers.items():
+            fused: nn.Module = layer.fuse(dequantize=True)  # pyright: ignore[reportCallIssue]
+            weights |= {f"{name}.{leaf}": array for leaf, array in flat(fused.parameters()).items()}
+        mx.eval(weights)
+    return weights, list(layers)
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's whole checkpoints, oldest step first."""
+    if not run_dir.is_dir():
+        return []
+    found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    return [found[step] for step in sorted(found) if (found[step] / "trainer_state.json").is_file()]
+
+
+def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> list[Path]:
+    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
+
+    The newest always stays; with both 0 everything does. Best is the highest "em" in trainer_state.json, then
+    the highest "reward", then the newest; a missing or null number ranks lowest.
+    """
+    folders = list_checkpoints(run_dir)
+    if keep_last <= 0 and keep_best <= 0:
+        return []
+    ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
+    keep = {*folders[-max(keep_last, 1) :], *ranked[:keep_best]}
+    doomed = [folder for folder in folders if folder not in keep]
+    for folder in doomed:
+        remove_folder(folder)
+    return doomed
+
+
+def _score(folder: Path) -> tuple[float, float]:
+    state = read_json(folder / "trainer_state.json")
+    em, reward = (state.get(name) for name in ("em", "reward"))
+    return (-math.inf if em is None else em, -math.inf if reward is None else reward)
+
+
+def _write_trained(folder: Path, params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
+    """The trained parameters in their master dtype, with what mlx-lm needs to load them; the arrays."""
+    trained = flat(params)
+    if loaded.adapter is None:
+        weights = trained | loaded.frozen
+        save_arrays(folder / "model.safetensors", weights, _MLX)
+    else:
+        weights = trained
+        save_arrays(folder / "adapters.safetensors", weights, _MLX)
+        adapter_config = {"fine_tune_type": loaded.tune, "model": _base(loaded), **loaded.adapter}
+        _write_json(folder / "adapter_config.json", adapter_config)
+    config = read_json(loaded.path / "config.json")
+    if loaded.adapter is None:
+        config.pop("quantization_config", None)
+    _write_companions(folder, config, loaded)
+    return weights
+
+
+def _base(loaded: LoadedModel) -> str:
+    return str(loaded.path) if Path(loaded.source).exists() else loaded.source
+
+
+def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
+    _write_json(folder / "config.json", config)
+    copy_companions(loaded.path, folder)
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _own(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    dtype = loaded.own_dtypes.get(name, loaded.own_dtype)
+    return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.own_dtype)
+
+
+@contextmanager
+def _bound(loaded: LoadedModel, params: Any) -> Iterator[nn.Module]:
+    """The module with its frozen leaves and these parameters in it; whatever was in it comes back."""
+    saved = loaded.module.parameters()
+    try:
+        loaded.module.update(tree_unflatten(list(loaded.frozen.items())))
+        loaded.module.update(params)
+        yield loaded.module
+    finally:
+        loaded.module.update(saved)

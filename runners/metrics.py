@@ -1,0 +1,217 @@
+"""The logs of a run: `training_log.jsonl`, `completions.jsonl`, and dashboards if the config asks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from runners.errors import UserError
+from runners.sections import LogConfig
+
+# Characters that end a line for str.splitlines, and so for some readers of JSON lines.
+_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+class Sink(Protocol):
+    """Somewhere else that the metrics go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """One JSON object on one line, and the names of its numbers that are not finite.
+
+    Such numbers become null and are named in an extra key "nonfinite" (dotted where they are nested), as JSON
+    has no NaN. 0-d arrays become numbers. Raises TypeError, with the name, for what JSON cannot hold.
+    """
+    nonfinite: list[str] = []
+    plain = {str(key): _plain(value, str(key), nonfinite) for key, value in record.items()}
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS), nonfinite
+
+
+class JsonLines:
+    """A file of one JSON object a line, each of them written out at once."""
+
+    def __init__(self, path: Path, *, append: bool = False):
+        """Opens `path`. An older file is kept as `NAME.previous.jsonl`, or with `append` continued after its
+        last whole line (a killed run may have left half of one)."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if append:
+            _drop_partial_line(path)
+        elif path.exists() and path.stat().st_size:
+            os.replace(path, path.with_suffix(".previous.jsonl"))
+        self.path = path
+        # A lone surrogate in a completion turns into its JSON escape instead of an error.
+        self._stream: TextIO = open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")  # noqa: SIM115
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record (see `to_json`)."""
+        line, _ = to_json(record)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Closes the file; nothing can be written afterwards."""
+        self._stream.close()
+
+
+class MetricsLog:
+    """What a run writes about itself, as the config's [log] asks; a context manager.
+
+    Raises UserError at construction where a dashboard is asked for whose package is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: LogConfig,
+        *,
+        name: str = "grpo",
+        config: Mapping[str, Any] | None = None,
+        append: bool = False,
+    ):
+        """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`."""
+        self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
+        self._metrics = JsonLines(run_dir / "training_log.jsonl", append=append) if settings.jsonl else None
+        self._completions = (
+            JsonLines(run_dir / "completions.jsonl", append=append) if settings.completions else None
+        )
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""
+        if self._metrics:
+            self._metrics.write(metrics)
+        if not self._sinks:
+            return
+        nonfinite: list[str] = []
+        plain = {name: _plain(value, name, nonfinite) for name, value in metrics.items()}
+        numbers = {k: v for k, v in plain.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for sink in self._sinks:
+            sink.log(numbers, int(plain.get("update") or 0))
+
+    def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one line for each completion."""
+        if self._completions:
+            for record in records:
+                self._completions.write(record)
+
+    def close(self) -> None:
+        """Closes the files and finishes the dashboards' runs."""
+        for part in (self._metrics, self._completions, *self._sinks):
+            if part:
+                part.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, Any]) -> list[Sink]:
+    """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
+    wanted = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
+    missing = [_missing(key, kind.package) for key, kind in wanted.items() if getattr(settings, key)]
+    problems = [problem for problem in missing if problem]
+    if problems:
+        raise UserError("; ".join(problems))
+    sinks: list[Sink] = []
+    for key, kind in wanted.items():
+        if getattr(settings, key):
+            try:
+                sinks.append(kind(run_dir, name, config))
+            except Exception as error:  # each package has errors of its own: no login, no network, no disk
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise UserError(f"log.{key} = true, but {kind.package} does not start: {reason}") from error
+    return sinks
+
+
+class _TensorBoard:
+    package = "tensorboardX"
+
+    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer.add_text("config", f"    {json.dumps(config)}")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    package = "wandb"
+
+    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(project="grpo_fn", name=name, config=config, dir=str(run_dir))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    package = "trackio"
+
+    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._trackio = trackio
+        trackio.init(project="grpo_fn", name=name, config=config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _missing(key: str, package: str) -> str | None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is not None:
+        return None
+    return f"log.{key} = true needs the package {package}: `pip install {package}`"
+
+
+def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        nonfinite.append(name)
+        return None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{name}.{i}", nonfinite) for i, part in enumerate(value)]
+    raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")
+
+
+def _drop_partial_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with open(path, "r+b") as stream:
+            stream.truncate(whole)

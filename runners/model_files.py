@@ -1,0 +1,163 @@
+"""Model folders as files: finding one, checking it before it is loaded, and what of it travels along."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from runners.errors import UserError
+
+# Beside the weights: what mlx-lm itself fetches from the Hub.
+_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe")
+_NOT_TRAVELLING = (
+    "config.json",  # written anew beside new weights
+    "*.index.json",
+    "adapter_config.json",
+    "trainer_state.json",
+    "config.resolved.json",
+    "training_log.jsonl",
+    "completions.jsonl",
+)
+_TOKENIZER_FILES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("tiktoken.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve_model(path: str) -> Path:
+    """The checked folder behind `model.path`: "embedded", a folder, or a Hub name (downloaded, then cached).
+
+    Raises UserError: nothing has that name, the Hub cannot be reached, or the folder is incomplete.
+    """
+    if path == "embedded":
+        from runners.embedded import MODEL_DIR
+
+        folder = MODEL_DIR
+    elif Path(path).expanduser().exists():
+        folder = Path(path).expanduser().resolve()
+    elif _HUB_NAME.fullmatch(path):
+        folder = _download(path)
+    else:
+        raise UserError(
+            f'model.path = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
+        )
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer.
+
+    mlx-lm goes on without tokenizer files, with a wrong end-of-text token; so they are asked for here.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: this is a file; wanted a model folder with config.json and *.safetensors")
+    names = {file.name for file in folder.iterdir() if file.is_file()}
+    if "adapter_config.json" in names and not any(_is_weights(name) for name in names):
+        base = read_json(folder / "adapter_config.json").get("model")
+        raise UserError(
+            f"{folder}: these are adapters, not a model" + (f"; their base model is {base}" if base else "")
+        )
+    if "config.json" not in names:
+        raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
+    if "model_type" not in read_json(folder / "config.json"):
+        raise UserError(
+            f"{folder}/config.json: the key model_type is missing; mlx-lm chooses the model by it"
+        )
+    _check_weights(folder, names)
+    _check_tokenizer(folder, names)
+
+
+def read_json(file: Path) -> dict:
+    """The JSON object in a file; UserError where it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
+    return content
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copies what a model needs beside config.json and weights: tokenizer, templates, own code and the like.
+
+    Returns the names that were copied.
+    """
+    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
+    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name)
+    return [file.name for file in files]
+
+
+def _is_weights(name: str) -> bool:
+    # mlx-lm's own pattern; adapters.safetensors and optimizer.safetensors are no model.
+    return name.startswith("model") and name.endswith(".safetensors")
+
+
+def _check_weights(folder: Path, names: set[str]) -> None:
+    found = {name for name in names if _is_weights(name)}
+    if not found:
+        others = sorted(
+            name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
+        )
+        hint = f"; found {', '.join(others[:3])}: convert with `mlx_lm.convert`" if others else ""
+        raise UserError(f"{folder}: there are no weights (model*.safetensors){hint}")
+    if "model.safetensors.index.json" in names:
+        index = read_json(folder / "model.safetensors.index.json")
+        missing = sorted(set(index.get("weight_map", {}).values()) - names)
+        if missing:
+            raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
+    empty = sorted(name for name in found if (folder / name).stat().st_size == 0)
+    if empty:
+        raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
+
+
+def _check_tokenizer(folder: Path, names: set[str]) -> None:
+    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
+    if not whole and not any(name.endswith(".tiktoken") for name in names):
+        wanted = " or ".join("+".join(files) for files in _TOKENIZER_FILES)
+        raise UserError(f"{folder}: the tokenizer is missing; wanted {wanted}")
+    if "tokenizer_config.json" not in names:
+        raise UserError(
+            f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+        )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    where = f'model.path = "{name}"'
+    patterns = ["model*.safetensors", *_COMPANIONS]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}: the download failed ({first_line})") from error

@@ -1,0 +1,247 @@
+"""The machine a run finds itself on: its BLAS, its MLX backend, its memory.
+
+Importing this module imports nothing heavy, so that `load_blas` can run before `mlx.core` does: the reference
+BLAS inside MLX's Linux CPU wheel is some thirty times slower than OpenBLAS or MKL, and only a library whose
+symbols are global *before* MLX is loaded takes its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import importlib.metadata
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import attrs
+
+from runners.errors import UserError
+
+# In order of preference; LP64 builds only. Fedora names the threaded builds libopenblasp/o.
+_LIBRARIES = (
+    "libopenblas.so.0",
+    "libopenblasp.so.0",
+    "libopenblaso.so.0",
+    "libopenblas.so",
+    "libmkl_rt.so.2",
+    "libmkl_rt.so.1",
+    "libmkl_rt.so",
+)
+_CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
+_INSTALL_BLAS = {
+    "debian": "apt-get install libopenblas0-pthread",
+    "fedora": "dnf install openblas-threads",
+    "rhel": "dnf install openblas-threads",
+    "arch": "pacman -S openblas",
+    "suse": "zypper install libopenblas_pthreads0",
+    "alpine": "apk add openblas",
+}
+_INSTALL_COMPILER = {
+    "debian": "apt-get install g++",
+    "fedora": "dnf install gcc-c++",
+    "rhel": "dnf install gcc-c++",
+    "arch": "pacman -S gcc",
+    "suse": "zypper install gcc-c++",
+    "alpine": "apk add g++",
+}
+
+
+@attrs.frozen
+class Blas:
+    """The outcome of the search for a BLAS: the library that is loaded, or why there is none."""
+
+    library: str | None
+    reason: str = ""
+
+
+@attrs.frozen
+class Memory:
+    """Bytes: MLX's active arrays, their peak, MLX's cache, and all that the machine (or its GPU) has."""
+
+    active: int
+    peak: int
+    cache: int
+    total: int
+
+
+@attrs.frozen
+class Platform:
+    """What a run computes on. `notices` are lines worth showing once, most important first."""
+
+    backend: str  # "metal" | "cuda" | "cpu"
+    blas: str | None = None
+    device: str = ""
+    notices: tuple[str, ...] = ()
+
+    @property
+    def default_dtype(self) -> str | None:
+        """The compute dtype where the config says "auto": "float32" on CPU, None (the model's own) elsewhere.
+
+        On CPU a bf16 matmul goes round the BLAS and is an order of magnitude slower than float32.
+        """
+        return "float32" if self.backend == "cpu" else None
+
+
+def load_blas() -> str | None:
+    """Makes a fast BLAS global, to be called before `mlx.core` is first imported.
+
+    Returns the library that is in force, None where there is none (`blas()` says why). Calling it again, on
+    macOS, with a CUDA build of MLX or after `mlx.core` was imported changes nothing.
+    """
+    return blas().library
+
+
+@functools.cache
+def blas() -> Blas:
+    """The search behind `load_blas`, done once per process; the environment's GRPO_FN_BLAS names a library
+    to use instead, or "none"."""
+    wish = os.environ.get("GRPO_FN_BLAS", "")
+    if sys.platform != "linux":
+        return Blas(None, "this platform brings its own BLAS")
+    if _installed(*_CUDA_WHEELS):
+        return Blas(None, "MLX computes on the GPU")
+    loaded = _mapped_blas()
+    if loaded:
+        return Blas(loaded)
+    if "mlx.core" in sys.modules:
+        return Blas(None, "mlx.core was imported before a BLAS could be loaded: call load_blas() first")
+    if wish.lower() == "none":
+        return Blas(None, "GRPO_FN_BLAS=none")
+    for name in (wish,) if wish else _candidates():
+        if _load_global(name):
+            return Blas(name)
+    if wish:
+        raise UserError(f"GRPO_FN_BLAS={wish}: this is no library with 32-bit cblas_sgemm that can be loaded")
+    return Blas(None, "no OpenBLAS or MKL was found")
+
+
+def prepare(memory_limit_gb: float = 0.0) -> Platform:
+    """Loads the BLAS, imports MLX, finds its backend and sets MLX's memory limit (10^9 bytes; 0 leaves it).
+
+    Raises UserError where MLX is not installed, or is installed without a backend.
+    """
+    found = blas()
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        raise UserError(_explain_import(error)) from error
+    if memory_limit_gb > 0:
+        mx.set_memory_limit(int(memory_limit_gb * 1e9))
+    backend = _backend(mx)
+    notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
+    device = str(mx.device_info().get("device_name", "")) or backend
+    return Platform(backend=backend, blas=found.library, device=device, notices=notices)
+
+
+def memory() -> Memory:
+    """The memory readings of this moment; `mx.reset_peak_memory` starts a new peak."""
+    import mlx.core as mx
+
+    info = mx.device_info()
+    total = int(info.get("memory_size", 0) or info.get("total_memory", 0)) or _total_ram()
+    return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
+
+
+def _backend(mx) -> str:
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _cpu_notices(found: Blas) -> tuple[str, ...]:
+    notices = []
+    if found.library is None and found.reason != "GRPO_FN_BLAS=none":
+        install = _distribution_line(_INSTALL_BLAS)
+        if "imported" in found.reason:
+            notices.append(f"matrix products are slow: {found.reason}")
+        else:
+            notices.append(
+                f"matrix products are some 30x slower than they could be: {found.reason}; `{install}`"
+            )
+    if shutil.which("g++") is None:
+        install = _distribution_line(_INSTALL_COMPILER)
+        notices.append(f"g++ is not installed, so compiled steps run uncompiled; `{install}`")
+    return tuple(notices)
+
+
+def _explain_import(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"MLX is not installed ({error}): {_install_line()}"
+    if "libmlx" in str(error):
+        return f"MLX is installed without a backend ({error}): {_install_line()}"
+    return f"MLX cannot be imported: {error}"
+
+
+def _install_line() -> str:
+    if sys.platform == "darwin":
+        return "pip install grpo-fn"
+    return (
+        "pip install 'grpo-fn[cpu]' for the CPU, 'grpo-fn[cuda12]' or 'grpo-fn[cuda13]' for an NVIDIA GPU "
+        "(one of them: these wheels exclude each other)"
+    )
+
+
+def _installed(*distributions: str) -> bool:
+    for name in distributions:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def _candidates() -> list[str]:
+    folders = (Path(sys.prefix) / "lib", Path(sys.base_prefix) / "lib", Path.home() / ".local" / "lib")
+    private = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libmkl_rt.so*"))]
+    return [*_LIBRARIES, *dict.fromkeys(private)]
+
+
+def _load_global(name: str) -> bool:
+    try:
+        library = ctypes.CDLL(name)  # local first: a library that will not do must not become global
+    except OSError:
+        return False
+    if not hasattr(library, "cblas_sgemm") or _is_ilp64(library):
+        return False
+    ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _is_ilp64(library: ctypes.CDLL) -> bool:
+    # With 64-bit integers under unsuffixed names MLX would pass garbage sizes.
+    if os.environ.get("MKL_INTERFACE_LAYER", "").upper().startswith("ILP64"):
+        return hasattr(library, "MKL_Get_Max_Threads")
+    if not hasattr(library, "openblas_get_config"):
+        return False
+    library.openblas_get_config.restype = ctypes.c_char_p
+    return b"USE64BITINT" in library.openblas_get_config()
+
+
+def _mapped_blas() -> str | None:
+    """A BLAS that is global already, as by LD_PRELOAD; private copies, such as NumPy's, do not count."""
+    try:
+        program = ctypes.CDLL(None)
+    except OSError:
+        return None
+    return "already loaded" if hasattr(program, "cblas_sgemm") else None
+
+
+def _distribution_line(lines: dict[str, str]) -> str:
+    release = Path("/etc/os-release")
+    words = release.read_text().replace('"', "").split("\n") if release.is_file() else []
+    values = dict(line.split("=", 1) for line in words if "=" in line)
+    for name in [values.get("ID", ""), *values.get("ID_LIKE", "").split()]:
+        if name.split("-")[0] in lines:  # opensuse-leap says "suse" in ID_LIKE
+            return lines[name.split("-")[0]]
+    return lines["debian"]
+
+
+def _total_ram() -> int:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cgroup = Path("/sys/fs/cgroup/memory.max")
+    text = cgroup.read_text().strip() if cgroup.is_file() else "max"
+    return min(physical, int(text)) if text.isdigit() else physical

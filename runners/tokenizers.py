@@ -1,0 +1,85 @@
+"""Text out of tokens, and the token at which a completion ends.
+
+Completions are scored as text but never tokenized again; these two functions are all that the loop needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+
+class TextDecoder:
+    """Decodes completions of one tokenizer: special tokens left out, the four XML tags always kept."""
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        """Reads which ids are special; the tokenizer is that of `LoadedModel.tokenizer`."""
+        self._tokenizer = tokenizer
+        self._dropped = _special_ids(tokenizer)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens; bytes that make no whole character become U+FFFD."""
+        kept = [token for token in tokens if token not in self._dropped]
+        if not kept:
+            return ""
+        # Tidying spaces before punctuation would change what the rewards read.
+        return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def find_stop(self, stop_strings: Sequence[str]) -> Callable[[Sequence[int]], int | None] | None:
+        """A function from a completion's tokens to how many of them to keep, None where it goes on.
+
+        The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
+        of that token behind the stop string stays, as tokens cannot be cut. A stop string that is a special
+        token's name is found by its id. Without stop strings there is no function: None.
+
+        Only where a token holds a stop string's last character is text decoded, and only as far back as the
+        string reaches: a call without such a token costs some microseconds.
+        Raises ValueError for an empty stop string.
+        """
+        if any(not stop for stop in stop_strings):
+            raise ValueError("a stop string is empty: it would end every completion at once")
+        by_id = {i for i in self._dropped if self._tokenizer.convert_ids_to_tokens(i) in stop_strings}
+        texts = tuple(stop_strings)
+        if not texts:
+            return None
+        last_characters = {stop[-1] for stop in texts}
+        if not all(character.isascii() for character in last_characters):
+            last_characters.add("\ufffd")  # a token may hold only a part of such a character
+        # A token that is not dropped holds a byte or more; one extra keeps a decoder's trimming away.
+        reach = max(len(stop.encode()) for stop in texts) + 1
+        looked_at: set[int] = set()
+        ends: set[int] = set(by_id)  # tokens at which a stop string may end
+
+        def find(tokens: Sequence[int]) -> int | None:
+            for token in set(tokens) - looked_at:
+                piece = self.decode([token, token])  # twice: decoders trim the first token's space
+                if any(character in piece for character in last_characters):
+                    ends.add(token)
+                looked_at.add(token)
+            if ends.isdisjoint(tokens):
+                return None
+            kept: list[int] = []
+            for position, token in enumerate(tokens):
+                if token in self._dropped:
+                    if token in by_id:
+                        return position + 1
+                    continue
+                kept.append(token)
+                if token in ends and any(stop in self.decode(kept[-reach:]) for stop in texts):
+                    return position + 1
+            return None
+
+        return find
+
+
+def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """Ids whose text is left out: special ones and those that end a text, save the tags."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i for i, token in added.items() if getattr(token, "special", True)}
+    special |= {*tokenizer.all_special_ids, *tokenizer.eos_token_ids}
+    return frozenset(i for i in special if tokenizer.convert_ids_to_tokens(i) not in TAGS)

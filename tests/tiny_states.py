@@ -1,0 +1,62 @@
+"""States in the middle of a run, over the models of tiny_models, and what it takes to compare them."""
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.optim import adamw
+from grpo_fn.policy import Policy
+from grpo_fn.state import init_state
+from grpo_fn.trees import map_arrays, structure_of
+from runners.models import load_model
+from runners.platform import Platform
+from runners.sections import ModelConfig
+
+TOKENS = mx.array([[5, 9, 70, 31, 12]])
+
+
+def load(path, **changes):
+    """Loads for a CPU run with the config's defaults but for `changes`."""
+    return load_model(attrs.evolve(ModelConfig(path=str(path)), **changes), Platform(backend="cpu"))
+
+
+def moved(tree, seed):
+    """The tree with noise on every array, so that no two roles are equal by chance."""
+    keys = iter(mx.random.split(mx.random.key(seed), 1000))
+    return map_arrays(lambda a: a + 0.02 * mx.random.normal(a.shape, key=next(keys)).astype(a.dtype), tree)
+
+
+def make_state(loaded, *, seed=1, reference=True):
+    """A state in the middle of a run: moments, accumulated gradients and three policies that differ."""
+    params = Policy.from_module(loaded.module).params
+    state = init_state(params, adamw(1e-3), key=mx.random.key(seed), ref_params=params if reference else None)
+    return attrs.evolve(
+        state,
+        params=moved(params, seed),
+        opt_state=moved(state.opt_state, seed + 1),
+        accum_grads=moved(params, seed + 2),
+        accum_weight=mx.array(1234.5),
+        step=mx.array(40, mx.int32),
+        update_step=mx.array(20, mx.int32),
+    )
+
+
+def same_bits(first, second):
+    """Equal structure, dtypes and bits, NaN and -0.0 included."""
+    left, right = [], []
+    if structure_of(attrs.asdict(first, recurse=False), left) != structure_of(
+        attrs.asdict(second, recurse=False), right
+    ):
+        return False
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and bytes(memoryview(a)) == bytes(memoryview(b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def logits(loaded, state):
+    """What the model computes with the state's parameters; the module is left as it was."""
+    before = loaded.module.parameters()
+    loaded.module.update(state.params)
+    result = loaded.module(TOKENS)
+    loaded.module.update(before)
+    return result
