@@ -1,0 +1,161 @@
+"""Rows out of local files (.jsonl, .json, .csv, .parquet), each with its place and what is wrong with it.
+
+The parsers are the standard library's and pyarrow's: unlike the loaders of `datasets`, they say which row is
+bad and go on after it, they guess no types, and they leave no second copy of the file in a cache.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.errors import UserError, did_you_mean, show
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+# Datasets disagree on the name of the split one validates on.
+_ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
+_SHARD = re.compile(r"-\d+-of-\d+$")
+
+
+@attrs.frozen
+class RawRow:
+    """One row as it was found: where, its columns, and the fault that kept it from being read, if any."""
+
+    place: str  # "FILE, line 3"
+    values: dict[str, Any] = attrs.field(factory=dict)
+    fault: str = ""
+
+
+def split_name(split: str) -> str:
+    """The one name of a split that has several: validation, val and dev are valid."""
+    return _ALIASES.get(split, split)
+
+
+def find_split(folder: Path, split: str, key: str) -> list[Path]:
+    """The files of a folder that hold a split: ``train.jsonl``, or shards, ``train-00000-of-00002.parquet``.
+
+    Raises UserError, naming the config's `key` and the splits that were found, where there is none; also
+    where the same split is there twice, as two formats or as a whole beside its shards.
+    """
+    found: dict[str, list[Path]] = {}
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"data.source {folder} cannot be read: {error.strerror or error}") from error
+    for path in entries:
+        if path.is_file() and path.suffix.lower() in SUFFIXES:
+            found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
+    paths = found.get(split_name(split), [])
+    if not paths:
+        raise UserError(
+            f"{key} is {show(split)}, but {folder} holds {', '.join(found) or 'no data file'}; wanted "
+            f"{split}.jsonl, .json, .csv or .parquet{did_you_mean(split, found)}"
+        )
+    kinds = {
+        (_SHARD.sub("", path.stem), bool(_SHARD.search(path.stem)), path.suffix.lower()) for path in paths
+    }
+    if len(kinds) > 1:
+        names = ", ".join(path.name for path in paths)
+        raise UserError(f"{key} is {show(split)}, which {folder} holds more than once ({names}); wanted one")
+    return paths
+
+
+def read_file(path: Path) -> list[RawRow]:
+    """Every row of a file in its order, unreadable ones with their fault; blank lines are no rows.
+
+    Raises UserError where the file as a whole cannot be read: an unknown suffix, text that is not UTF-8, JSON
+    that is no list of rows, a broken CSV or Parquet file.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"{path} ends in {show(suffix)}; wanted {', '.join(SUFFIXES)}")
+    try:
+        if suffix == ".parquet":
+            return list(_parquet_rows(path))
+        text = _text(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if suffix == ".csv":
+        return list(_csv_rows(path, text))
+    # Many a file of JSON lines is called .json; only a list starts with a bracket.
+    if suffix == ".json" and text.lstrip()[:1] == "[":
+        return list(_json_rows(path, text))
+    return list(_line_rows(path, text))
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = data[error.start]
+        raise UserError(
+            f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
+        ) from error
+
+
+def _line_rows(path: Path, text: str) -> Iterator[RawRow]:
+    # Not splitlines: U+2028 and its like are allowed inside a JSON string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _json_row(f"{path}, line {number}", line)
+
+
+def _json_row(place: str, line: str) -> RawRow:
+    try:
+        return _as_row(place, json.loads(line))
+    except json.JSONDecodeError as error:
+        return RawRow(place, fault=f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+        return RawRow(place, fault=f"not usable JSON: {error}")
+
+
+def _json_rows(path: Path, text: str) -> Iterator[RawRow]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    for number, value in enumerate(values, 1):
+        yield _as_row(f"{path}, row {number}", value)
+
+
+def _as_row(place: str, value: Any) -> RawRow:
+    if isinstance(value, dict):
+        return RawRow(place, value)
+    return RawRow(place, fault=f"{type(value).__name__} instead of an object with named fields")
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
+            raise UserError(f"{path} has two columns named {show(twice[0])}")
+        for cells in reader:
+            place = f"{path}, line {reader.line_num}"
+            if len(cells) == len(header):
+                yield RawRow(place, dict(zip(header, cells, strict=True)))
+            elif cells:
+                yield RawRow(place, fault=f"{len(cells)} cells under a header of {len(header)}")
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+    for number, values in enumerate(rows, 1):
+        yield RawRow(f"{path}, row {number}", values)

@@ -1,0 +1,152 @@
+"""From a row to the prompt that rollouts and evaluation share: its messages, their text, and its tokens."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import attrs
+
+from runners.errors import UserError, show
+from runners.reward_functions import PASSED, told
+from runners.sections import DataConfig
+
+Message = dict[str, str]
+
+GOLD_MARK = "####"
+_SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+@attrs.frozen
+class Example:
+    """One problem, ready for a rollout."""
+
+    messages: tuple[Message, ...]  # what rewards get as its prompt; without the nudge
+    text: str  # the rendered prompt, the nudge at its end
+    tokens: tuple[int, ...]  # of the text
+    answer: str  # the gold answer
+    columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
+
+
+def build_examples(
+    rows: Sequence[Mapping[str, Any]], config: DataConfig, tokenizer: Any
+) -> tuple[list[Example], int]:
+    """The examples of usable rows in their order, and how many are left out as over max_prompt_length tokens.
+
+    An empty system prompt makes no system message. Every example has the columns of `reward_columns`, None
+    where its row has none.
+
+    Raises UserError where the chat template fails, a row has no answer, or every prompt is too long.
+    """
+    examples: list[Example] = []
+    lengths: list[int] = []
+    columns = reward_columns(rows)
+    for row in rows:
+        gold = gold_answer(row[config.answer])
+        if gold is None:
+            raise UserError(f"a row has no answer in {config.answer}: {show(row[config.answer])}")
+        system = (
+            ({"role": "system", "content": config.system_prompt},) if config.system_prompt.strip() else ()
+        )
+        messages = (*system, {"role": "user", "content": row[config.question]})
+        text, tokens = render(tokenizer, messages, config.nudge)
+        lengths.append(len(tokens))
+        if len(tokens) <= config.max_prompt_length:
+            values = {column: row.get(field) for column, field in columns.items()}
+            examples.append(Example(messages, text, tokens, gold, {**values, "answer": gold}))
+    if lengths and not examples:
+        raise UserError(
+            f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "
+            f"prompts has {min(lengths)} tokens"
+        )
+    return examples, len(lengths) - len(examples)
+
+
+def reward_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The columns that rewards can name, each with the field of the rows that it comes from.
+
+    They are the fields of all rows together, and `answer`, which is always the gold one. A field with the
+    name of something that every reward gets (completions, prompts, completion_ids) becomes
+    ``column_completions`` and so on.
+    """
+    fields = dict.fromkeys(field for row in rows for field in row)
+    columns = {(f"column_{field}" if field in PASSED else field): field for field in fields}
+    return {**columns, "answer": "answer"}
+
+
+def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:
+    """The examples' columns as lists for the scorer, each entry repeated for its G completions in a row."""
+    return {
+        name: [example.columns[name] for example in examples for _ in range(num_generations)]
+        for name in (examples[0].columns if examples else ())
+    }
+
+
+def gold_answer(value: object) -> str | None:
+    """The answer in a row's field: what follows its last ``####``, else the whole; stripped. None: no answer.
+
+    Texts and numbers can be answers; NaN, true and false, lists and objects are none.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        return None
+    if not isinstance(value, str) and not math.isfinite(value):
+        return None
+    return str(value).rpartition(GOLD_MARK)[2].strip() or None
+
+
+def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tuple[str, tuple[int, ...]]:
+    """A prompt's text, ready for the assistant's turn and ended by the nudge, and its tokens.
+
+    With a chat template the text is the template's, and so are its special tokens. A template that refuses or
+    drops the system role gets the system prompt at the head of the first user message instead. Without a
+    template the form is ``System: …``, ``User: …``, ``Assistant: ``, blank lines between, and the tokenizer's
+    BOS stands in front if the tokenizer puts it there by default (but no EOS, should it add one).
+
+    `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
+    add_special_tokens=…)`. Raises UserError where the template fails on the messages.
+    """
+    if not _has_template(tokenizer):
+        text = "\n\n".join(f"{_SPEAKERS[message['role']]}: {message['content']}" for message in messages)
+        text = f"{text}\n\n{_SPEAKERS['assistant']}: {nudge}"
+        return text, _with_bos(tokenizer, text)
+    text = _apply_template(tokenizer, messages) + nudge
+    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _has_template(tokenizer: Any) -> bool:
+    # mlx-lm's wrapper also knows templates that are functions, and says so here only.
+    wrapper_says = getattr(tokenizer, "has_chat_template", None)
+    return (
+        getattr(tokenizer, "chat_template", None) is not None if wrapper_says is None else bool(wrapper_says)
+    )
+
+
+def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
+    def apply(conversation: Sequence[Message]) -> str:
+        return tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
+
+    system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
+    try:
+        text = apply(messages)
+        if system in text:
+            return text
+    except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
+        if not system:
+            raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
+    try:
+        return apply(_merged(messages))
+    except Exception as error:
+        raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    system, first, *rest = messages
+    return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
+
+
+def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or tokens[:1] == (bos,) or tuple(tokenizer.encode(text))[:1] != (bos,):
+        return tokens
+    return (bos, *tokens)

@@ -1,0 +1,380 @@
+"""Running rewards: what they are given, what of their results counts, and that no failure is silent."""
+
+import asyncio
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn.rewards import REWARDS
+from runners.errors import UserError
+from runners.scoring import Reward, Scorer, Scores
+
+TEXTS = ["alpha", "beta", "gamma"]
+
+
+def score(*functions: Any, timeout: float = 5.0, on_error: Any = "skip", **columns: list[Any]) -> Scores:
+    """Score the three texts with functions named f0, f1, …."""
+    rewards = [Reward(f"f{k}", function) for k, function in enumerate(functions)]
+    return Scorer(rewards, timeout, on_error).score(TEXTS, ["p", "q", "r"], columns)
+
+
+def assert_row(values: np.ndarray, expected: list[float | None]) -> None:
+    """A row equals the expected values, NaN standing for None."""
+    np.testing.assert_array_equal(values, np.array(expected, dtype=np.float64))
+
+
+def test_arguments_by_name() -> None:
+    """A function gets exactly the arguments that it names, with keywords; one with **kwargs gets them all."""
+    seen: dict[str, Any] = {}
+
+    def two(completions, *, level):
+        seen["two"] = (completions, level)
+        return [0.0] * 3
+
+    def all_of_them(**columns):
+        seen["all"] = columns
+        return [0.0] * 3
+
+    def ids(completions, completion_ids, absent="default"):
+        seen["ids"] = (completion_ids, absent)
+        return [0.0] * 3
+
+    rewards = [Reward("two", two), Reward("all", all_of_them), Reward("ids", ids)]
+    columns = {"level": [1, 2, 3], "answer": ["x", "y", "z"]}
+    scores = Scorer(rewards).score(TEXTS, ["p", "q", "r"], columns, completion_ids=[[1], [2], [3]])
+    assert scores.problems == []
+    wrapped = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    assert seen["two"] == (wrapped, [1, 2, 3])
+    everything = {"completions", "prompts", "completion_ids", "level", "answer"}
+    assert set(seen["all"]) == everything
+    assert seen["all"]["prompts"] == ["p", "q", "r"]
+    assert seen["ids"] == ([[1], [2], [3]], "default")
+
+
+def test_a_reward_cannot_disturb_the_next() -> None:
+    """What one reward does to its lists, neither the next reward nor the caller sees."""
+
+    def vandal(completions, level):
+        level.clear()
+        completions[0][0]["content"] = "changed"
+        completions.pop()
+        return [0.0] * 3
+
+    def reader(completions, level):
+        return [
+            len(completion[0]["content"]) + number
+            for completion, number in zip(completions, level, strict=True)
+        ]
+
+    level = [10, 20, 30]
+    scores = score(vandal, reader, level=level)
+    assert_row(scores.values_kb[1], [15.0, 24.0, 35.0])
+    assert level == [10, 20, 30]
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ([1, 0.5, None], [1.0, 0.5, None]),
+        ((True, False, 2), [1.0, 0.0, 2.0]),
+        (np.array([1.0, 2.0, 3.0], dtype=np.float32), [1.0, 2.0, 3.0]),
+        ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0]),
+        ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0]),
+    ],
+)
+def test_results_that_count(result: Any, expected: list[float | None], timeout: float) -> None:
+    """Numbers of every common kind count as float64, True as 1, None as no reward, without a note."""
+    scores = score(lambda completions: result, timeout=timeout)
+    assert_row(scores.values_kb[0], expected)
+    assert scores.values_kb.dtype == np.float64
+    assert scores.problems == []
+
+
+def test_results_of_mlx() -> None:
+    """Arrays that a reward computed with MLX in its own thread are read there."""
+    scores = score(
+        lambda completions: mx.arange(3) * 0.5, lambda completions: [mx.array(2.0) * k for k in range(3)]
+    )
+    assert_row(scores.values_kb[0], [0.0, 0.5, 1.0])
+    assert_row(scores.values_kb[1], [0.0, 2.0, 4.0])
+    assert scores.problems == []
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "note"),
+    [
+        (
+            [1.0, "2", "3"],
+            [1.0, None, None],
+            'returned str, wanted a number or None, at completion 1 ("2") and 1 more',
+        ),
+        ([1.0, float("nan"), 2.0], [1.0, None, 2.0], "not finite, at completion 1 (nan)"),
+        ([float("-inf"), 1, 10**400], [None, 1.0, None], "not finite, at completion 0 (-inf) and 1 more"),
+        ([1j, 1.0, 2.0], [None, 1.0, 2.0], "returned complex"),
+        ([[1.0], 1.0, 2.0], [None, 1.0, 2.0], "returned list"),
+        ([1.0, 2.0], [None] * 3, "returned 2 values for 3 completions"),
+        ([], [None] * 3, "returned 0 values for 3 completions"),
+        (1.0, [None] * 3, "returned float; wanted a list of 3 numbers"),
+        (None, [None] * 3, "returned NoneType"),
+        ("abc", [None] * 3, "returned str; wanted a list"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, [None] * 3, "returned dict"),
+        (np.zeros((3, 1)), [None] * 3, "returned list, wanted a number or None, at completion 0"),
+    ],
+)
+def test_results_that_do_not_count(result: Any, expected: list[float | None], note: str) -> None:
+    """A result that cannot be used gives no reward, only where it cannot, and one line that says why."""
+    scores = score(lambda completions: result, lambda completions: [1.0, 1.0, 1.0])
+    assert_row(scores.values_kb[0], expected)
+    assert_row(scores.values_kb[1], [1.0, 1.0, 1.0])
+    assert len(scores.problems) == 1
+    assert scores.problems[0].startswith('reward "f0" ')
+    assert note in scores.problems[0]
+    with pytest.raises(UserError) as caught:
+        score(lambda completions: result, on_error="raise")
+    assert note in str(caught.value)
+
+
+def by_completion(completions):
+    """Fails on the second completion, which its loop variable holds."""
+    rewards = []
+    for completion in completions:
+        rewards.append(1.0 / (completion[0]["content"] != "beta"))
+    return rewards
+
+
+def by_helper(completions):
+    """Fails on the second completion inside a helper that holds its text, whatever the caller holds."""
+    last = completions[-1]
+
+    def judge(text):
+        return 1.0 / (text != "beta")
+
+    return [*map(judge, [completion[0]["content"] for completion in completions[:-1]]), judge(last)]
+
+
+def by_index(completions):
+    """Fails on the second completion, and no local variable tells which it is."""
+    return [1.0 / (completions[k][0]["content"] != "beta") for k in range(len(completions))]
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_exceptions_name_the_completion(timeout: float) -> None:
+    """An exception is reported with the reward's name, the error and, where one can tell, the completion."""
+    scores = score(by_completion, by_helper, by_index, timeout=timeout)
+    assert np.isnan(scores.values_kb).all()
+    error = "ZeroDivisionError: float division by zero"
+    assert scores.problems == [
+        f'reward "f0" failed at completion 1, "beta": {error}',
+        f'reward "f1" failed at completion 1, "beta": {error}',
+        f'reward "f2" failed: {error}',
+    ]
+
+
+def test_equal_completions_are_told_apart() -> None:
+    """Where completions share one text object, the completion in hand still tells which failed."""
+
+    def fails(completions):
+        for index, completion in enumerate(completions):
+            text = completion[0]["content"]
+            if index == 1:
+                raise ValueError(text)
+
+    scores = Scorer([Reward("f", fails)]).score(["same"] * 3, ["p"] * 3, {})
+    assert scores.problems == ['reward "f" failed at completion 1, "same": ValueError: same']
+
+
+def test_exceptions_raise_when_asked() -> None:
+    """With on_error="raise" the first problem ends the scoring, and the cause is kept."""
+    with pytest.raises(UserError, match="completion 1") as caught:
+        score(by_completion, on_error="raise")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_notes_are_one_line() -> None:
+    """Line breaks in an error or a completion do not break the note; an exit is an error like any other."""
+
+    def fails(completions):
+        raise SystemExit("first\nsecond")
+
+    scores = Scorer([Reward("f", fails)]).score(["a\nb"], ["p"], {})
+    assert scores.problems == ['reward "f" failed at completion 0, "a\\nb": SystemExit: first second']
+
+
+def test_timeout() -> None:
+    """A reward that hangs gives no reward and a note; the others count; the wait is as short as asked."""
+    release = threading.Event()
+
+    def hangs(completions):
+        release.wait(30)
+        return [1.0] * 3
+
+    start = time.monotonic()
+    scores = score(hangs, lambda completions: [1.0] * 3, timeout=0.2)
+    release.set()
+    assert time.monotonic() - start < 2.0
+    assert_row(scores.values_kb[0], [None] * 3)
+    assert_row(scores.values_kb[1], [1.0] * 3)
+    assert scores.problems == ['reward "f0" timed out after 0.2 s']
+
+
+def test_hanging_calls_do_not_pile_up() -> None:
+    """After four calls that never came back a reward is left alone, and said to be, until they do."""
+    release = threading.Event()
+    calls: list[threading.Thread] = []
+
+    def hangs(completions):
+        calls.append(threading.current_thread())
+        release.wait(30)
+        return [1.0]
+
+    scorer = Scorer([Reward("f", hangs)], timeout=0.05)
+    notes = [scorer.score(["a"], ["p"], {}).problems for _ in range(6)]
+    assert len(calls) == 4
+    assert notes[3] == ['reward "f" timed out after 0.05 s']
+    assert notes[4] == notes[5] == ['reward "f" was not called: 4 earlier calls have not come back']
+    release.set()
+    for thread in calls:
+        thread.join(5)
+    assert scorer.score(["a"], ["p"], {}).problems == []
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_async_rewards_run_together(timeout: float) -> None:
+    """Async functions, partials and objects overlap in time: each waits until all have started."""
+    started = []
+
+    async def meet(completions, value):
+        started.append(value)
+        deadline = time.monotonic() + 5
+        while len(started) < 3 and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        return [value * (len(started) == 3)] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions):
+            return await meet(completions, 3.0)
+
+    scores = score(
+        partial(meet, value=1.0),
+        lambda completions: [7.0] * 3,
+        partial(meet, value=2.0),
+        Judge(),
+        timeout=timeout,
+    )
+    np.testing.assert_array_equal(scores.values_kb[:, 0], [1.0, 7.0, 2.0, 3.0])
+    assert scores.problems == []
+
+
+def test_async_results_behind_a_plain_function() -> None:
+    """A plain function that gives an awaitable is awaited as well."""
+
+    async def later():
+        await asyncio.sleep(0)
+        return [1.0, 2.0, 3.0]
+
+    assert_row(score(lambda completions: later()).values_kb[0], [1.0, 2.0, 3.0])
+
+
+def test_async_failures_stay_apart() -> None:
+    """Among async rewards one fails, one is late, one cancels itself and one counts: each for itself."""
+
+    async def fails(completions):
+        for completion in completions:
+            await asyncio.sleep(0)
+            float(completion[0]["content"])
+
+    cancelled = threading.Event()
+
+    async def late(completions):
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cancelled.set()
+
+    async def cancels(completions):
+        raise asyncio.CancelledError("own will")
+
+    async def counts(completions):
+        return [1.0] * 3
+
+    start = time.monotonic()
+    scores = score(fails, late, cancels, counts, timeout=0.3)
+    assert time.monotonic() - start < 2.0
+    assert cancelled.is_set()
+    assert_row(scores.values_kb[3], [1.0] * 3)
+    assert np.isnan(scores.values_kb[:3]).all()
+    assert [note.split(":")[0] for note in scores.problems] == [
+        'reward "f0" failed at completion 0, "alpha"',
+        'reward "f1" timed out after 0.3 s',
+        'reward "f2" failed',
+    ]
+
+
+def test_async_function_that_blocks_its_loop() -> None:
+    """A coroutine that never yields is left behind, and what was finished before it counts."""
+    release = threading.Event()
+
+    async def quick(completions):
+        return [1.0] * 3
+
+    async def blocks(completions):
+        release.wait(30)
+        return [1.0] * 3
+
+    scores = score(quick, blocks, timeout=0.1)
+    release.set()
+    assert_row(scores.values_kb[0], [1.0] * 3)
+    assert scores.problems == ['reward "f1" timed out after 0.1 s']
+
+
+def test_scoring_inside_a_running_loop() -> None:
+    """A caller that has an event loop of its own (a notebook) can score with async rewards."""
+
+    async def one(completions):
+        return [1.0] * 3
+
+    async def caller():
+        return score(one)
+
+    assert asyncio.run(caller()).problems == []
+
+
+def test_callers_mistakes_are_raised() -> None:
+    """Other lengths, a reserved column, a missing column and a bad setting are never scored around."""
+    scorer = Scorer([Reward("f", lambda completions, answer: [0.0])])
+    with pytest.raises(ValueError, match="answer has 1 entries for 2 completions"):
+        scorer.score(["a", "b"], ["p", "p"], {"answer": ["1"]})
+    with pytest.raises(ValueError, match="prompts has 1 entries for 2 completions"):
+        scorer.score(["a", "b"], ["p"], {"answer": ["1", "2"]})
+    with pytest.raises(ValueError, match="a column is named completions"):
+        scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]})
+    with pytest.raises(UserError, match="needs the column answer; the data has anwser; did you mean anwser"):
+        scorer.score(["a"], ["p"], {"anwser": ["1"]})
+    with pytest.raises(ValueError, match='on_error is "rais"; wanted skip or raise; did you mean raise'):
+        Scorer([Reward("f", len)], on_error="rais")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout is -1"):
+        Scorer([Reward("f", len)], timeout=-1)
+    with pytest.raises(ValueError, match="rewards is empty"):
+        Scorer([])
+
+
+@given(st.lists(st.tuples(st.text(max_size=30), st.none() | st.text(max_size=5)), max_size=6))
+def test_built_in_rewards_through_the_scorer(rows: list[tuple[str, str | None]]) -> None:
+    """The five rewards score any texts as they do when called directly, None becoming NaN."""
+    texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
+    scorer = Scorer([Reward(name, function) for name, function in REWARDS.items()], timeout=0)
+    scores = scorer.score(texts, texts, {"answer": answers})
+    wrapped = [[{"role": "assistant", "content": text}] for text in texts]
+    expected = [function(wrapped, answer=answers) for function in REWARDS.values()]
+    np.testing.assert_array_equal(scores.values_kb, np.array(expected, dtype=np.float64))
+    assert scores.problems == []
