@@ -20,7 +20,7 @@ from runners.errors import UserError
 from runners.evaluate import held_out
 from runners.models import LoadedModel, load_model
 from runners.platform import Platform
-from runners.prompts import Example, build_examples
+from runners.prompts import Example, build_examples, reward_columns
 from runners.reward_functions import Reward, check_columns, resolve_rewards
 from runners.rollout import Collector
 from runners.scoring import Scorer
@@ -83,7 +83,7 @@ def build_run(config: Config, platform: Platform, say: Say = lambda text: None) 
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, _reward_dirs(config))
     say("reading the data")
     rows = load_rows(config.data)
-    check_columns(rewards, [*rows[0][0], "answer"])
+    check_columns(rewards, reward_columns(rows[0]))
     say(f"loading the model {config.model.path}")
     loaded = load_model(config.model, platform, seed=config.run.seed)
     data = _examples(config, rows, loaded)
