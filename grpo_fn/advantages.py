@@ -22,8 +22,9 @@ def combine_rewards(
     Args:
         rewards_kb: [K,B], one row per reward function; NaN: that function gave no reward.
         weights_k: [K].
-        aggregate: `sum_then_normalize`: the sum as it stands; `normalize_then_sum` (GDPO, arXiv 2601.05242): each function is
-            first normalised within its group, z = (r − mean)/(std + 1e-4), Bessel-corrected.
+        aggregate: `sum_then_normalize`: the sum as it stands; `normalize_then_sum` (GDPO, arXiv 2601.05242):
+            each function is first normalised within its group, z = (r − mean)/(std + 1e-4),
+            Bessel-corrected.
         group_size: G, completions per prompt (B = P·G, row p·G + g); needed by `normalize_then_sum`.
 
     Returns:

@@ -9,6 +9,8 @@ from grpo_fn.trees import map_arrays
 
 Caches = list[Any]
 
+_PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
+
 
 def plain_caches(model: nn.Module) -> Caches:
     """Empty caches as the model itself makes them; all rows of a batch must then be of one length."""
@@ -17,14 +19,32 @@ def plain_caches(model: nn.Module) -> Caches:
     return make_prompt_cache(model)
 
 
-def ragged_caches(model: nn.Module, rows: int) -> Caches | None:
-    """Empty caches for rows of different lengths, or None where the model's caches have no such form."""
-    layers = plain_caches(model)
-    if not all(hasattr(layer, "merge") for layer in layers):
-        return None
+def ragged_caches(model: nn.Module, rows: int) -> Caches:
+    """Empty caches for rows of different lengths; only for models that `takes_ragged`."""
     # A cache of its own for each row: merging reads them one by one.
     rows_of_layers = zip(*(plain_caches(model) for _ in range(rows)), strict=True)
-    return [type(layer).merge(list(per_row)) for layer, per_row in zip(layers, rows_of_layers, strict=True)]
+    return [type(per_row[0]).merge(list(per_row)) for per_row in rows_of_layers]
+
+
+def takes_ragged(model: nn.Module) -> bool:
+    """Whether rows of different lengths can share a batch: the caches have a form for it, and the model too.
+
+    Found by building a call, not computing it: some attention layers cannot take a mask for each row.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
+        return False
+    # Recurrent states would take the padding in: not every such model masks it.
+    if not all(type(cache) in (KVCache, RotatingKVCache) for cache in plain_caches(model)):
+        return False
+    caches = ragged_caches(model, _PROBE_ROWS)
+    prepare_padding(caches, [2] * (_PROBE_ROWS - 1) + [1], 2)
+    try:
+        model(mx.zeros((_PROBE_ROWS, 2), mx.int32), cache=caches)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def prepare_padding(caches: Caches, lengths: list[int], padded: int) -> None:

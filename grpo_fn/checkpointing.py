@@ -29,17 +29,17 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             if any(_is_cache(value) for value in (*args, *kwargs.values())):
                 return super().__call__(*args, **kwargs)
             call = super().__call__
-            held = self.parameters()
 
             # mx.checkpoint gives arrays that it closes over no gradient, silently: they go in as arguments.
             def inner(params: Any, args: Any, kwargs: Any) -> Any:
-                self.update(params)
-                return call(*args, **kwargs)
+                held = self.parameters()  # the backward pass comes here again, long after the call
+                try:
+                    self.update(params)
+                    return call(*args, **kwargs)
+                finally:
+                    self.update(held)
 
-            try:
-                return mx.checkpoint(inner)(held, args, kwargs)
-            finally:
-                self.update(held)
+            return mx.checkpoint(inner)(self.parameters(), args, kwargs)
 
     Checkpointed.__name__ = kind.__name__
     Checkpointed.__qualname__ = kind.__qualname__

@@ -94,7 +94,7 @@ def generate(
     decoder = _Decoder(sampler, frozenset(eos_ids), find_stop, max_new_tokens, max(check_every, 1), pipelined)
     whole = _Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     with policy.bound(params) as model:
-        for part in _parts(model, prompts, num_generations, max_batch):
+        for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,
@@ -114,7 +114,8 @@ def prefill(model: nn.Module, prompts: Sequence[Sequence[int]]) -> tuple[mx.arra
     longest = max(lengths)
     ragged = min(lengths) < longest
     caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
-    assert caches is not None  # _parts gives prompts of one length to models without ragged caches
+    if ragged and longest % PREFILL_TOKENS == 1:
+        longest += 1  # a lone last column would pass for a decoding step
     body_pl = mx.array([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32)
     if ragged:
         cache_rows.prepare_padding(caches, lengths, longest)
@@ -128,7 +129,7 @@ def prefill(model: nn.Module, prompts: Sequence[Sequence[int]]) -> tuple[mx.arra
 
 
 def _parts(
-    model: nn.Module, prompts: Sequence[Sequence[int]], num_generations: int, max_batch: int
+    prompts: Sequence[Sequence[int]], num_generations: int, max_batch: int, takes_ragged: bool
 ) -> list[list[int]]:
     """Indices of the prompts that are decoded together."""
     together = max(max_batch // num_generations, 1) if max_batch else len(prompts)
@@ -137,7 +138,7 @@ def _parts(
     if together >= len(prompts):
         order = list(range(len(prompts)))
     parts = [order[start : start + together] for start in range(0, len(order), together)]
-    if len({len(prompt) for prompt in prompts}) > 1 and cache_rows.ragged_caches(model, 1) is None:
+    if not takes_ragged:
         equal: dict[tuple[int, int], list[int]] = {}
         for number, part in enumerate(parts):
             for p in part:

@@ -39,6 +39,11 @@ class HeadSplit:
             module = module[name]
         return module
 
+    def hidden(self, module: nn.Module, tokens_bl: mx.array) -> mx.array:
+        """[B,L] token ids to hidden states [B,L,D]."""
+        # The second argument, the cache, has no default everywhere.
+        return self.backbone(module)(tokens_bl, None)
+
     def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
         """[N,D] hidden states to [N,V] logits, by the module with the leaves that it now holds."""
         if self.path is None:
@@ -86,7 +91,7 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
         return HeadSplit(None, (), None)
     token = mx.zeros((1, 1), mx.int32)
     whole = HeadSplit(path, (), None)
-    hidden = whole.backbone(module)(token)
+    hidden = whole.hidden(module, token)
     width, vocabulary = getattr(hidden, "shape", (0,))[-1], module(token).shape[-1]
     if not isinstance(hidden, mx.array) or hidden.ndim != 3 or width == vocabulary:
         return HeadSplit(None, (), None)
@@ -124,6 +129,8 @@ def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, 
 
 
 def _is_product(split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array) -> bool:
+    if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
+        return False  # there is a bias
     product = probe @ weight_vd.T
     scale = _PROBE_LOGIT / mx.maximum(mx.abs(product).mean(), 1e-6)
     probe = (probe * scale).astype(probe.dtype)

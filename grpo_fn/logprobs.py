@@ -102,6 +102,10 @@ def _apply(
         head = linear_head(head)
     if isinstance(temperature, int | float) and temperature <= 0:
         raise ValueError(f"temperature = {temperature}: wanted > 0 (greedy choice has no distribution)")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk = {chunk}: wanted at least 1 position")
+    if batch * length == 0:
+        return [mx.zeros((batch, length)) for _ in range(1 if entropy is None else 2)]
     if chunk is None:
         vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]  # lazy: a shape, no work
         chunk = max(1, CHUNK_ELEMENTS // vocabulary)
@@ -125,7 +129,8 @@ def _chunked(
         logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
         if entropy is None:
             return [logp_c]
-        return [logp_c, lse_c - (mx.exp(z_cv - lse_c[:, None]) * z_cv).sum(axis=-1)]
+        logp_cv = z_cv - lse_c[:, None]  # all of one sign in the sum: nothing cancels
+        return [logp_c, -(mx.exp(logp_cv) * logp_cv).sum(axis=-1)]
 
     def backward_linear(
         weight_vd: mx.array, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
@@ -166,12 +171,16 @@ def _chunked(
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
             if head.weight is not None:
                 dh_cd, dw_vd = backward_linear(head.weight(params), h_cd, t_c, out, ct)
-                grads = map_arrays(lambda w, dw=dw_vd: dw.astype(w.dtype), params)
+                grads = map_arrays(lambda _, dw=dw_vd: dw, params)
             else:
                 dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
+            if len(starts) > 1:  # many small sums: in float32, whatever the weights are
+                grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
             dh_parts.append(dh_cd)
-        return mx.concatenate(dh_parts), dparams
+        if not trains:
+            return mx.concatenate(dh_parts), params
+        return mx.concatenate(dh_parts), tree_map(lambda dw, w: dw.astype(w.dtype), dparams, params)
 
     return compute
 

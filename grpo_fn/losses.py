@@ -188,15 +188,12 @@ def loss_sum(
         return mx.where(counted_bt, array.astype(mx.float32), 0.0)
 
     logp_bt = clean(logp_bt)
-    fixed_bt = mx.stop_gradient(logp_bt)
-    old_bt = fixed_bt if old_logp_bt is None else mx.stop_gradient(clean(old_logp_bt))
+    old_bt = mx.stop_gradient(logp_bt if old_logp_bt is None else clean(old_logp_bt))
     rollout_bt = old_bt if rollout_logp_bt is None else mx.stop_gradient(clean(rollout_logp_bt))
     adv_b1 = mx.where(length_b > 0, adv_b.astype(mx.float32), 0.0)[:, None]
     adv_b1 = mx.stop_gradient(adv_b1)
 
-    ratio_bt = policy_ratio(
-        logp_bt, fixed_bt if spec.surrogate == "none" else old_bt, mask_bt, spec.level
-    )  # [B,T]
+    ratio_bt = policy_ratio(logp_bt, old_bt, mask_bt, spec.level)  # [B,T]
     mismatch = rollout_correction(old_bt, rollout_bt, mask_bt, spec)
     term_bt = mismatch.weight_bt * SURROGATES[spec.surrogate](ratio_bt, adv_b1, logp_bt, spec)
     if keep_bt is not None:
@@ -230,7 +227,7 @@ def loss_sum(
         kept = mx.where(counted_bt, values_bt, mx.inf if least else -mx.inf)
         return mx.where(seen > 0, kept.min() if least else kept.max(), 0.0)
 
-    d_bt, is_ratio_bt = mismatch.log_ratio_bt, mismatch.ratio_bt
+    difference_bt, d_bt, is_ratio_bt = old_bt - rollout_bt, mismatch.log_ratio_bt, mismatch.ratio_bt
     stats = LossStats(
         loss=total / mx.maximum(denominator, 1e-30),
         denominator=denominator,
@@ -244,8 +241,8 @@ def loss_sum(
         ratio_mean=mean(ratio_bt),
         ratio_min=extreme(ratio_bt, True),
         ratio_max=extreme(ratio_bt, False),
-        logp_diff_mean=mean(mx.abs(d_bt)),
-        logp_diff_max=extreme(mx.abs(d_bt), False),
+        logp_diff_mean=mean(mx.abs(difference_bt)),
+        logp_diff_max=extreme(mx.abs(difference_bt), False),
         is_ratio_mean=mean(is_ratio_bt),
         is_ratio_min=extreme(is_ratio_bt, True),
         is_ratio_max=extreme(is_ratio_bt, False),

@@ -12,6 +12,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.caches import takes_ragged
 from grpo_fn.heads import HeadSplit, split_head
 from grpo_fn.logprobs import Head
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
@@ -26,6 +27,7 @@ class Policy:
     frozen: Tree  # the other leaves, shared by all roles; {} where everything trains
     compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward; None: as they are
     split: HeadSplit  # how hidden states and head come apart in this architecture
+    takes_ragged: bool  # whether rows of different lengths can be decoded together
 
     @classmethod
     def from_module(cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None) -> "Policy":
@@ -48,6 +50,7 @@ class Policy:
             frozen=from_names(rest),
             compute_dtype=compute_dtype,
             split=split_head(module, tuple(trainable)),
+            takes_ragged=takes_ragged(module),
         )
 
     def skeleton(self) -> "Policy":
@@ -92,7 +95,7 @@ class Policy:
         traced function pins what it closes over.
         """
         with self.bound(params, frozen) as module:
-            return self.split.backbone(module)(tokens_bl)
+            return self.split.hidden(module, tokens_bl)
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
         """What maps those hidden states to logits, with the trainable parameters that it uses."""

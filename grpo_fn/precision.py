@@ -81,6 +81,8 @@ def quantized_role(policy: Policy, name: str, storage: str = "dequantized") -> Q
     check_choice("quantization", name, MODES)
     check_choice("storage", storage, STORAGES)
     mode = MODES[name]
+    if policy.params is None:
+        raise ValueError("a skeleton has no weights left to quantize: make the role before policy.skeleton()")
     if any(hasattr(module, "bits") for _, module in policy.module.named_modules()):
         raise ValueError("the model's weights are quantized already: both roles then run the same ones")
     leaves = named_leaves(policy.module.parameters())

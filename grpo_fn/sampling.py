@@ -85,5 +85,5 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
     z_bv = logits_bv.astype(mx.float32) / temperature
-    lse_b1 = mx.logsumexp(z_bv, axis=-1, keepdims=True)
-    return lse_b1[:, 0] - (mx.exp(z_bv - lse_b1) * z_bv).sum(axis=-1)
+    logp_bv = z_bv - mx.logsumexp(z_bv, axis=-1, keepdims=True)
+    return -(mx.exp(logp_bv) * logp_bv).sum(axis=-1)

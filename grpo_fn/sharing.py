@@ -12,15 +12,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.batches import Batch
+from grpo_fn.caches import plain_caches, takes_ragged
 from grpo_fn.policy import Policy
 from grpo_fn.trees import Tree
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer keeps a plain cache of keys and values: not so with windows or recurrent states."""
-    from mlx_lm.models.cache import KVCache, make_prompt_cache
+    """Whether every layer keeps a plain cache of keys and values, and takes a mask for each row.
 
-    return all(type(cache) is KVCache for cache in make_prompt_cache(module))
+    Not so with sliding windows and recurrent states.
+    """
+    from mlx_lm.models.cache import KVCache
+
+    return takes_ragged(module) and all(type(cache) is KVCache for cache in plain_caches(module))
 
 
 def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
@@ -52,7 +56,9 @@ class _PromptLayer:
         self.keys, self.values = keys, values
         return keys, values
 
-    def make_mask(self, length: int, *_: Any, **__: Any) -> str | None:
+    def make_mask(self, length: int, return_array: bool = False, **_: Any) -> mx.array | str | None:
+        if return_array:
+            return mx.arange(length)[:, None] >= mx.arange(length)[None]
         return "causal" if length > 1 else None
 
 

@@ -155,7 +155,9 @@ PRESETS: dict[str, Recipe] = {
     ),
     "sapo": Recipe(spec=LossSpec(surrogate="sapo"), source="SAPO, arXiv 2511.20347"),
     "luspo": Recipe(
-        spec=LossSpec(level="sequence", epsilon_low=2e-3, epsilon_high=2.5e-3, aggregation="sequence_sum_norm"),
+        spec=LossSpec(
+            level="sequence", epsilon_low=2e-3, epsilon_high=2.5e-3, aggregation="sequence_sum_norm"
+        ),
         source="LUSPO, arXiv 2602.05261; its ε as TRL's paper index quotes them",
     ),
     "rloo": Recipe(

@@ -31,8 +31,11 @@ class UpdateStats(NamedTuple):
 class GradStep:
     """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step`."""
 
-    def __init__(self, micro_step: Compiled, policy: Policy, spec: LossSpec) -> None:
+    def __init__(
+        self, micro_step: Compiled, policy: Policy, spec: LossSpec, max_completion_length: int | None
+    ) -> None:
         self._micro_step, self._policy, self._spec = micro_step, policy, spec
+        self._max_completion_length = max_completion_length
 
     @property
     def traces(self) -> int:
@@ -43,13 +46,15 @@ class GradStep:
         """Add a batch's gradient and denominator to the state's; one batch step.
 
         Args:
-            state: params [..] are differentiated, ref_params used where the spec has a KL term.
+            state: its params are differentiated; its ref_params used where the spec has a KL term.
             batch: one batch, or the micro-batches that it was split into.
 
         Raises:
-            ValueError: the spec has beta > 0 and neither the state nor the batch has a reference.
+            ValueError: there is no batch, or beta > 0 and neither state nor batch has a reference.
         """
         parts = [batch] if isinstance(batch, Batch) else list(batch)
+        if not parts:
+            raise ValueError("wanted a batch, or at least one micro-batch; found an empty list")
         accum = state.accum_grads, state.accum_weight
         stats: list[LossStats] = []
         for part in parts:
@@ -57,6 +62,13 @@ class GradStep:
                 raise ValueError(
                     f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"
                 )
+            if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
+                part_stats = empty_stats(
+                    self._spec, part.num_sequences, part.num_tokens, self._max_completion_length
+                )
+                accum = accum[0], accum[1] + part_stats.denominator
+                stats.append(part_stats)
+                continue
             ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
             accum, part_stats = self._micro_step(state.params, ref, self._policy.frozen, accum, part)
             stats.append(part_stats)
@@ -115,14 +127,11 @@ def make_grad_step(
                 num_tokens=batch.num_tokens,
             )
 
-        if batch.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
-            stats = empty_stats(spec, batch.num_sequences, batch.num_tokens, max_completion_length)
-            return (accum_grads, accum_weight + stats.denominator), stats
         (_, stats), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
         return (accum_grads, accum_weight + stats.denominator), stats
 
-    return GradStep(compiled(micro_step, enabled=compile), policy, spec)
+    return GradStep(compiled(micro_step, enabled=compile), policy, spec, max_completion_length)
 
 
 def make_update_step(

@@ -50,8 +50,8 @@ def sapo(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) -
 
 
 def plain(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) -> mx.array:
-    """ℓ = −r·A: the policy gradient; the caller gives r = exp(log π_θ − sg(log π_θ))."""
-    return -ratio * advantage
+    """ℓ = −exp(log π_θ − sg(log π_θ))·A: the plain policy gradient, whatever π_old was."""
+    return -mx.exp(logp - mx.stop_gradient(logp)) * advantage
 
 
 Surrogate = Callable[[mx.array, mx.array, mx.array, "LossSpec"], mx.array]
