@@ -1,0 +1,193 @@
+"""The embedded dataset and model: what the generator promises, and what the shipped files are."""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+
+import mlx_lm
+import numpy as np
+import pytest
+
+from runners.embedded import DATA_DIR, MODEL_DIR
+from runners.embedded.problems import (
+    LARGEST,
+    ROWS,
+    SPLITS,
+    admit,
+    draw,
+    draw_rows,
+    gold,
+    slipped,
+    split_of,
+)
+from runners.embedded.pupil import answer_of, exact_match
+from runners.embedded.templates import TEMPLATES
+from runners.embedded.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
+
+EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
+
+
+def problems(count: int, split: str = "train", seed: int = 5) -> list:
+    """A sample of the generator's problems."""
+    rng = np.random.default_rng(seed)
+    return [draw(rng, split) for _ in range(count)]
+
+
+def holds(left: str, operator: str, right: str, result: str) -> bool:
+    """Whether an equation is true, worked out without the generator; a quotient must be exact."""
+    a, b, c = int(left), int(right), int(result)
+    return {"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": b != 0 and a == b * c}[operator]
+
+
+def shipped(split: str) -> list[dict[str, str]]:
+    """The rows of a shipped file."""
+    return [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def pupil():
+    """The shipped model and its tokenizer, as mlx-lm opens them."""
+    return mlx_lm.load(str(MODEL_DIR))
+
+
+def test_templates_are_many_and_roomy():
+    """At least sixteen templates, each with hundreds of admissible tuples to train on."""
+    assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= 16
+    rng = np.random.default_rng(0)
+    for template in TEMPLATES:
+        drawn = [
+            tuple(int(rng.integers(low, high + 1)) for low, high in template.ranges) for _ in range(2000)
+        ]
+        shares = Counter(split_of(numbers) for numbers in drawn if admit(template, numbers))
+        size = math.prod(high - low + 1 for low, high in template.ranges) / len(drawn)
+        assert shares["train"] * size >= 400, template.name
+        assert min(shares["valid"], shares["test"]) * size >= 50, template.name
+
+
+def test_same_seed_same_problems():
+    """The generator depends on its seed, and on nothing else."""
+    assert problems(50) == problems(50)
+    assert problems(50) != problems(50, seed=6)
+
+
+def test_splits_are_disjoint_in_numbers():
+    """No set of numbers occurs in two splits, in the generator as in the shipped files."""
+
+    def numbers(questions):
+        return {tuple(sorted(re.findall(r"\d+", question))) for question in questions}
+
+    drawn = {split: numbers(problem.question for problem in problems(800, split)) for split in SPLITS}
+    files = {split: numbers(row["question"] for row in shipped(split)) for split in SPLITS}
+    for one, other in itertools.permutations(SPLITS, 2):
+        assert len(files[one]) > 300
+        assert files[one].isdisjoint(files[other] | drawn[other])
+        assert drawn[one].isdisjoint(drawn[other])
+
+
+def test_every_number_of_a_problem_is_in_its_question():
+    """A question names all of its numbers, so that it can be solved, and no others."""
+    for problem in problems(500):
+        assert sorted(re.findall(r"\d+", problem.question)) == sorted(map(str, problem.numbers))
+        assert "{" not in problem.question
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shipped_answers_are_what_their_rationale_computes(split):
+    """Two or three true equations; each number is the question's, an earlier result or a two."""
+    for row in shipped(split):
+        *lines, last = row["answer"].split("\n")
+        equations = [EQUATION.search(line).groups() for line in lines]
+        assert 2 <= len(equations) <= 3
+        known = {*re.findall(r"\d+", row["question"]), "2"}
+        for left, operator, right, result in equations:
+            assert holds(left, operator, right, result), row
+            assert {left, right} <= known, row
+            assert 1 <= int(result) <= LARGEST
+            known.add(result)
+        assert last == f"#### {equations[-1][3]}"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shipped_rows_are_the_generators(split):
+    """The files equal what the documented seeds yield, without a question twice."""
+    rows = shipped(split)
+    assert rows == draw_rows(split, *ROWS[split])
+    assert len({row["question"] for row in rows}) == len(rows)
+
+
+def test_test_seed_is_used_for_nothing_else():
+    """The test rows have a seed of their own."""
+    seeds = [seed for _, seed in ROWS.values()]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_gold_completion_reasons_like_the_row():
+    """The gold text has the row's equations in order and its answer, in the tags."""
+    for problem in problems(200):
+        text, row = gold(problem), problem.row
+        assert EQUATION.findall(text) == EQUATION.findall(row["answer"])
+        assert answer_of(text) == row["answer"].rpartition("#### ")[2]
+        assert re.fullmatch(r"<reasoning>[^<]+</reasoning><answer>\d+</answer>", text)
+
+
+def test_slips_come_at_their_rates():
+    """Habits, slips and lost tags have the asked frequencies, and even a wrong path is worked out truly."""
+    rng = np.random.default_rng(1)
+    drawn = [(problem, slipped(problem, rng)) for problem in problems(3000)]
+    with_habit = [(problem, text) for problem, text in drawn if problem.habit is not None]
+    follow = np.mean([answer_of(text) == str(problem.habit[-1].result) for problem, text in with_habit])
+    others = np.mean([gold(problem).startswith(text) for problem, text in drawn if problem.habit is None])
+    assert 0.4 < len(with_habit) / len(drawn) < 0.6
+    assert 0.7 < follow < 0.78
+    assert 0.88 < others < 0.93
+    assert 0.02 < np.mean([not text.endswith("</answer>") for _, text in drawn]) < 0.06
+    assert all(holds(*equation) for _, text in drawn for equation in EQUATION.findall(text))
+
+
+def test_untouched_slips_are_gold():
+    """With every rate at zero the completion is the gold one."""
+    rng = np.random.default_rng(1)
+    rates = {"habit_rate": 0.0, "slip_rate": 0.0, "tag_rate": 0.0}
+    assert all(slipped(problem, rng, **rates) == gold(problem) for problem in problems(100))
+
+
+def test_model_folder_is_small_and_complete():
+    """At most five megabytes, with the files that mlx-lm reads."""
+    files = {path.name: path.stat().st_size for path in MODEL_DIR.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    assert sum(files.values()) <= 5_000_000
+    assert sum(path.stat().st_size for path in DATA_DIR.iterdir()) <= 1_000_000
+
+
+def test_tokenizer_keeps_tags_whole_and_digits_apart(pupil):
+    """Each tag is one token that decoding keeps; each digit is one token; any text comes back."""
+    tokenizer = pupil[1]
+    for text in (*TAGS, *"0123456789", END):
+        assert len(tokenizer.encode(text, add_special_tokens=False)) == 1, text
+    assert len(tokenizer.encode("4711", add_special_tokens=False)) == 4
+    for text in (gold(problems(1)[0]), "Grüße, 北京 — 1,234.5\n\tx"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_chat_template_is_short_and_knows_systems(pupil):
+    """One token a turn, system messages rendered, the nudge at the end; prompts stay under sixty tokens."""
+    tokenizer = pupil[1]
+    turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+2?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == f"{SYSTEM}Think.{USER}2+2?{ASSISTANT}"
+    assert prompt_text(tokenizer, "2+2?") == f"{USER}2+2?{ASSISTANT}<reasoning>"
+    questions = [row["question"] for row in shipped("valid")]
+    lengths = [len(tokenizer.encode(prompt_text(tokenizer, q), add_special_tokens=False)) for q in questions]
+    assert max(lengths) < 60
+
+
+def test_shipped_model_has_bad_habits_and_knows_better(pupil):
+    """Greedy answers are right for 30 to 55 of 100 valid problems; among eight samples many more are."""
+    rows = shipped("valid")[:100]
+    greedy, _ = exact_match(*pupil, rows)
+    _, pass_8 = exact_match(*pupil, rows[:60], samples=8, temperature=1.0)
+    assert 0.3 <= greedy <= 0.55
+    assert pass_8 >= greedy + 0.2
