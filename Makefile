@@ -1,0 +1,82 @@
+# Needs Python 3.11 or newer and, on Linux, a C++ compiler; everything else is installed into .venv.
+#
+## make quickstart   set up, and train the shipped model: a few minutes the first time, two after that
+## make test         set up, and run the tests
+## make lint         ruff and pyright
+## make bench        all measurements, about a quarter of an hour; then benchmarks/README.md from the results
+## make setup        set up only: .venv with the package and its tools
+## make clean        remove .venv, caches and builds; outputs/ stays
+##
+## ARGS='...'        handed on: make quickstart ARGS='--set run.seed=1', make test ARGS='-k loss'
+## PYTHON=...        the Python that .venv is made from; found if left out
+## EXTRA=...         MLX's Linux backend: cpu, cuda12 or cuda13; found if left out (after make clean)
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+EXTRA ?=
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
+BENCHMARKS := logprobs loss step quickstart
+
+# Exit code 1 where a BLAS is wanted and there is none.
+HAS_BLAS = $(BIN)/python -c 'from runners.platform import blas; import sys; \
+	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint bench setup clean
+
+help:
+	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+quickstart: $(VENV)/.ready
+	$(BIN)/grpo-run quickstart $(ARGS)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.ready
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+	$(BIN)/python -m benchmarks.report
+
+setup: $(VENV)/.ready-dev
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The backend that was chosen is kept in .venv/.extra, so that a later set-up cannot mix two of them.
+$(VENV)/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found; PYTHON=... names one" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
+	@extra="$(EXTRA)"; \
+	test -n "$$extra" || extra=$$(cat $(VENV)/.extra 2>/dev/null || true); \
+	if test -z "$$extra" && test "$$(uname -s)" = Linux; then \
+		extra=cpu; \
+		cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
+		if test "$${cuda:-0}" -ge 13; then extra=cuda13; elif test "$${cuda:-0}" -eq 12; then extra=cuda12; fi; \
+	fi; \
+	echo "installing grpo_fn$${extra:+ for $$extra} into $(VENV): a minute or two"; \
+	$(BIN)/python -m pip install --quiet --editable ".$${extra:+[$$extra]}" && echo "$$extra" > $(VENV)/.extra
+	@$(HAS_BLAS) || if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "installing OpenBLAS: apt-get install libopenblas0-pthread"; \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+			apt-get -qq install -y --no-install-recommends libopenblas0-pthread >/dev/null || true; \
+	fi
+	@$(HAS_BLAS) || if test "$$(uname -m)" = x86_64; then \
+		echo "installing Intel's MKL into $(VENV), as there is no OpenBLAS: pip install mkl"; \
+		$(BIN)/python -m pip install --quiet mkl || true; \
+	fi
+	@$(BIN)/python -c 'from runners.platform import prepare; [print(line) for line in prepare().notices]'
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo "installing the tools for tests and checks"
+	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,71 @@
+"""What the benchmarks' command lines have in common: --quick, --check, --out, the record and the table."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from benchmarks.machine import backend, machine, rates
+from benchmarks.record import RESULTS, Figure, load_records, make_record, save_record, table
+from runners import platform
+from runners.errors import UserError
+
+QUICK_RESULTS = Path("outputs") / "benchmarks"
+
+
+def say(text: str) -> None:
+    """A line about what goes on, on stderr: stdout is for the table."""
+    click.echo(text, err=True)
+
+
+def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Command]:
+    """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
+
+    The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
+    change from the record that was there, and names the targets that are missed. Options of the function's
+    own are click decorators below this one.
+    """
+
+    def decorate(function: Callable[..., Sequence[Figure]]) -> click.Command:
+        @click.command(name, help=function.__doc__)
+        @click.option(
+            "--quick", is_flag=True, help="Small sizes, few repeats: shows that it works, not how fast."
+        )
+        @click.option("--check", is_flag=True, help="Exit with 1 where a target is missed.")
+        @click.option(
+            "--out",
+            type=click.Path(path_type=Path, file_okay=False),
+            help=f"Folder of the results [benchmarks/results; with --quick {QUICK_RESULTS}].",
+        )
+        @functools.wraps(function)
+        def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
+            folder = out or (QUICK_RESULTS if quick else RESULTS)
+            try:
+                load_records(folder / f"{name}.json")  # before the minutes of measuring
+                for notice in platform.prepare().notices:
+                    say(notice)
+                surroundings = machine()  # the load before this benchmark adds its own
+                say(f"{name}: measuring the machine")
+                floor = attrs.asdict(rates(quick))
+                figures = function(quick=quick, **options)
+                record = make_record(name, figures, quick=quick, machine=surroundings, rates=floor)
+                last = save_record(folder, backend(), record)
+            except UserError as error:
+                say(str(error))
+                sys.exit(2)
+            click.echo(table(record, last))
+            say(f"written to {folder / name}.json under {backend()!r}")
+            for figure in record.missed():
+                say(f"MISS {figure.name}: {figure.value:.4g} {figure.unit}")
+            if check and record.missed():
+                sys.exit(1)
+
+        return run
+
+    return decorate

@@ -1,0 +1,101 @@
+"""What the figures were measured on: the machine, the versions, and the rates behind the floors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import os
+import platform as system
+import subprocess
+from pathlib import Path
+
+import attrs
+import mlx.core as mx
+
+from benchmarks.measure import timed
+from runners import __version__, platform
+
+
+@attrs.frozen
+class Rates:
+    """What this machine does at best through MLX, float32, measured now: the denominators of every floor."""
+
+    matmul: float  # FLOP/s of a large square product
+    exp: float  # elements/s of mx.exp
+    copy: float  # bytes/s, read and written, of a + 1
+
+
+@functools.cache
+def rates(quick: bool = False) -> Rates:
+    """Measures the three rates: a second or two (`quick`: small arrays, rough)."""
+    on_gpu = backend() != "cpu"
+    n = 256 if quick else 8192 if on_gpu else 1536
+    elements = 2**18 if quick else 2**28 if on_gpu else 2**24
+    a_nn = mx.random.normal((n, n), key=mx.random.key(0))
+    x_n = mx.random.normal((elements,), key=mx.random.key(1))
+    mx.eval(a_nn, x_n)
+    repeats = 3 if quick else 9
+    return Rates(
+        matmul=2 * n**3 / timed(lambda: a_nn @ a_nn, repeats=repeats, warmup=2).median,
+        exp=elements / timed(lambda: mx.exp(x_n), repeats=repeats, warmup=2).median,
+        copy=2 * x_n.nbytes / timed(lambda: x_n + 1, repeats=repeats, warmup=2).median,
+    )
+
+
+@functools.cache
+def backend() -> str:
+    """ "metal", "cuda" or "cpu": the key under which a result is kept."""
+    return platform.prepare().backend
+
+
+def machine() -> dict[str, str | int | float]:
+    """Hardware, libraries and versions, as a result keeps them."""
+    found = platform.prepare()
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 0,
+        "memory_gb": round(platform.memory().total / 1e9, 1),
+        "device": found.device,
+        "system": f"{system.system()} {system.machine()}",
+        "blas": _blas_name(found.blas),
+        "blas_threads": _threads(),
+        "load": round(os.getloadavg()[0], 1),  # above the number of cores: others were at work
+        "python": system.python_version(),
+        "mlx": importlib.metadata.version("mlx"),
+        "mlx-lm": importlib.metadata.version("mlx-lm"),
+        "grpo_fn": __version__,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.split(":", 1)[1] for line in info.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0].strip()
+    if system.system() == "Darwin":
+        found = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        if found.stdout.strip():
+            return found.stdout.strip()
+    return system.processor() or system.machine()
+
+
+def _blas_name(library: str | None) -> str:
+    """The library with its own word on version and kernels, where it is an OpenBLAS."""
+    if library is None:
+        return "the one in MLX's wheel" if system.system() == "Linux" else "Accelerate"
+    describe = getattr(ctypes.CDLL(None), "openblas_get_config", None)
+    if describe is None:
+        return library
+    describe.restype = ctypes.c_char_p
+    return describe().decode().strip()
+
+
+def _threads() -> str:
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return "all"

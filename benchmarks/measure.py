@@ -1,0 +1,133 @@
+"""Time and memory of a call: warm-up, forced evaluation, medians, and comparisons in one run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.trees import arrays_of, materialize
+
+Call = Callable[[], Any]  # returns the arrays that are to be computed, as any tree
+
+
+@attrs.frozen
+class Timing:
+    """Seconds of one call, in the order in which they were taken."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle sample; noise on a shared machine reaches it last."""
+        return statistics.median(self.samples)
+
+    @property
+    def low(self) -> float:
+        """The fastest sample."""
+        return min(self.samples)
+
+    @property
+    def high(self) -> float:
+        """The slowest sample."""
+        return max(self.samples)
+
+    def __truediv__(self, other: Timing) -> Ratio:
+        """How many times as long as `other`, which was measured in the same interleaved run."""
+        pairs = tuple(a / b for a, b in zip(self.samples, other.samples, strict=True))
+        return Ratio(self.median / other.median, pairs)
+
+
+@attrs.frozen
+class Ratio:
+    """One timing over another."""
+
+    of_medians: float
+    pairs: tuple[float, ...]  # round by round: both calls of a round met the same load
+
+    @property
+    def paired(self) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(self.pairs)
+
+
+def run_once(call: Call) -> float:
+    """Seconds of one call, all of its arrays computed before the clock is read."""
+    mx.synchronize()
+    started = time.perf_counter()
+    materialize(call())
+    mx.synchronize()
+    return time.perf_counter() - started
+
+
+def timed(call: Call, *, repeats: int, warmup: int = 1) -> Timing:
+    """The call's timing over `repeats` samples, after `warmup` calls that trace and compile.
+
+    Raises:
+        ValueError: repeats < 1.
+    """
+    return interleaved({"call": call}, repeats=repeats, warmup=warmup)["call"]
+
+
+def interleaved(
+    calls: Mapping[str, Call], *, repeats: int, warmup: int = 1, least_seconds: float = 0.0
+) -> dict[str, Timing]:
+    """Timings of several calls, taken in turn so that whatever else the machine does hits all alike.
+
+    Args:
+        calls: what to compare, by name.
+        repeats: rounds; in each, every call is timed once. A round starts one call further on than the last,
+            so that none always follows the same neighbour.
+        warmup: calls of each before the first round.
+        least_seconds: where a call takes less, a sample is the mean of as many calls as fill that time:
+            clocks and schedulers blur what is short.
+
+    Raises:
+        ValueError: there are no calls, or repeats < 1.
+    """
+    if not calls or repeats < 1:
+        raise ValueError(f"wanted at least one call and repeats >= 1, found {len(calls)} and {repeats}")
+    names = list(calls)
+    for _ in range(warmup):
+        for name in names:
+            run_once(calls[name])
+    counts = dict.fromkeys(names, 1)
+    if least_seconds > 0:
+        counts = {name: max(1, round(least_seconds / max(run_once(calls[name]), 1e-7))) for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            taken = [run_once(calls[name]) for _ in range(counts[name])]
+            samples[name].append(sum(taken) / len(taken))
+    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
+
+
+def peak_bytes(call: Call, *, warm: bool = True) -> int:
+    """Bytes that a call needs at its peak beyond what was in use before it; its results count.
+
+    `warm` runs it once before, so that tracing and constants that stay are not counted.
+    """
+    if warm:
+        run_once(call)
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run_once(call)
+    return max(mx.get_peak_memory() - before, 0)
+
+
+def largest_error(found: Any, wanted: Any) -> float:
+    """The largest difference of two trees of arrays, each array's relative to its own largest entry."""
+    worst = 0.0
+    for a, b in zip(arrays_of(found), arrays_of(wanted), strict=True):
+        difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
+        worst = max(worst, float(difference) / max(float(mx.abs(b).max()), 1e-30))
+    return worst

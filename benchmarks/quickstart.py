@@ -1,0 +1,164 @@
+"""`grpo-run quickstart` from command to end: seconds, exact match before and after, memory, for each seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from benchmarks.command import benchmark, say
+from benchmarks.record import Figure
+from runners.errors import UserError
+
+SECONDS_TARGET = 120.0
+START_TARGET, END_TARGET = 55.0, 90.0  # per cent exact match on held-out problems
+PROBLEMS_TARGET = 200
+QUICK = ("optim.max_steps=1", "optim.batch_size=4", "eval.samples=16", "eval.every=0")
+
+
+@attrs.frozen
+class Outcome:
+    """What a run's log says, and what the system says of its process where it was started here."""
+
+    first: float  # exact match before training, %
+    last: float  # at the end, %
+    problems: int  # that the exact match was taken on
+    updates: int
+    mlx_peak: float  # bytes of MLX's arrays
+    seconds: float = 0.0
+    resident: float = 0.0  # bytes, the process's largest resident set
+
+
+def read_log(folder: Path) -> Outcome:
+    """The outcome that a run's folder holds.
+
+    Raises:
+        UserError: there is no log, or it lacks an evaluation before and one after training.
+    """
+    path = folder / "training_log.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is not there: wanted the folder of a finished run with log.jsonl = true")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    scores = [line for line in lines if "em" in line]
+    updates = [line for line in lines if "reward" in line]
+    if len(scores) < 2 or scores[0]["update"] != 0 or not updates:
+        raise UserError(f"{path} has {len(scores)} evaluations: wanted one before and one after training")
+    if scores[-1]["update"] != updates[-1]["update"]:
+        raise UserError(f"{path} ends without an evaluation: the run was not finished")
+    return Outcome(
+        first=100 * scores[0]["em"],
+        last=100 * scores[-1]["em"],
+        problems=min(line["em_subset"] for line in (scores[0], scores[-1])),
+        updates=updates[-1]["update"],
+        mlx_peak=1e9 * max(line.get("memory/peak_gb", 0.0) for line in updates),
+    )
+
+
+def command_line() -> list[str]:
+    """`grpo-run` of this environment; where the package is not installed, the same by its module."""
+    script = Path(sys.executable).parent / "grpo-run"
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "runners.cli", "run"]
+
+
+def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
+    """One run in a process of its own, its output on stderr.
+
+    Raises:
+        UserError: it did not end well.
+    """
+    name = f"quickstart-{seed}"
+    settings = [f"run.seed={seed}", f"run.name={name}", f"run.output_dir={folder}", *overrides]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    started = time.perf_counter()
+    process = subprocess.Popen([*command_line(), "quickstart", *sets], stdout=sys.stderr)
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except KeyboardInterrupt:
+        process.wait()  # it got the interrupt as well, and ends cleanly
+        raise
+    seconds = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise UserError(f"grpo-run quickstart with seed {seed} ended with code {process.returncode}")
+    resident = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return attrs.evolve(read_log(folder / name), seconds=seconds, resident=resident)
+
+
+def figures_of(label: str, outcome: Outcome, *, judged: bool) -> list[Figure]:
+    """The figures of one run, with their targets if `judged`; time and memory only where it was run here."""
+    figures = [
+        Figure(
+            name=f"{label}: exact match before",
+            value=outcome.first,
+            unit="%",
+            note=f"{outcome.problems} problems",
+            at_most=START_TARGET,
+        ),
+        Figure(
+            name=f"{label}: exact match after",
+            value=outcome.last,
+            unit="%",
+            note=f"{outcome.updates} updates; standard error {_standard_error(outcome):.1f}",
+            at_least=END_TARGET,
+        ),
+        Figure(name=f"{label}: held-out problems", value=outcome.problems, at_least=PROBLEMS_TARGET),
+        Figure(name=f"{label}: peak of MLX's arrays", value=outcome.mlx_peak / 1e6, unit="MB"),
+    ]
+    if outcome.seconds:
+        name = f"{label}: from command to end"
+        figures.insert(0, Figure(name=name, value=outcome.seconds, unit="s", at_most=SECONDS_TARGET))
+        figures.append(Figure(name=f"{label}: resident memory", value=outcome.resident / 1e6, unit="MB"))
+    return figures if judged else [attrs.evolve(f, at_most=None, at_least=None) for f in figures]
+
+
+def _standard_error(outcome: Outcome) -> float:
+    share = outcome.last / 100
+    return 100 * math.sqrt(share * (1 - share) / outcome.problems)
+
+
+def _seeds(_: click.Context, __: click.Parameter, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: wanted whole numbers with commas between, such as 0,1,2"
+        ) from None
+
+
+@benchmark("quickstart")
+@click.option("--seeds", default="0,1,2", show_default=True, callback=_seeds, help="One run for each.")
+@click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, handed on to every run.")
+@click.option(
+    "--of",
+    "finished",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Run nothing: judge the exact match of the finished run in this folder.",
+)
+def main(
+    quick: bool, seeds: Sequence[int], overrides: Sequence[str], finished: Path | None
+) -> Sequence[Figure]:
+    """The quickstart from command to end: seconds, exact match before and after, memory, for each seed."""
+    if finished:
+        return figures_of(finished.name, read_log(finished), judged=not quick)
+    if quick:
+        seeds, overrides = seeds[:1], [*QUICK, *overrides]
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
+        for seed in seeds:
+            say(f"quickstart: seed {seed}")
+            outcome = run_seed(seed, Path(folder), overrides)
+            figures += figures_of(f"seed {seed}", outcome, judged=not quick)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A benchmark's result: figures with their targets, as JSON beside the last one and as a Markdown table."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Ratio, Timing
+from runners.errors import UserError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@attrs.frozen(kw_only=True)
+class Figure:
+    """One measured number."""
+
+    name: str
+    value: float
+    unit: str = ""  # "s", "ms", "MB", "x" (a ratio), "%", "tokens/s", "" (a count)
+    low: float | None = None  # of the samples that `value` is the median of
+    high: float | None = None
+    samples: int = 1
+    paired: float | None = None  # of a ratio: the median of the rounds' ratios
+    predicted: float | None = None  # the floor that bytes, operations and the machine's rates give
+    at_most: float | None = None  # targets
+    at_least: float | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None where there is none."""
+        if self.at_most is None and self.at_least is None:
+            return None
+        below = self.at_most is None or self.value <= self.at_most
+        return below and (self.at_least is None or self.value >= self.at_least)
+
+
+def time_figure(name: str, timing: Timing, unit: str = "s", **more: Any) -> Figure:
+    """A timing as a figure, in "s" or "ms"; `predicted` and targets in that unit."""
+    scale = {"s": 1.0, "ms": 1e3}[unit]
+    return Figure(
+        name=name,
+        value=timing.median * scale,
+        unit=unit,
+        low=timing.low * scale,
+        high=timing.high * scale,
+        samples=len(timing.samples),
+        **more,
+    )
+
+
+def ratio_figure(name: str, ratio: Ratio, unit: str = "x", **more: Any) -> Figure:
+    """The ratio of two timings' medians, which a target is for, with the rounds' ratios; in "x" or "%"."""
+    scale = {"x": 1.0, "%": 100.0}[unit]
+    return Figure(
+        name=name,
+        value=scale * ratio.of_medians,
+        unit=unit,
+        paired=scale * ratio.paired,
+        low=scale * min(ratio.pairs),
+        high=scale * max(ratio.pairs),
+        samples=len(ratio.pairs),
+        **more,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Record:
+    """One run of a benchmark."""
+
+    name: str
+    date: str
+    quick: bool
+    machine: Mapping[str, Any]
+    rates: Mapping[str, float]
+    figures: tuple[Figure, ...]
+
+    def missed(self) -> list[Figure]:
+        """The figures whose target is not met."""
+        return [figure for figure in self.figures if figure.met is False]
+
+
+def make_record(
+    name: str,
+    figures: Sequence[Figure],
+    *,
+    quick: bool,
+    machine: Mapping[str, Any],
+    rates: Mapping[str, float],
+) -> Record:
+    """A record of now.
+
+    Raises:
+        ValueError: two figures share a name, or one is not finite.
+    """
+    names = [figure.name for figure in figures]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{name}: two figures share a name: {sorted(names)}")
+    broken = [figure.name for figure in figures if not math.isfinite(figure.value)]
+    if broken:
+        raise ValueError(f"{name}: not finite: {', '.join(broken)}")
+    today = datetime.now(UTC).date().isoformat()
+    return Record(name=name, date=today, quick=quick, machine=machine, rates=rates, figures=tuple(figures))
+
+
+def load_records(path: Path) -> dict[str, Record]:
+    """The records of a result file by backend; {} where there is none.
+
+    Raises:
+        UserError: the file is not a result file.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        stored = json.loads(path.read_text())
+        return {
+            backend: Record(**{**raw, "figures": tuple(Figure(**figure) for figure in raw["figures"])})
+            for backend, raw in stored.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is no result of a benchmark ({error}); move it away") from error
+
+
+def save_record(folder: Path, backend: str, record: Record) -> Record | None:
+    """Writes FOLDER/NAME.json, other backends' records kept; returns the record that it replaces."""
+    path = folder / f"{record.name}.json"
+    records = load_records(path)
+    last = records.get(backend)
+    records[backend] = record
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
+    path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    return last
+
+
+def table(record: Record, last: Record | None = None) -> str:
+    """The figures as a Markdown table, with the change from `last` where it was measured likewise."""
+    before = {figure.name: figure for figure in last.figures} if _comparable(record, last) and last else {}
+    columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
+    grid = Table(*columns, box=MARKDOWN)
+    for figure in record.figures:
+        floor = "" if figure.predicted is None else _spell(figure.predicted, figure.unit)
+        verdict = {True: "PASS", False: "MISS", None: ""}[figure.met]
+        row = [figure.name, _spell(figure.value, figure.unit), _span(figure), floor, _target(figure), verdict]
+        if before:
+            row.append(_change(figure, before.get(figure.name)))
+        grid.add_row(*row)
+    stream = io.StringIO()
+    Console(file=stream, width=1000, color_system=None).print(grid, markup=False)
+    return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
+
+
+def _comparable(record: Record, last: Record | None) -> bool:
+    return last is not None and last.quick == record.quick
+
+
+def _change(figure: Figure, last: Figure | None) -> str:
+    if last is None or last.unit != figure.unit or last.value == 0:
+        return "new" if last is None else ""
+    return f"{100 * (figure.value / last.value - 1):+.0f} %"
+
+
+def _spell(value: float, unit: str) -> str:
+    size = abs(value)
+    if 0 < size < 1e-3:
+        text = f"{value:.1e}"
+    elif size >= 100 or value == int(value):
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.1f}" if size >= 10 else f"{value:.3g}"
+    return f"{text} {unit}".strip()
+
+
+def _span(figure: Figure) -> str:
+    parts = [figure.note] if figure.note else []
+    if figure.paired is not None:
+        parts.append(f"paired {_spell(figure.paired, '')}")
+    if figure.low is not None and figure.high is not None and figure.samples > 1:
+        parts.append(f"{_spell(figure.low, '')} – {_spell(figure.high, '')} (n = {figure.samples})")
+    return "; ".join(parts)
+
+
+def _target(figure: Figure) -> str:
+    bounds = [("<=", figure.at_most), (">=", figure.at_least)]
+    return ", ".join(f"{sign} {_spell(bound, figure.unit)}" for sign, bound in bounds if bound is not None)
