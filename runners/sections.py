@@ -36,7 +36,6 @@ Storage = Literal["dequantized", "packed"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
 Level = Literal["token", "sequence"]
-Surrogate = Literal["clip", "dual_clip", "cispo", "sapo", "none"]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_mask"]
 Kl = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum_norm"]
@@ -137,7 +136,7 @@ class LossConfig:
 
     preset: Preset = "grpo"
     level: Level | None = None
-    surrogate: Surrogate | None = None
+    surrogate: str | None = field(default=None, validator=optional(rules.text()))  # LossSpec knows them
     epsilon_low: float | None = field(default=None, validator=optional(rules.share(one=False)))
     epsilon_high: float | None = field(default=None, validator=optional(rules.not_negative()))
     delta: float | None = field(default=None, validator=optional(rules.above(1)))

@@ -230,6 +230,11 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
         ("loss.delta = 1.1", (), "train.toml: loss.delta: "),
         ("", ("loss.delta=1.1",), "--set: loss.delta: "),
         ("loss.surrogate = 'dual_clip'", (), "train.toml: loss."),
+        (
+            "loss.surrogate = 'cipso'",
+            (),
+            "train.toml: loss.surrogate: surrogate = 'cipso' is not one of clip",
+        ),
         ("loss.correction = 'sequence_mask'", (), "train.toml: loss.correction: "),
         ("loss.aggregation = 'sequence_sum_norm'", (), "train.toml: loss.aggregation: "),
     ],

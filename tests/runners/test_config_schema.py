@@ -116,6 +116,7 @@ def test_defaults_are_the_documented_ones(load):
             "grad_checkpoint": False,
             "memory_limit_gb": 0.0,
             "micro_batch_tokens": 16384,
+            "share_prompts": "auto",
         },
     }
 
@@ -123,13 +124,12 @@ def test_defaults_are_the_documented_ones(load):
 def test_the_schema_names_what_the_core_has():
     """The config's choices, spelled out so that loading needs no MLX, are grpo_fn's."""
     import grpo_fn as g
-    from grpo_fn import kl, ratios, rewards, specs, surrogates
+    from grpo_fn import kl, ratios, rewards, specs
 
     assert set(get_args(sections.Preset)) == set(g.PRESETS)
     assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
     assert set(get_args(sections.Level)) == set(ratios.LEVELS)
     assert set(get_args(sections.Correction)) == set(ratios.CORRECTIONS)
-    assert set(get_args(sections.Surrogate)) == set(surrogates.SURROGATES)
     assert set(get_args(sections.Kl)) == set(kl.ESTIMATORS)
     assert set(get_args(sections.Aggregation)) == set(specs.AGGREGATIONS)
     assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
