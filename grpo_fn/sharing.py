@@ -31,7 +31,7 @@ def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batc
     """Hidden states [B,T,D] that predict the completions' tokens, for a batch that shares prompts."""
     assert batch.prompt_index_b is not None
     lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
-    prompts = [_PromptLayer() for _ in policy.module.layers]
+    prompts = [_PromptLayer() for _ in plain_caches(policy.module)]
     with policy.bound(params, frozen) as module:
         backbone = policy.split.backbone(module)
         hidden_pld = backbone(batch.tokens_bl, cache=prompts)

@@ -70,8 +70,8 @@ class Config:
         if self.loss.ref_sync_every and spec.beta == 0:
             raise ConfigError(
                 [
-                    f"{self.where('loss.ref_sync_every')}: found {self.loss.ref_sync_every} with loss.beta = 0, "
-                    "where there is no reference to sync; want 0, or loss.beta > 0"
+                    f"{self.where('loss.ref_sync_every')}: found {self.loss.ref_sync_every} with "
+                    "loss.beta = 0, where there is no reference to sync; want 0, or loss.beta > 0"
                 ]
             )
         recipe = PRESETS[self.loss.preset]
