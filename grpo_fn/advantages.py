@@ -109,11 +109,13 @@ def group_advantages(
     return mx.where(takes_part_pg, adv_pg, 0.0)
 
 
-def overlong_penalty(lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0) -> mx.array:
+def overlong_penalty(
+    lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0, *, saturate: bool = True
+) -> mx.array:
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
 
     0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length` and beyond, times
-    `factor`.
+    `factor`. With `saturate=False` it goes on falling beyond, as NeMo-RL's does.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -121,7 +123,8 @@ def overlong_penalty(lengths_b: mx.array, max_length: int, buffer: int, factor: 
     if not 1 <= buffer <= max_length:
         raise ValueError(f"buffer = {buffer}: wanted 1 <= buffer <= max_length = {max_length}")
     free = max_length - buffer
-    return factor * mx.clip((free - lengths_b.astype(mx.float32)) / buffer, -1.0, 0.0)
+    penalty_b = mx.minimum((free - lengths_b.astype(mx.float32)) / buffer, 0.0)
+    return factor * (mx.maximum(penalty_b, -1.0) if saturate else penalty_b)
 
 
 def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:

@@ -21,7 +21,8 @@ def _check(holds: bool, name: str, found: object, wanted: str) -> None:
 
 
 def _pair(value: Sequence[float]) -> tuple[float, float]:
-    return tuple(value)  # type: ignore[return-value]  # its length is checked with its range
+    # What is no pair is refused with its range, by name.
+    return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
 @attrs.frozen(kw_only=True)
@@ -82,7 +83,7 @@ class LossSpec:
         for name in ("correction_range", "sequence_range"):
             pair = getattr(self, name)
             if pair is not None:
-                ordered = len(pair) == 2 and 0 <= pair[0] < pair[1]
+                ordered = isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1]
                 _check(ordered, name, pair, "(low, high) with 0 <= low < high")
 
     def _check_combinations(self) -> None:

@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
+import click
 import mlx.core as mx
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -35,9 +38,9 @@ MACHINE = {
 RATES = {"matmul": 2e11, "exp": 1e8, "copy": 1e10}
 
 
-def made(*figures, name="loss", quick=False):
+def made(*figures):
     """A record of these figures."""
-    return record.make_record(name, figures, quick=quick, machine=MACHINE, rates=RATES)
+    return record.make_record("loss", figures, quick=False, machine=MACHINE, rates=RATES)
 
 
 def test_interleaved_takes_turns_and_rotates_the_first():
@@ -84,9 +87,11 @@ def test_peak_counts_what_a_call_adds():
 
 def test_largest_error_is_relative_to_each_array():
     """The array with the worst relative difference decides."""
-    found = {"big": mx.array([100.0, 101.0]), "small": mx.array([0.5, 1.0])}
-    wanted = {"big": mx.array([100.0, 100.0]), "small": mx.array([0.5, 0.9])}
+    found = [mx.array([100.0, 101.0]), (mx.array([0.5, 1.0]),)]
+    wanted = [mx.array([100.0, 100.0]), (np.array([0.5, 0.9]),)]
     assert measure.largest_error(found, wanted) == pytest.approx(0.1 / 0.9, rel=1e-5)
+    with pytest.raises(ValueError, match=r"shape \(1,\)"):
+        measure.largest_error([mx.array([1.0])], [mx.array(1.0)])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,8 @@ def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
     assert record.save_record(tmp_path, "cpu", fast) == slow
     assert record.load_records(tmp_path / "loss.json") == {"cpu": fast, "cuda": fast}
     assert "-50 %" in record.table(fast, slow)
-    assert "change" not in record.table(fast, made(Figure(name="x", value=2.0, unit="s"), quick=True))
+    for other in ({"quick": True}, {"settings": {"seeds": "[0]"}}):
+        assert "change" not in record.table(fast, attrs.evolve(slow, **other))
 
 
 def test_a_record_of_nonsense_is_refused(tmp_path):
@@ -166,14 +172,18 @@ def test_the_outcome_of_a_run_is_read_from_its_log(tmp_path):
 
 
 def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
-    """--check ends with 1 where a target is missed, without it with 0; a user's mistake ends with 2."""
+    """--check ends with 1 where a target is missed, without it with 0; a file that is no result with 2."""
 
     @benchmark("made")
-    def measured(quick):
+    @click.option("--size", default=1)
+    @click.option("--repeats", default=1)
+    def measured(quick, size, repeats):
         return [Figure(name="x", value=3.0, at_most=2.0)]
 
     options = ["--quick", "--out", str(tmp_path)]
-    assert CliRunner().invoke(measured, options).exit_code == 0
+    assert CliRunner().invoke(measured, [*options, "--size", "2", "--repeats", "3"]).exit_code == 0
+    (found,) = record.load_records(tmp_path / "made.json").values()
+    assert found.settings == {"size": "2"}
     result = CliRunner().invoke(measured, [*options, "--check"])
     assert result.exit_code == 1 and "MISS x: 3" in result.output
     (tmp_path / "made.json").write_text("[")

@@ -1,0 +1,25 @@
+"""Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has two profiles."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+from runners.platform import load_blas
+
+# OpenBLAS only takes effect when it is loaded before the first import of mlx.core.
+load_blas()
+
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, database=None, max_examples=40, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
+# `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config):
+    """Warnings are errors (pyproject.toml), except what other people's modules say about themselves."""
+    ours = "(?!grpo_fn|runners|benchmarks|configs|tests|test_|conftest|__main__)"
+    for category in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{category}:{ours}.*")

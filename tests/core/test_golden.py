@@ -1,0 +1,349 @@
+"""Published numbers and small cases worked out by hand.
+
+Published: the unit tests of NeMo-RL (github.com/NVIDIA-NeMo/RL, tests/unit/algorithms):
+test_loss_functions.py and data/clipped_pg_loss_goldens.json (computed there in float64) for the loss,
+test_reward_functions.py for the overlong penalty. Its advantages are per token, ours per sequence, so each
+of its tokens becomes a row.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+
+
+def loss_and_grad(spec, logp, adv, mask=None, **arrays):
+    """(loss, gradient in logp, stats) of rows given as lists; [B,T]."""
+    logp = mx.array(np.array(logp, np.float32))
+    mask = mx.ones(logp.shape) if mask is None else mx.array(np.array(mask, np.float32))
+    limit = arrays.pop("max_completion_length", None)
+    given = {f"{name}_bt": mx.array(np.array(rows, np.float32)) for name, rows in arrays.items()}
+
+    def of(logp):
+        return g.policy_loss(
+            logp, mx.array(np.array(adv, np.float32)), mask, spec, max_completion_length=limit, **given
+        )
+
+    (loss, stats), grad = mx.value_and_grad(of)(logp)
+    return float(loss), np.array(grad), stats
+
+
+def column(values):
+    """Tokens as rows of one token each."""
+    return [[value] for value in values]
+
+
+def token_spec(**fields):
+    """Token level and token mean, as in NeMo-RL's cases."""
+    return g.LossSpec(aggregation="token_mean", **fields)
+
+
+# The three tokens of NeMo-RL's hand calculations: ratios 0.5, 1.0, 1.5 to the old policy.
+THREE_LOGP, THREE_OLD, THREE_ADV = [-1.69315, -1.0, -0.59453], [-1.0, -1.0, -1.0], [1.0, -1.0, 2.0]
+THREE_SAMPLER = [-0.5, -1.5, -0.8]
+
+# The five counted tokens of its JSON file (two sequences, of three and two tokens).
+FIVE_ADV = [1.2, -0.7, 0.4, -1.1, 0.6]
+FIVE_LOGP, FIVE_OLD = [-1.6, -0.8, -1.1, -0.7, -1.4], [-1.0, -1.1, -0.8, -0.9, -1.0]
+FIVE_SAMPLER = [-1.2, -1.5, -0.7, -1.4, -0.7]
+
+
+def test_ppo_clip():
+    """test_clipped_pg_loss_ppo_clipping: tokens −0.5, 1.0, −2.4, mean −0.6333."""
+    loss, _, stats = loss_and_grad(token_spec(), column(THREE_LOGP), THREE_ADV, old_logp=column(THREE_OLD))
+    assert loss == pytest.approx((-0.5 + 1.0 - 2.4) / 3, rel=1e-5)
+    assert float(stats.clip_high) == pytest.approx(1 / 3) and float(stats.clip_low) == 0.0
+
+
+def test_dual_clip():
+    """test_clipped_pg_loss_dual_clip, c = 3: ratio 10 with A = −4 costs 12, not 40; mean 12.5/3 = 4.1667."""
+    logp, old, adv = [-1.69315, -1.0, -0.69741], [-1.0, -1.0, -3.0], [1.0, -1.0, -4.0]
+    spec = token_spec(surrogate="dual_clip", dual_clip=3.0)
+    loss, grad, _ = loss_and_grad(spec, column(logp), adv, old_logp=column(old))
+    assert loss == pytest.approx(12.5 / 3, rel=1e-5) and grad[2, 0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "old", "loss", "grad"),
+    [
+        # case ppo_token
+        (
+            {},
+            FIVE_OLD,
+            0.18627018364195694,
+            [
+                -0.13171479239913675,
+                0.18898023268267997,
+                -0.05926545753600652,
+                0.26870860625782017,
+                -0.08043840536339991,
+            ],
+        ),
+        # case dual_clip: the second token's old log-prob is −3
+        (
+            dict(surrogate="dual_clip", dual_clip=3.0),
+            [-1.0, -3.0, -0.8, -0.9, -1.0],
+            0.417289950119277,
+            [-0.13171479239913675, 0.0, -0.05926545753600652, 0.26870860625782017, -0.08043840536339991],
+        ),
+        # case force_on_policy
+        (
+            {},
+            None,
+            -0.07999999984,
+            [-0.23999999952, 0.13999999972, -0.07999999984, 0.21999999956, -0.11999999976],
+        ),
+        # case tis_token, cap 1.3 (its lower bound 0.7 binds nowhere)
+        (
+            dict(correction="token_truncate", correction_cap=1.3),
+            FIVE_OLD,
+            0.3209028399844618,
+            [
+                -0.1608768107267998,
+                0.24567430248748398,
+                -0.05362560357559994,
+                0.3493211881351662,
+                -0.059590236335788666,
+            ],
+        ),
+        # case icepop_token, range 0.75 … 1.25
+        (
+            dict(correction="token_mask", correction_range=(0.75, 1.25)),
+            FIVE_OLD,
+            -0.21450241430239975,
+            [-0.1608768107267998, 0.0, -0.05362560357559994, 0.0, 0.0],
+        ),
+    ],
+)
+def test_token_losses_and_gradients(fields, old, loss, grad):
+    """clipped_pg_loss_goldens.json: value and gradient of five token-level cases."""
+    arrays = {} if old is None else {"old_logp": column(old)}
+    if "correction" in fields:
+        arrays["rollout_logp"] = column(FIVE_SAMPLER)
+    got, got_grad, _ = loss_and_grad(token_spec(**fields), column(FIVE_LOGP), FIVE_ADV, **arrays)
+    assert got == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(got_grad[:, 0], grad, rtol=1e-5, atol=1e-9)
+
+
+def test_cispo():
+    """clipped_pg_loss_goldens.json, cispo_with_token_is: the two tokens whose ratio passes 1.2.
+
+    NeMo-RL also bounds the weight from below, which binds the other three; the paper and we do not.
+    """
+    spec = token_spec(surrogate="cispo", epsilon_high=0.2, correction="token_truncate", correction_cap=1e6)
+    arrays = dict(old_logp=column(FIVE_OLD), rollout_logp=column(FIVE_SAMPLER))
+    _, grad, _ = loss_and_grad(spec, column(FIVE_LOGP), FIVE_ADV, **arrays)
+    np.testing.assert_allclose(grad[[1, 3], 0], [0.2506265487024803, 0.435262414594309], rtol=1e-5)
+
+
+def test_truncated_importance_sampling():
+    """test_clipped_pg_loss_on_policy_truncated_importance_sampling, cap 0.8: mean −0.4744.
+
+    Weights min(exp d, 0.8) = 0.6065, 0.8, 0.8 times −0.5, 1.0, −2.4.
+    """
+    spec = token_spec(correction="token_truncate", correction_cap=0.8)
+    arrays = dict(old_logp=column(THREE_OLD), rollout_logp=column(THREE_SAMPLER))
+    loss, _, stats = loss_and_grad(spec, column(THREE_LOGP), THREE_ADV, **arrays)
+    assert loss == pytest.approx(-0.4744, rel=2e-4)
+    assert float(stats.is_ratio_max) == pytest.approx(np.exp(0.5), rel=1e-6)  # 1.6487, before truncation
+
+
+def test_truncation_has_no_lower_bound():
+    """test_clipped_pg_loss_tis_min_bound_defaults_to_zero: weights 0.1, 1, 2 of ratios 0.1, 1, 3."""
+    spec = token_spec(correction="token_truncate", correction_cap=2.0)
+    loss, _, _ = loss_and_grad(
+        spec, column(np.log([0.1, 1.0, 3.0])), [1.0, 1.0, 1.0], rollout_logp=column([0.0, 0.0, 0.0])
+    )
+    assert loss == pytest.approx(-(0.1 + 1.0 + 2.0) / 3, rel=1e-5)
+
+
+def test_sequence_mask():
+    """clipped_pg_loss_goldens.json, seq_mask_tis, range 0.95 … 1.15: the first sequence is dropped whole.
+
+    Geometric means exp(0.5/3) = 1.181 and exp(0.2/2) = 1.105. One row per counted token: its whole sequence,
+    with the token's advantage, and only the token itself kept; so losses and gradients of the rows add up.
+    """
+    spec = token_spec(correction="token_truncate", correction_cap=1e6, sequence_range=(0.95, 1.15))
+    spans = [slice(0, 3)] * 3 + [slice(3, 5)] * 2
+
+    def rows(values):
+        return [[*values[span], 0.0][:3] for span in spans]
+
+    keep = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
+    loss, grad, stats = loss_and_grad(
+        spec,
+        rows(FIVE_LOGP),
+        FIVE_ADV,
+        mask=[[1, 1, 1]] * 3 + [[1, 1, 0]] * 2,
+        old_logp=rows(FIVE_OLD),
+        rollout_logp=rows(FIVE_SAMPLER),
+        keep=keep,
+    )
+    times = 13 / 5  # our rows count 3·3 + 2·2 tokens, NeMo-RL's five
+    assert loss * times == pytest.approx(0.383435358421665, rel=1e-5)
+    own = grad[np.array(keep, bool)] * times
+    np.testing.assert_allclose(
+        own, [0, 0, 0, 0.4430255947574536, -0.059590236335788666], rtol=1e-5, atol=1e-9
+    )
+    assert float(stats.masked_fraction) == pytest.approx(9 / 13)
+
+
+@pytest.mark.parametrize(("olds", "loss"), [([-1.0], -0.6057), ([-1.0, -2.0], -0.4912)])
+def test_gspo(olds, loss):
+    """test_clipped_pg_loss_gspo and …_batch_size_2: ratios 0.9086 and 2.4697 (clipped to 1.2).
+
+    NeMo-RL gives one sequence three advantages; we give three copies of it one each.
+    """
+    spec = g.LossSpec(level="sequence")
+    got, _, _ = loss_and_grad(
+        spec,
+        [THREE_LOGP] * (3 * len(olds)),
+        THREE_ADV * len(olds),
+        old_logp=[[old] * 3 for old in olds for _ in range(3)],
+    )
+    assert got == pytest.approx(loss, rel=2e-4)
+
+
+def test_gspo_gradient():
+    """clipped_pg_loss_goldens.json, gspo_sequence_is: value and gradient of two sequences.
+
+    Nothing is clipped there, so the loss is linear in A: each sequence's advantage is the mean of its
+    tokens' times NeMo-RL's weight of the whole sequence, exp(0.5) and exp(0.2), which is not one of ours.
+    """
+    adv = [0.3 * np.exp(0.5), -0.25 * np.exp(0.2)]
+    loss, grad, _ = loss_and_grad(
+        g.LossSpec(level="sequence"),
+        [[-1.6, -0.8, -1.1], [-0.7, -1.4, 0.0]],
+        adv,
+        mask=[[1, 1, 1], [1, 1, 0]],
+        old_logp=[[-1.0, -1.1, -0.8], [-0.9, -1.0, 0.0]],
+    )
+    assert loss == pytest.approx(-0.06433245613699731, rel=1e-5)
+    wanted = [[-0.06749293963637779] * 3, [0.06907318137816686, 0.06907318137816686, 0.0]]
+    np.testing.assert_allclose(grad, wanted, rtol=1e-5)
+
+
+def test_kl_penalty():
+    """test_clipped_pg_loss_kl_penalty, β = 0.1: k3 of 0.3679, 0 and 0.7183, loss 0.0362."""
+    spec = token_spec(beta=0.1)
+    loss, _, stats = loss_and_grad(
+        spec, column([0.0, -1.0, -2.0]), [0.0] * 3, old_logp=column([0.0] * 3), ref_logp=column([-1.0] * 3)
+    )
+    assert loss == pytest.approx(0.1 * (np.exp(-1) + np.exp(1) - 2) / 3, rel=1e-5)
+    assert loss == pytest.approx(0.0362, rel=1e-3) and float(stats.kl) == pytest.approx(0.362, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("k1", [-1.0, 14.0, 20.0]), ("k2", [0.5, 98.0, 200.0]), ("k3", [0.7183, 13.0, 19.0])]
+)
+def test_kl_estimators(kind, wanted):
+    """test_calculate_kl: log-probs −1 against 0 and −15. The third, −30, is past our clamp: y = −20.
+
+    k1 = 20, k2 = 20²/2 = 200, k3 = exp(−20) + 20 − 1 = 19.
+    """
+    spec = token_spec(beta=1.0, kl=kind)
+    for ref, value in zip([0.0, -15.0, -30.0], wanted, strict=True):
+        loss, _, _ = loss_and_grad(spec, [[-1.0]], [0.0], ref_logp=[[ref]])
+        assert loss == pytest.approx(value, rel=1e-4)
+
+
+def test_bias_corrected_kl_gradient():
+    """test_clipped_pg_loss_kl_gradient_includes_sampling_term: β·r·(k3 + 1 − exp x)/2 = −β·r·x/2.
+
+    With x = ref − logp = 0.3, −0.4 and r = exp(logp − old) = exp(0.3), exp(−0.3), β = 0.3.
+    """
+    spec = token_spec(beta=0.3, kl_bias_corrected=True)
+    _, grad, _ = loss_and_grad(
+        spec, column([-1.2, -0.7]), [0.0, 0.0], old_logp=column([-1.5, -0.4]), ref_logp=column([-0.9, -1.1])
+    )
+    wanted = [-0.3 * np.exp(0.3) * 0.3 / 2, 0.3 * np.exp(-0.3) * 0.4 / 2]
+    np.testing.assert_allclose(grad[:, 0], wanted, rtol=1e-5)
+
+
+def test_overlong_penalty():
+    """test_reward_shaping_with_penalties: limit 25, buffer 5, penalty 0.5 on lengths 10, 22, 25.
+
+    Its fourth length, 30, is past the limit, which a sampler cannot reach: there NeMo-RL runs on along the
+    line, to −1.0 (reward −0.6), which is `saturate=False`; the paper's eq. 13 stops at −1 · 0.5 (reward −0.1).
+    """
+    lengths, rewards = mx.array([10, 22, 25, 30]), np.array([1.0, 0.8, 0.6, 0.4])
+    endless = np.array(g.overlong_penalty(lengths, 25, 5, 0.5, saturate=False))
+    np.testing.assert_allclose(rewards + endless, [1.0, 0.6, 0.1, -0.6], atol=1e-6)
+    bounded = np.array(g.overlong_penalty(lengths, 25, 5, 0.5))
+    np.testing.assert_allclose(rewards + bounded, [1.0, 0.6, 0.1, -0.1], atol=1e-6)
+
+
+# By hand from here on: what the papers' formulas give for numbers that fit in the head.
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (dict(aggregation="sequence_mean"), (-2 + 1) / 2),
+        (dict(aggregation="token_mean"), (-2 + 3 * 1) / 4),
+        (dict(aggregation="constant"), (-2 + 3 * 1) / (2 * 5)),
+        (dict(aggregation="sequence_sum_norm", level="sequence"), (-2 + 3 * 1) / 2),
+    ],
+)
+def test_aggregations(fields, wanted):
+    """On-policy ℓ = −A: a row of one token at −2 and a row of three at +1, L_max = 5."""
+    loss, _, stats = loss_and_grad(
+        g.LossSpec(**fields),
+        [[-1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]],
+        [2.0, -1.0],
+        mask=[[1, 0, 0], [1, 1, 1]],
+        max_completion_length=5,
+    )
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert float(stats.num_tokens) == 4.0 and float(stats.num_sequences) == 2.0
+
+
+def test_a_row_without_tokens_still_counts_as_a_sequence():
+    """sequence_mean over two rows, one wholly masked: −2/2, not −2/1; its group was sampled all the same."""
+    loss, _, _ = loss_and_grad(g.LossSpec(), [[-1.0], [-1.0]], [2.0, 9.0], mask=[[1], [0]])
+    assert loss == pytest.approx(-1.0)
+
+
+def test_sapo():
+    """r = 2: A = 1 gives −4σ(1) = −2.9242343, slope −4σ'(1)·2 = −1.5728955; A = −1 gives (4/1.05)σ(1.05)."""
+    spec = token_spec(surrogate="sapo")
+    loss, grad, _ = loss_and_grad(spec, [[np.log(2.0)]], [1.0], old_logp=[[0.0]])
+    assert loss == pytest.approx(-2.9242343, rel=1e-6) and grad[0, 0] == pytest.approx(-1.5728955, rel=1e-5)
+    loss, _, _ = loss_and_grad(spec, [[np.log(2.0)]], [-1.0], old_logp=[[0.0]])
+    assert loss == pytest.approx(4 / 1.05 * 0.7407749, rel=1e-6)
+
+
+def test_clip_higher():
+    """dapo, ε 0.2/0.28: r = 1.5 gains 1.28 on A = 1; r = 0.5 costs 0.8 on A = −1; nothing moves further."""
+    logp, old = column(np.log([1.5, 0.5])), column([0.0, 0.0])
+    loss, grad, _ = loss_and_grad(g.preset("dapo"), logp, [1.0, -1.0], old_logp=old)
+    assert loss == pytest.approx((-1.28 + 0.8) / 2, rel=1e-6) and (grad == 0).all()
+
+
+def test_two_sided_clip():
+    """A = −1, δ = 4: ratio 2 costs 2 with slope 2, ratio 10 costs 4 with slope 0; A = +1 never sees δ."""
+    spec = token_spec(delta=4.0)
+    logp, old = column(np.log([2.0, 10.0, 10.0])), column([0.0] * 3)
+    loss, grad, _ = loss_and_grad(spec, logp, [-1.0, -1.0, 1.0], old_logp=old)
+    assert loss == pytest.approx((2.0 + 4.0 - 1.2) / 3, rel=1e-6)
+    np.testing.assert_allclose(grad[:, 0], [2.0 / 3, 0.0, 0.0], rtol=1e-6)
+
+
+def test_cispo_value_and_slope():
+    """r = 8, cap 5, A = 2, log π = −0.5: ℓ = −5·2·(−0.5) = 5, slope −10: the weight is a constant."""
+    spec = token_spec(surrogate="cispo", epsilon_high=4.0)
+    loss, grad, _ = loss_and_grad(spec, [[-0.5]], [2.0], old_logp=[[-0.5 - np.log(8.0)]])
+    assert loss == pytest.approx(5.0, rel=1e-6) and grad[0, 0] == pytest.approx(-10.0, rel=1e-6)
+
+
+def test_plain_policy_gradient_ignores_the_drift():
+    """surrogate none: value −A and slope −A however far π_old is."""
+    loss, grad, _ = loss_and_grad(token_spec(surrogate="none"), [[-0.5]], [3.0], old_logp=[[-7.0]])
+    assert loss == -3.0 and grad[0, 0] == -3.0
+
+
+def test_entropy_bonus():
+    """A = 0, coefficient 0.1, entropies 1 and 3: loss −0.1·2."""
+    loss, _, stats = loss_and_grad(token_spec(entropy_coef=0.1), [[-1.0, -1.0]], [0.0], entropy=[[1.0, 3.0]])
+    assert loss == pytest.approx(-0.2) and float(stats.entropy) == 2.0

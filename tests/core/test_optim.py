@@ -1,0 +1,85 @@
+"""Learning-rate schedules, number by number, and what the optimizer refuses."""
+
+import math
+
+import mlx.core as mx
+import pytest
+
+import grpo_fn as g
+
+
+def values(schedule, count):
+    """The first `count` learning rates."""
+    return [schedule(mx.array(u, mx.int32)).item() for u in range(count)]
+
+
+def expected(kind, rate, total, ratio, count):
+    """The schedule as its docstring states it, in float64."""
+    warmup = round(total * ratio)
+    out = []
+    for u in range(count):
+        share = min((u - warmup) / max(total - warmup, 1), 1.0)
+        if u < warmup:
+            out.append(rate * (u + 1) / (warmup + 1))
+        elif kind == "cosine":
+            out.append(rate * 0.5 * (1 + math.cos(math.pi * share)))
+        else:
+            out.append(rate * (1 - share) if kind == "linear" else rate)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(
+    "total, ratio", [(10, 0.0), (10, 0.3), (7, 0.1), (1, 0.0), (1, 1.0), (5, 1.0), (200, 0.05)]
+)
+def test_warm_up_and_decay(kind, total, ratio):
+    """Every update's rate, also past the end, agrees with the formula."""
+    schedule = g.warmup_schedule(kind, 3e-4, total, ratio)
+    want = expected(kind, 3e-4, total, ratio, total + 3)
+    assert values(schedule, total + 3) == pytest.approx(want, rel=2e-6, abs=1e-10)
+
+
+def test_a_warm_up_written_out():
+    """Four updates, two of them warm-up: a third, two thirds, then the full rate and half of it."""
+    assert values(g.warmup_schedule("linear", 1.0, 4, 0.5), 5) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5, 0.0])
+
+
+def test_the_first_update_moves_and_the_peak_is_the_rate():
+    """No update of a run has rate 0, and none exceeds the rate that was asked for."""
+    for kind in ("cosine", "linear", "constant"):
+        rates = values(g.warmup_schedule(kind, 1e-3, 20, 0.2), 20)
+        assert min(rates) > 0 and max(rates) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda: g.warmup_schedule("cosin", 1e-3, 10, 0.1), "did you mean 'cosine'"),
+        (lambda: g.warmup_schedule("cosine", 1e-3, 0, 0.1), "total_updates = 0"),
+        (lambda: g.warmup_schedule("cosine", 1e-3, 10, 1.5), "warmup_ratio = 1.5"),
+        (lambda: g.warmup_schedule("cosine", -1e-3, 10, 0.1), "learning_rate = -0.001"),
+        (lambda: g.adamw(-1.0), "learning_rate = -1.0"),
+        (lambda: g.adamw(1e-3, betas=(0.9, 1.0)), "betas"),
+        (lambda: g.adamw(1e-3, betas=(-0.1, 0.9)), "betas"),
+        (lambda: g.adamw(1e-3, weight_decay=-0.1), "weight_decay = -0.1"),
+        (lambda: g.adamw(1e-3, eps=0.0), "eps = 0.0"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, word):
+    """The message names the value that it found."""
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+def test_init_shares_nothing_between_leaves_and_apply_changes_nothing_in_place():
+    """The moments that went in are as they were: an update that is thrown away leaves no mark."""
+    params = {"a": mx.array([1.0, 2.0]), "l": [{"w": mx.array([3.0])}]}
+    optimizer = g.adamw(0.1)
+    before = optimizer.init(params)
+    grads = {"a": mx.array([1.0, -1.0]), "l": [{"w": mx.array([0.5])}]}
+    new_params, after = optimizer.apply(grads, before, params, mx.array(0, mx.int32))
+    mx.eval(new_params, after)
+    assert before["a"]["m"].tolist() == [0.0, 0.0] and before["l"][0]["w"]["v"].tolist() == [0.0]
+    assert params["a"].tolist() == [1.0, 2.0]
+    assert after["a"]["m"].tolist() == pytest.approx([0.1, -0.1])
+    assert after.keys() == before.keys() == params.keys(), "counters belong to the state, not to the moments"

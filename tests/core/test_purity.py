@@ -1,0 +1,94 @@
+"""What the core may import and call: nothing that reads a file, a clock, the environment or a global RNG."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parents[2] / "grpo_fn"
+FILES = sorted(CORE.rglob("*.py"))
+# Everything else is refused, so that a new import is a decision.
+ALLOWED = {
+    "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
+    "math", "re", "typing", "attrs", "grpo_fn", "mlx", "mlx_lm",
+}  # fmt: skip
+KEYED = {
+    "bernoulli", "bits", "categorical", "gumbel", "laplace", "multivariate_normal", "normal", "permutation",
+    "randint", "truncated_normal", "uniform",
+}  # fmt: skip
+EXPLICIT = {"key", "split"}  # they take or make a key, and read no global one
+
+
+def parsed(file):
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imports(tree):
+    """The top-level names of every import, at whatever depth it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield (node.module or "").split(".")[0]
+
+
+def random_calls(tree):
+    """(name, call) of every use of mx.random; (name, None) where it is not called on the spot."""
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("mx.random", "random"):
+            yield node.attr, calls.get(id(node))
+
+
+def test_there_is_something_to_check():
+    """The folder is the core."""
+    assert {"steps.py", "losses.py", "decode.py", "sampling.py"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_imports_nothing_with_an_effect(file):
+    """No os, sys, time, pathlib, random, json, logging, click, rich, datasets, runners; nor anything new."""
+    assert set(imports(parsed(file))) <= ALLOWED
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_random_number_has_a_key(file):
+    """mx.random is used only with key=, never with the global state or a seed."""
+    for name, call in random_calls(parsed(file)):
+        if name in EXPLICIT:
+            continue
+        assert name in KEYED, f"mx.random.{name}"
+        keywords = {} if call is None else {k.arg: ast.unparse(k.value) for k in call.keywords}
+        assert keywords.get("key", "None") != "None", f"{file.name}: mx.random.{name} without key="
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_calls_nothing_with_an_effect(file):
+    """No print, open, input or exec, no `global`, no setting of mlx's own global state."""
+    tree = parsed(file)
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & {"print", "open", "input", "exec", "eval", "mx.load", "mx.save", "mx.random.seed"}
+    assert not {name for name in called if name.startswith(("mx.set_", "mx.save_", "mx.metal."))}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+
+
+@pytest.mark.parametrize(
+    "source, bad",
+    [
+        ("def f():\n    import time", "time"),
+        ("from os.path import join", "os"),
+        ("import mlx.core as mx, json", "json"),
+        ("from runners.config import Config", "runners"),
+    ],
+)
+def test_the_import_check_can_fail(source, bad):
+    """It sees imports inside functions, from submodules and in lists."""
+    assert set(imports(ast.parse(source))) - ALLOWED == {bad}
+
+
+def test_the_random_check_can_fail():
+    """A draw without a key is found, and so is a function that is only passed on."""
+    tree = ast.parse("mx.random.normal((2,))\nf = mx.random.uniform\nmx.random.split(key)")
+    found = {(name, call is not None) for name, call in random_calls(tree)}
+    assert found == {("normal", True), ("uniform", False), ("split", True)}

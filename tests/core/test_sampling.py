@@ -1,0 +1,227 @@
+"""Sampling: the right frequencies from explicit keys, the right sets, the right log-probabilities."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from grpo_fn.sampling import completion_keys, entropy, truncate
+
+LOGITS = np.array([1.2, -0.3, 0.8, 2.0, -1.5, 0.0, 0.4, -4.0])
+DRAWS = 20_000
+CHI2_999 = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.44}  # 99.9 % points, by degrees of freedom
+
+
+def keys(count, *, seed=0, step=0):
+    """The keys of completions 0 … count−1 of prompt 0, at one step."""
+    numbers = mx.arange(count)
+    rows = completion_keys(mx.random.key(seed), mx.zeros_like(numbers), numbers)
+    return g.fold_in(rows, mx.full((count,), step, mx.uint32))
+
+
+def softmax(z):
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def chi2(counts, p):
+    """Pearson's statistic of observed counts against probabilities."""
+    expected = p * counts.sum()
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_are_the_distribution_s(temperature):
+    """20,000 rows of the same logits: chi-square below its 99.9 % point, at fixed keys."""
+    logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, 8))
+    tokens, _ = g.sample(logits, keys(DRAWS), temperature=temperature)
+    counts = np.bincount(np.array(tokens), minlength=8)
+    assert chi2(counts, softmax(LOGITS / temperature)) < CHI2_999[7]
+
+
+def test_frequencies_of_a_truncated_distribution():
+    """What is cut off never comes, and the rest in its renormalised proportions."""
+    logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, 8))
+    tokens, _ = g.sample(logits, keys(DRAWS, seed=1), top_k=4)
+    counts = np.bincount(np.array(tokens), minlength=8)
+    kept = np.argsort(LOGITS)[-4:]
+    assert counts.sum() == counts[kept].sum() == DRAWS
+    assert chi2(counts[kept], softmax(LOGITS[kept])) < CHI2_999[3]
+
+
+@pytest.mark.parametrize("axis", ["step", "generation", "prompt", "seed"])
+def test_neighbouring_keys_draw_independently(axis):
+    """Draws of one step and the next, of one completion, prompt or seed and the next: no dependence."""
+    half = DRAWS // 2
+    logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (half, 8))
+    numbers, zero = mx.arange(half), mx.zeros((half,), mx.int32)
+    base = mx.random.key(5)
+    pairs = {
+        "step": (keys(half, step=0), keys(half, step=1)),
+        "generation": (completion_keys(base, numbers, zero), completion_keys(base, numbers, zero + 1)),
+        "prompt": (completion_keys(base, zero, numbers), completion_keys(base, zero + 1, numbers)),
+        "seed": (keys(half, seed=0), keys(half, seed=1)),
+    }
+    a, b = (np.array(g.sample(logits, k)[0]) for k in pairs[axis])
+    table = np.zeros((8, 8))
+    np.add.at(table, (a, b), 1)
+    p = softmax(LOGITS)
+    # One degree of freedom for each cell but one; cells of tiny expectation are pooled into one.
+    joint = np.outer(p, p).reshape(-1)
+    large = joint * half >= 5
+    counts = np.append(table.reshape(-1)[large], table.reshape(-1)[~large].sum())
+    assert chi2(counts, np.append(joint[large], joint[~large].sum())) < CHI2_999[63]
+
+
+def test_keys_are_all_different():
+    """No two (prompt, completion, step) of a run share a key, nor swap roles."""
+    p, n, s = (mx.array(x.reshape(-1)) for x in np.meshgrid(np.arange(9), np.arange(9), np.arange(9)))
+    drawn = g.fold_in(completion_keys(mx.random.key(0), p, n), s)
+    assert len({tuple(key) for key in drawn.tolist()}) == 729
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(2, 6),
+    row=st.integers(0, 5),
+    top_p=st.sampled_from([1.0, 0.7]),
+)
+def test_a_row_s_draw_depends_on_nothing_beside_it(seed, rows, row, top_p):
+    """Alone, or in any batch, a row of logits and its key give the same token and log-prob."""
+    row %= rows
+    rng = np.random.default_rng(seed)
+    logits = mx.array(rng.normal(size=(rows, 13)), mx.float32)
+    of_rows = keys(rows, seed=seed)
+    tokens, logp = g.sample(logits, of_rows, top_p=top_p)
+    alone, alone_logp = g.sample(logits[row : row + 1], of_rows[row : row + 1], top_p=top_p)
+    assert alone.item() == tokens[row].item()
+    assert alone_logp.item() == pytest.approx(logp[row].item(), abs=1e-6)
+
+
+def naive_set(z, top_p, top_k, min_p):
+    """The kept tokens by their definitions, in float64, and how close any was to the other side."""
+    p = softmax(z)
+    order = np.argsort(-p)
+    kept, margin = np.ones(len(z), bool), np.inf
+    if top_k:
+        kept &= np.isin(np.arange(len(z)), order[:top_k])
+    if top_p < 1:
+        ahead = np.cumsum(p[order]) - p[order]
+        margin = np.abs(ahead - top_p)[1:].min(initial=np.inf)
+        kept[order[ahead >= top_p]] = False
+    if min_p:
+        margin = min(margin, np.abs(p / p.max() - min_p).min())
+        kept &= p >= min_p * p.max()
+    return kept, margin
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 12),
+    scale=st.sampled_from([0.3, 1.0, 4.0]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
+    top_k=st.sampled_from([0, 1, 3, 12, 50]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+def test_the_kept_set_is_the_naive_one(seed, size, scale, top_p, top_k, min_p):
+    """top-p, top-k and min-p, alone and together, against sorting and adding up in float64."""
+    z = (scale * np.random.default_rng(seed).normal(size=size)).astype(np.float32)
+    want, margin = naive_set(z.astype(np.float64), top_p, top_k, min_p)
+    assume(margin > 1e-5 or min_p == 1.0)
+    got = truncate(mx.array(z)[None], top_p=top_p, top_k=top_k, min_p=min_p)[0]
+    kept = np.array(got) != -np.inf
+    assert kept.tolist() == want.tolist() and kept.any()
+    assert np.array(got)[kept].tolist() == z[kept].tolist()
+
+
+def test_the_kept_set_written_out():
+    """Probabilities .5, .25, .125, .125: a share that is reached exactly stops there; ties stay together."""
+    z = mx.log(mx.array([[0.125, 0.5, 0.125, 0.25]]))
+
+    def kept(**options):
+        return [i for i, v in enumerate(truncate(z, **options)[0].tolist()) if v != -np.inf]
+
+    assert kept(top_p=0.49) == [1] and kept(top_p=0.51) == [1, 3] and kept(top_p=0.76) == [0, 1, 2, 3]
+    assert kept(top_k=1) == [1] and kept(top_k=2) == [1, 3] and kept(top_k=3) == [0, 1, 2, 3]
+    assert kept(min_p=0.2) == [0, 1, 2, 3] and kept(min_p=0.4) == [1, 3] and kept(min_p=0.6) == [1]
+    assert kept(top_k=2, top_p=0.4) == [1] and kept() == [0, 1, 2, 3]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.sampled_from([0.4, 1.0, 3.0]),
+    top_p=st.sampled_from([1.0, 0.8, 0.3]),
+    top_k=st.sampled_from([0, 2, 5]),
+    min_p=st.sampled_from([0.0, 0.1]),
+)
+def test_the_logprob_is_that_of_the_distribution_drawn_from(seed, temperature, top_p, top_k, min_p):
+    """Tempered, truncated, normalised again; the token lies in the kept set."""
+    z = np.random.default_rng(seed).normal(size=(4, 9)).astype(np.float32) * 2
+    options = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+    tokens, logp = g.sample(mx.array(z), keys(4, seed=seed), temperature=temperature, **options)
+    assert tokens.dtype == mx.int32 and logp.dtype == mx.float32
+    for row, token, value in zip(
+        z.astype(np.float64) / temperature, tokens.tolist(), logp.tolist(), strict=True
+    ):
+        kept, margin = naive_set(row, top_p, top_k, min_p)
+        assume(margin > 1e-5)
+        assert kept[token]
+        assert value == pytest.approx(np.log(softmax(np.where(kept, row, -np.inf))[token]), abs=1e-5)
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    """Greedy: the argmax, whatever the key, with the model's own log-prob, truncation or not."""
+    z = np.random.default_rng(0).normal(size=(5, 9))
+    for options in ({}, {"top_p": 0.2}, {"top_k": 1}):
+        tokens, logp = g.sample(mx.array(z, mx.float32), keys(5, seed=3), temperature=0, **options)
+        assert tokens.tolist() == z.argmax(axis=1).tolist()
+        want = [np.log(softmax(row).max()) for row in z]
+        assert logp.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_bfloat16_logits_are_sampled_in_float32():
+    """Log-probs of a large vocabulary lose nothing to the model's dtype."""
+    z = mx.zeros((1, 1000), mx.bfloat16)
+    _, logp = g.sample(z, keys(1))
+    assert logp.dtype == mx.float32 and logp.item() == pytest.approx(-np.log(1000), abs=1e-5)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    scale=st.sampled_from([0.1, 3.0, 10.0]),
+)
+def test_entropy_is_that_of_the_whole_distribution(seed, temperature, scale):
+    """−Σ p log p in float64, to 1e-5 even where a token is nearly certain."""
+    z = (scale * np.random.default_rng(seed).normal(size=(3, 9))).astype(np.float32)
+    for row, got in zip(
+        z.astype(np.float64) / temperature, entropy(mx.array(z), temperature).tolist(), strict=True
+    ):
+        p = softmax(row)
+        want = -(p * np.log(np.maximum(p, 1e-300))).sum()
+        assert got == pytest.approx(want, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": -0.1}, "temperature = -0.1"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.1}, "top_p = 1.1"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"min_p": 1.5}, "min_p = 1.5"),
+        ({"min_p": -0.5}, "min_p = -0.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    """The message gives the values found and the ranges wanted."""
+    with pytest.raises(ValueError, match=f"{message}.*wanted"):
+        g.sample(mx.zeros((1, 4)), keys(1), **options)
+
+
+def test_logits_of_another_rank_are_refused():
+    """One row of logits is [1,V], not [V]."""
+    with pytest.raises(ValueError, match=r"logits_bv has shape \(4,\), wanted 2 axes"):
+        g.sample(mx.zeros((4,)), keys(1))

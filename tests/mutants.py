@@ -1,0 +1,241 @@
+"""Breaks the algebra in one place at a time and checks that the tests notice: `python -m tests.mutants`.
+
+Each mutant replaces one piece of text, which must occur exactly once, in a temporary copy of the package,
+and runs the tests of the algebra on that copy. Names given on the command line choose mutants. Exit status
+1: a mutant survived, or the tests are red without any.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("grpo_fn", "runners", "tests", "pyproject.toml")
+# The quickest first: most mutants fall to the golden cases.
+TESTS = ("golden", "kl", "loss_spec", "advantages", "policy_loss", "loss_properties")
+
+
+class Mutant(NamedTuple):
+    """One wrong line."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+MUTANTS = [
+    Mutant("k1-sign", "kl", "return -y", "return y"),
+    Mutant("k2-half", "kl", "mx.square(y) / 2", "mx.square(y)"),
+    Mutant("k3-sign", "kl", "mx.exp(y) - y - 1", "mx.exp(y) + y - 1"),
+    Mutant("k3-uncapped", "kl", "mx.minimum(mx.exp(y) - y - 1, K3_LIMIT)", "mx.exp(y) - y - 1"),
+    Mutant("kl-direction", "kl", "clamp_log(ref_logp - logp)", "clamp_log(logp - ref_logp)"),
+    Mutant("kl-unclamped", "kl", "clamp_log(ref_logp - logp)", "(ref_logp - logp)"),
+    Mutant("clamp-at-40", "guards", "LOG_RATIO_LIMIT = 20.0", "LOG_RATIO_LIMIT = 40.0"),
+    Mutant("ratio-unclamped", "ratios", "mx.exp(clamp_log(log_ratio))", "mx.exp(log_ratio)"),
+    Mutant("ratio-inverted", "ratios", "logp_bt - old_logp_bt", "old_logp_bt - logp_bt"),
+    Mutant("sequence-product", "ratios", "keepdims=True) / length", "keepdims=True)"),
+    Mutant(
+        "sequence-mean-over-padding",
+        "ratios",
+        "mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)",
+        "mask_bt.shape[1]",
+    ),
+    Mutant("tis-lower-bound", "ratios", "mx.minimum(ratio_bt", "mx.maximum(ratio_bt"),
+    Mutant("icepop-one-sided", "ratios", "(ratio_bt >= low) & (ratio_bt", "(ratio_bt"),
+    Mutant("icepop-unweighted", "ratios", "(ratio_bt <= high), ratio_bt", "(ratio_bt <= high), 1.0"),
+    Mutant("sequence-mask-either", "ratios", ">= low) & (mean_ratio_b1", ">= low) | (mean_ratio_b1"),
+    Mutant("correction-inverted", "ratios", "old_logp_bt - rollout_logp_bt", "rollout_logp_bt - old_logp_bt"),
+    Mutant(
+        "clip-sides-swapped",
+        "surrogates",
+        "1 - spec.epsilon_low, 1 + spec.upper_epsilon",
+        "1 - spec.upper_epsilon, 1 + spec.epsilon_low",
+    ),
+    Mutant("clip-optimist", "surrogates", "-mx.minimum(bounded", "-mx.maximum(bounded"),
+    Mutant("clip-sign", "surrogates", "-mx.minimum(bounded", "mx.minimum(bounded"),
+    Mutant("clip-only", "surrogates", "-mx.minimum(bounded", "-mx.minimum(clipped"),
+    Mutant(
+        "delta-from-below", "surrogates", "mx.minimum(ratio, spec.delta)", "mx.maximum(ratio, spec.delta)"
+    ),
+    Mutant("dual-clip-side", "surrogates", "mx.where(advantage < 0", "mx.where(advantage > 0"),
+    Mutant("dual-clip-floor", "surrogates", "mx.minimum(loss,", "mx.maximum(loss,"),
+    Mutant("dual-clip-sign", "surrogates", "-spec.dual_clip * adv", "spec.dual_clip * adv"),
+    Mutant(
+        "cispo-gradient-through-weight",
+        "surrogates",
+        "mx.stop_gradient(mx.minimum(ratio, 1 + spec.upper_epsilon))",
+        "mx.minimum(ratio, 1 + spec.upper_epsilon)",
+    ),
+    Mutant(
+        "cispo-cap-as-trl", "surrogates", "mx.minimum(ratio, 1 + spec.upper", "mx.minimum(ratio, spec.upper"
+    ),
+    Mutant("cispo-sign", "surrogates", "-weight * advantage", "weight * advantage"),
+    Mutant("sapo-one-tau", "surrogates", "spec.sapo_tau_pos, spec.sapo_tau_neg", "spec.sapo_tau_pos, 1.0"),
+    Mutant("sapo-unscaled", "surrogates", "-(4 / tau)", "-4"),
+    Mutant("sapo-off-centre", "surrogates", "tau * (ratio - 1)", "tau * ratio"),
+    Mutant("none-with-ratio", "surrogates", "-mx.exp(logp - mx.stop_gradient(logp))", "-ratio"),
+    Mutant("old-not-held", "losses", "mx.stop_gradient(logp_bt if old_logp_bt", "(logp_bt if old_logp_bt"),
+    Mutant(
+        "old-differentiated",
+        "losses",
+        "mx.stop_gradient(logp_bt if old_logp_bt is None",
+        "(mx.stop_gradient(logp_bt) if old_logp_bt is None",
+    ),
+    Mutant("ref-differentiated", "losses", "mx.stop_gradient(clean(ref_logp_bt))", "clean(ref_logp_bt)"),
+    Mutant("advantage-differentiated", "losses", "adv_b1 = mx.stop_gradient(adv_b1)", "adv_b1 = adv_b1"),
+    Mutant(
+        "masked-after-exp",
+        "losses",
+        "mx.where(counted_bt, array.astype(mx.float32), 0.0)",
+        "array.astype(mx.float32)",
+    ),
+    Mutant("half-precision", "losses", "counted_bt, array.astype(mx.float32)", "counted_bt, array"),
+    Mutant(
+        "advantage-of-empty-row", "losses", "mx.where(length_b > 0, adv_b", "mx.where(length_b >= 0, adv_b"
+    ),
+    Mutant("mask-ignored-in-sum", "losses", "(mask_bt * term_bt).sum", "(term_bt).sum"),
+    Mutant("length-bias-lost", "losses", "summed_b / mx.maximum(length_b, 1)", "summed_b"),
+    Mutant("token-mean-over-rows", "losses", "        return tokens\n", "        return sequences\n"),
+    Mutant(
+        "constant-over-tokens",
+        "losses",
+        "sequences * max_completion_length",
+        "tokens * max_completion_length",
+    ),
+    Mutant(
+        "empty-rows-uncounted",
+        "losses",
+        "mx.array(float(shape[0])) if",
+        "(length_b > 0).astype(mx.float32).sum() if",
+    ),
+    Mutant("correction-forgotten", "losses", "mismatch.weight_bt * SURROGATES", "SURROGATES"),
+    Mutant("keep-forgotten", "losses", "mx.where(keep_bt.astype(mx.bool_), term_bt, 0.0)", "term_bt"),
+    Mutant("bias-correction-always", "losses", "if spec.kl_bias_corrected else kl_bt", "if True else kl_bt"),
+    Mutant("bias-correction-never", "losses", "if spec.kl_bias_corrected else kl_bt", "if False else kl_bt"),
+    Mutant("kl-sign", "losses", "term_bt + spec.beta", "term_bt - spec.beta"),
+    Mutant("entropy-sign", "losses", "term_bt - spec.entropy_coef", "term_bt + spec.entropy_coef"),
+    Mutant(
+        "clip-low-of-gains", "losses", "spec.epsilon_low) & (adv_b1 < 0)", "spec.epsilon_low) & (adv_b1 > 0)"
+    ),
+    Mutant(
+        "clip-high-by-low", "losses", "ratio_bt > 1 + spec.upper_epsilon", "ratio_bt > 1 + spec.epsilon_low"
+    ),
+    Mutant("mismatch-k1-sign", "losses", "mean(-d_bt)", "mean(d_bt)"),
+    Mutant("mismatch-clamped", "losses", "mean(mx.abs(difference_bt))", "mean(mx.abs(d_bt))"),
+    Mutant("ess-unsquared", "losses", "mean(mx.square(is_ratio_bt))", "mean(is_ratio_bt)"),
+    Mutant("merge-by-rows", "losses", "(column * tokens).sum()", "(column * denominator).sum()"),
+    Mutant("std-biased", "advantages", "keepdims=True) - 1, 1)", "keepdims=True), 1)"),
+    Mutant("std-floor", "advantages", "STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6"),
+    Mutant("leave-one-out-of-all", "advantages", "mx.maximum(count_p1 - 1, 1)", "mx.maximum(count_p1, 1)"),
+    Mutant("baseline-forgotten", "advantages", "adv_pg = rewards_pg - base_pg", "adv_pg = rewards_pg"),
+    Mutant("zero-variance-noise", "advantages", "given_pg & _varies(rewards_pg, given_pg)", "given_pg"),
+    Mutant(
+        "invalid-completions-count",
+        "advantages",
+        "given_pg = given_pg & valid",
+        "given_pg = given_pg | valid",
+    ),
+    Mutant(
+        "scale-batch-by-group",
+        "advantages",
+        "adv_pg / (_std(*batch_11)",
+        "adv_pg / (_std(rewards_pg, given_pg)",
+    ),
+    Mutant("overlong-endless", "advantages", "mx.maximum(penalty_b, -1.0)", "mx.maximum(penalty_b, -2.0)"),
+    Mutant(
+        "overlong-reward",
+        "advantages",
+        "(free - lengths_b.astype(mx.float32))",
+        "(lengths_b.astype(mx.float32) - free)",
+    ),
+    Mutant("overlong-from-the-limit", "advantages", "free = max_length - buffer", "free = max_length"),
+    Mutant("reward-weights-forgotten", "advantages", "(values_kb * weights_k", "(values_kb + 0 * weights_k"),
+    Mutant("dapo-clips-like-grpo", "specs", "LossSpec(epsilon_high=0.28", "LossSpec(epsilon_high=0.2"),
+    Mutant("delta-anywhere", "specs", "self.delta > 1 + self.upper_epsilon", "self.delta > 0"),
+]
+
+
+def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the tests of the algebra in `folder` up to the first failure."""
+    files = [f"tests/core/test_{name}.py" for name in TESTS]
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "ci", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """The source with the mutant in it; ValueError unless its text is there exactly once."""
+    found = source.count(mutant.right)
+    if found != 1:
+        raise ValueError(f"mutant {mutant.name}: {mutant.right!r} occurs {found} times in {mutant.file}.py")
+    return source.replace(mutant.right, mutant.wrong)
+
+
+def source_of(mutant: Mutant, root: Path = ROOT) -> Path:
+    """The file that a mutant changes."""
+    return root / "grpo_fn" / f"{mutant.file}.py"
+
+
+def main() -> int:
+    """Run the chosen mutants, say which fell and which survived, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="mutants to run (all)")
+    names = parser.parse_args().names
+    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    sources = {mutant: source_of(mutant).read_text(encoding="utf-8") for mutant in chosen}
+    broken = {mutant: mutated(mutant, source) for mutant, source in sources.items()}
+    survived = []
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(
+                    ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "embedded")
+                )
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        healthy = run_tests(copy)
+        if healthy.returncode != 0:
+            print(f"the tests are red without any mutant:\n{healthy.stdout}{healthy.stderr}")
+            return 1
+        for mutant in chosen:
+            begin, target = time.perf_counter(), source_of(mutant, copy)
+            target.write_text(broken[mutant], encoding="utf-8")
+            result = run_tests(copy)
+            target.write_text(sources[mutant], encoding="utf-8")
+            # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
+            if result.returncode == 1:
+                verdict = next((x for x in result.stdout.splitlines() if x.startswith("FAILED")), "FAILED")
+            elif result.returncode == 0:
+                verdict = "SURVIVED"
+            else:
+                verdict = f"NOT RUN (pytest status {result.returncode})"
+            if result.returncode != 1:
+                survived.append(mutant.name)
+            print(f"{mutant.name:32} {time.perf_counter() - begin:5.1f} s  {verdict[:110]}", flush=True)
+    fell = len(chosen) - len(survived)
+    print(f"{fell} of {len(chosen)} mutants fell; survived: {', '.join(survived) or 'none'}")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Small random models of real architectures, in memory: a vocabulary below 128, two blocks, no files."""
+
+import gc
+import importlib
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+import grpo_fn as g
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
+_STATE_SPACE = {
+    "state_size": 8,
+    "conv_kernel": 4,
+    "time_step_rank": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+# name -> (mlx-lm's module, what it has beside or instead of the common settings)
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama-untied": ("llama", {"tie_word_embeddings": False}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
+    "phi3": ("phi3", {"tie_word_embeddings": False}),
+    "phi": ("phi", {"num_key_value_heads": 2, "layer_norm_eps": 1e-5}),  # its head has a bias
+    "gemma2": ("gemma2", {"head_dim": 16, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
+    # its sliding layer keeps a plain cache, so that only the mask knows of the window
+    "smollm3": (
+        "smollm3",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+    ),
+    "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.25}),
+    "nanochat": ("nanochat", {"num_key_value_heads": 2}),
+    "mamba": ("mamba", _STATE_SPACE | {"tie_word_embeddings": True}),
+    "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5}),
+}
+
+
+def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> nn.Module:
+    """A model of that architecture, all of it trainable, with weights wide enough for uneven distributions.
+
+    Every leaf is away from its special values (norms from 1, biases from 0), so that one left out shows.
+    """
+    kind, settings = ARCHITECTURES[name]
+    architecture = importlib.import_module(f"mlx_lm.models.{kind}")
+    mx.random.seed(seed)  # for the leaves that keep their initial values
+    config = {"model_type": kind} | _COMMON | settings | changes
+    module = architecture.Model(architecture.ModelArgs.from_dict(config))
+    rng = np.random.default_rng(seed)
+    leaves = []
+    for path, leaf in tree_flatten(module.parameters()):
+        noise = rng.normal(size=leaf.shape)
+        if leaf.ndim == 2 and "A_log" not in path:
+            values = mx.array(1.2 * noise / np.sqrt(leaf.shape[1]))
+        else:
+            values = leaf + mx.array(0.1 * noise)
+        leaves.append((path, values.astype(dtype)))
+    module.update(tree_unflatten(leaves))
+    mx.eval(module.parameters())
+    return module
+
+
+def tiny_policy(name: str = "llama", *, compute_dtype: mx.Dtype | None = None, **options) -> g.Policy:
+    """The policy of a tiny module."""
+    return g.Policy.from_module(tiny_module(name, **options), compute_dtype=compute_dtype)
+
+
+def lora_policy(name: str = "llama", *, keys: Sequence[str] = ("self_attn.q_proj", "mlp.up_proj"), **options):
+    """A policy of which only LoRA's adapters train; they are not zero."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    module = tiny_module(name, **options)
+    module.freeze()
+    linear_to_lora_layers(module, 2, {"rank": 3, "scale": 2.0, "dropout": 0.0, "keys": list(keys)})
+    rng = np.random.default_rng(7)
+    leaves = tree_flatten(module.trainable_parameters())
+    module.update(tree_unflatten([(p, mx.array(0.2 * rng.normal(size=a.shape), a.dtype)) for p, a in leaves]))
+    return g.Policy.from_module(module)
+
+
+def token_rows(rows: int, length: int, *, seed: int = 0) -> mx.array:
+    """Random token ids, int32 [rows, length]."""
+    return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), mx.int32)
+
+
+def tiny_rollout(
+    prompts: Sequence[int] = (4, 2),
+    generations: int = 3,
+    width: int = 7,
+    *,
+    seed: int = 0,
+    entropy: bool = False,
+) -> g.Rollout:
+    """A rollout of random tokens: prompts of the given lengths, completions of 1 to `width` tokens."""
+    rng = np.random.default_rng(seed)
+    rows = len(prompts) * generations
+    lengths = rng.integers(1, width + 1, rows)
+    lengths[-1] = width
+    within = np.arange(width)[None] < lengths[:, None]
+    return g.Rollout(
+        prompts=tuple(tuple(rng.integers(0, VOCAB, n).tolist()) for n in prompts),
+        num_generations=generations,
+        tokens_bt=mx.array(rng.integers(0, VOCAB, (rows, width)) * within, mx.int32),
+        lengths_b=mx.array(lengths, mx.int32),
+        logp_bt=mx.array(-rng.uniform(1.0, 6.0, (rows, width)) * within, mx.float32),
+        finished_b=mx.array(rng.random(rows) < 0.7),
+        entropy_bt=mx.array(rng.uniform(0.1, 4.0, (rows, width)) * within, mx.float32) if entropy else None,
+    )
+
+
+def tiny_advantages(rollout: g.Rollout, *, seed: int = 0, zeros: bool = False) -> mx.array:
+    """Random advantages [P,G]; with `zeros`, some completions and the whole first group have none."""
+    rng = np.random.default_rng(seed + 100)
+    shape = len(rollout.prompts), rollout.num_generations
+    values = rng.normal(size=shape)
+    if zeros:
+        values[0] = 0.0
+        values[-1, 0] = 0.0
+    return mx.array(values, mx.float32)
+
+
+def same_tree(one, other) -> bool:
+    """Whether two trees have the same names and bit-identical arrays."""
+    a, b = tree_flatten(one), tree_flatten(other)
+    return [n for n, _ in a] == [n for n, _ in b] and all(
+        x.shape == y.shape and x.dtype == y.dtype and bool((x == y).all())
+        for (_, x), (_, y) in zip(a, b, strict=True)
+    )
+
+
+def memory_in_use() -> int:
+    """Bytes that arrays hold; what earlier tests left is gone first, so that no buffer is used again."""
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def worst_difference(one, other) -> float:
+    """The largest relative difference of two trees' leaves: ‖a − b‖ / ‖b‖."""
+    a, b = dict(tree_flatten(one)), dict(tree_flatten(other))
+    assert a.keys() == b.keys()
+    worst = 0.0
+    for name, value in b.items():
+        got, want = (np.array(x.astype(mx.float32), np.float64) for x in (a[name], value))
+        assert got.shape == want.shape, name
+        worst = max(worst, float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-9)))
+    return worst
