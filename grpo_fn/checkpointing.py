@@ -19,12 +19,15 @@ def checkpoint_layers(module: nn.Module) -> int:
     if not layers:
         raise ValueError(f"{type(module).__name__} has no layers to checkpoint")
     for layer in layers:
-        layer.__class__ = _checkpointed(type(layer))
+        if not hasattr(type(layer), "recomputes"):  # once is enough
+            layer.__class__ = _checkpointed(type(layer))
     return len(layers)
 
 
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     class Checkpointed(kind):  # type: ignore[misc, valid-type]
+        recomputes = True
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             if any(_is_cache(value) for value in (*args, *kwargs.values())):
                 return super().__call__(*args, **kwargs)

@@ -100,7 +100,7 @@ def _apply(
         check_rank("head", head, 2)
         check_shape("head", head, (head.shape[0], width))
         head = linear_head(head)
-    if isinstance(temperature, int | float) and temperature <= 0:
+    if isinstance(temperature, int | float) and not temperature > 0:
         raise ValueError(f"temperature = {temperature}: wanted > 0 (greedy choice has no distribution)")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: wanted at least 1 position")

@@ -1,6 +1,7 @@
 """A functional face on mlx.optimizers: `init(params) -> state`, `apply(...) -> (params, state)`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -43,22 +44,23 @@ def adamw(
     """
     if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
         raise ValueError(f"betas = {betas}: wanted each in [0, 1)")
-    if weight_decay < 0 or eps <= 0:
+    if not (weight_decay >= 0 and eps > 0):
         raise ValueError(f"weight_decay = {weight_decay}, eps = {eps}: wanted weight_decay >= 0 and eps > 0")
     schedule = learning_rate if callable(learning_rate) else constant(learning_rate)
 
     def init(params: Tree) -> Tree:
         optimizer = _fresh()
         optimizer.init(params)
-        return {key: value for key, value in optimizer.state.items() if key not in ("step", "learning_rate")}
+        return {**_without_rate(optimizer.state), "step": mx.array(0, mx.int32)}
 
     def apply(grads: Tree, opt_state: Tree, params: Tree, update_step: mx.array) -> tuple[Tree, Tree]:
         optimizer = _fresh()
         # apply_gradients writes into the nested state in place: it gets containers of its own.
         moments = map_arrays(lambda a: a, opt_state)
-        optimizer.state = {"step": update_step, "learning_rate": schedule(update_step), **moments}
+        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
+        optimizer.state = {**moments, "learning_rate": schedule(update_step)}
         new_params = optimizer.apply_gradients(grads, params)
-        return new_params, {key: optimizer.state[key] for key in opt_state}
+        return new_params, _without_rate(optimizer.state)
 
     def _fresh() -> optimizers.AdamW:
         return optimizers.AdamW(
@@ -68,13 +70,17 @@ def adamw(
     return Optimizer(init, apply, schedule)
 
 
+def _without_rate(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "learning_rate"}
+
+
 def constant(learning_rate: float) -> Schedule:
     """The same learning rate at every update.
 
     Raises:
         ValueError: it is negative.
     """
-    if learning_rate < 0:
+    if not learning_rate >= 0:
         raise ValueError(f"learning_rate = {learning_rate}: wanted >= 0")
     return lambda update_step: mx.array(learning_rate, mx.float32)
 

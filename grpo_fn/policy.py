@@ -20,7 +20,10 @@ from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
 @attrs.frozen(eq=False)
 class Policy:
-    """A model with its parameters taken out; make one with `Policy.from_module`."""
+    """A model with its parameters taken out; make one with `Policy.from_module`.
+
+    During a call the module holds the given parameters: one thread at a time.
+    """
 
     module: nn.Module  # the skeleton
     params: Tree  # trainable leaves as they were when the policy was made

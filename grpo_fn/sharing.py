@@ -6,8 +6,6 @@ The stand-ins for caches below are what mlx-lm's attention layers ask for: an of
 and keys and values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -56,9 +54,11 @@ class _PromptLayer:
         self.keys, self.values = keys, values
         return keys, values
 
-    def make_mask(self, length: int, return_array: bool = False, **_: Any) -> mx.array | str | None:
-        if return_array:
-            return mx.arange(length)[:, None] >= mx.arange(length)[None]
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        if return_array or window_size:
+            return _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
         return "causal" if length > 1 else None
 
 
@@ -73,12 +73,14 @@ class _CompletionLayer:
         prompt_keys, prompt_values = self._prompt.keys[self._index_b], self._prompt.values[self._index_b]
         return mx.concatenate([prompt_keys, keys], axis=2), mx.concatenate([prompt_values, values], axis=2)
 
-    def make_mask(self, length: int, *_: Any, **__: Any) -> mx.array:
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token itself."""
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
-        in_prompt = position < self.offset[:, None, None, None]
-        causal = mx.arange(length)[:, None] >= mx.arange(length)[None]
+        offset = self.offset[:, None, None, None]
+        back = offset + mx.arange(length)[:, None] - position  # how far each prompt token lies behind
+        in_prompt = (position < offset) & _causal(back, window_size)
+        causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
         shape = (self.offset.shape[0], 1, length)
         return mx.concatenate(
             [
@@ -87,3 +89,9 @@ class _CompletionLayer:
             ],
             axis=-1,
         )
+
+
+def _causal(back: mx.array, window_size: int | None) -> mx.array:
+    """True where a token may look `back` tokens behind itself."""
+    seen = back >= 0
+    return seen & (back < window_size) if window_size else seen

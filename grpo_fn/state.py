@@ -22,9 +22,9 @@ class TrainState:
     old_params: Tree  # π_old: what rolls out; the same arrays as params right after a sync
     ref_params: Tree  # π_ref; None where there is no KL term
     opt_state: Tree
-    accum_grads: Tree  # Σ of gradients of summed losses since the last update
+    accum_grads: Tree  # Σ of gradients of summed losses since the last update, float32
     accum_weight: mx.array  # Σ of their denominators, float32 0-d
-    step: mx.array  # batches that the learner has taken, int32 0-d
+    step: mx.array  # calls of grad_step: batches taken, each pass over a rollout counted, int32 0-d
     update_step: mx.array  # optimizer updates taken, int32 0-d
     key: mx.array  # PRNG key; every random draw of the run descends from it
 
@@ -77,5 +77,5 @@ def sync_ref(state: TrainState, mixup: float = 1.0) -> TrainState:
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Zeros in the shape of `params` that take no memory: one number, broadcast."""
-    return map_arrays(lambda a: mx.broadcast_to(mx.array(0, a.dtype), a.shape), params)
+    """Float32 zeros in the shape of `params` that take no memory: one number, broadcast."""
+    return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

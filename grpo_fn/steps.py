@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import attrs
 import mlx.core as mx
-import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from grpo_fn.batches import Batch
@@ -17,7 +16,7 @@ from grpo_fn.policy import Policy
 from grpo_fn.sharing import hidden_after_shared_prompts
 from grpo_fn.specs import LossSpec
 from grpo_fn.state import TrainState, zeros_like
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, arrays_of
 
 
 class UpdateStats(NamedTuple):
@@ -70,6 +69,8 @@ class GradStep:
                 stats.append(part_stats)
                 continue
             ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
+            # One micro-batch's activations at a time: nothing else orders the forwards.
+            part = attrs.evolve(part, tokens_bl=mx.depends(part.tokens_bl, [*arrays_of(accum)]))
             accum, part_stats = self._micro_step(state.params, ref, self._policy.frozen, accum, part)
             stats.append(part_stats)
         accum_grads, accum_weight = accum
@@ -94,6 +95,11 @@ def make_grad_step(
         max_completion_length: L_max, needed by the aggregation `constant`.
         compile: False runs the same Python eagerly.
     """
+
+    if spec.aggregation == "constant" and (max_completion_length is None or max_completion_length < 1):
+        raise ValueError(
+            f"aggregation = 'constant' needs max_completion_length >= 1; found {max_completion_length}"
+        )
 
     def micro_step(
         params: Tree, ref_params: Tree | None, frozen: Tree, accum: tuple[Tree, mx.array], batch: Batch
@@ -153,9 +159,15 @@ def make_update_step(
     def apply(
         params: Tree, opt_state: Tree, accum_grads: Tree, accum_weight: mx.array, update_step: mx.array
     ) -> tuple[Tree, Tree, UpdateStats]:
-        grads = tree_map(lambda g: g / mx.maximum(accum_weight, 1e-30), accum_grads)
-        clipped, norm = optimizers.clip_grad_norm(grads, mx.inf if max_grad_norm is None else max_grad_norm)
-        new_params, new_opt_state = optimizer.apply(clipped, opt_state, params, update_step)
+        # Division and clipping are one factor: no second copy of the gradients.
+        weight = mx.maximum(accum_weight, 1e-30)
+        squares = [mx.square(leaf.astype(mx.float32)).sum() for leaf in arrays_of(accum_grads)]
+        norm = mx.sqrt(mx.stack(squares).sum()) / weight
+        factor = 1 / weight
+        if max_grad_norm is not None:
+            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+        grads = tree_map(lambda total: total * factor, accum_grads)
+        new_params, new_opt_state = optimizer.apply(grads, opt_state, params, update_step)
         finite = mx.isfinite(norm)
 
         def chosen(new: mx.array, old: mx.array) -> mx.array:
@@ -174,7 +186,7 @@ def make_update_step(
             state,
             params=params,
             opt_state=opt_state,
-            accum_grads=zeros_like(state.accum_grads),
+            accum_grads=zeros_like(state.params),
             accum_weight=mx.array(0.0),
             update_step=state.update_step + 1,
         )

@@ -82,4 +82,5 @@ def test_init_shares_nothing_between_leaves_and_apply_changes_nothing_in_place()
     assert before["a"]["m"].tolist() == [0.0, 0.0] and before["l"][0]["w"]["v"].tolist() == [0.0]
     assert params["a"].tolist() == [1.0, 2.0]
     assert after["a"]["m"].tolist() == pytest.approx([0.1, -0.1])
-    assert after.keys() == before.keys() == params.keys(), "counters belong to the state, not to the moments"
+    assert after.keys() == before.keys() == {*params, "step"}
+    assert before["step"].item() == 0 and after["step"].item() == 1, "what the moments have seen"
