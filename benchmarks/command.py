@@ -10,12 +10,14 @@ from typing import Any
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from benchmarks.machine import backend, machine, rates
 from benchmarks.record import RESULTS, Figure, load_records, make_record, save_record, table
 from runners import platform
 from runners.errors import UserError
 
+SAME_WORK = ("repeats", "sweep")  # options that change how much is measured, and not what
 QUICK_RESULTS = Path("outputs") / "benchmarks"
 
 
@@ -54,7 +56,9 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
                 say(f"{name}: measuring the machine")
                 floor = attrs.asdict(rates(quick))
                 figures = function(quick=quick, **options)
-                record = make_record(name, figures, quick=quick, machine=surroundings, rates=floor)
+                record = make_record(
+                    name, figures, quick=quick, machine=surroundings, rates=floor, settings=_given(options)
+                )
                 last = save_record(folder, backend(), record)
             except UserError as error:
                 say(str(error))
@@ -69,3 +73,14 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
         return run
 
     return decorate
+
+
+def _given(options: dict[str, Any]) -> dict[str, str]:
+    """The options given on the command line that make a result another measurement."""
+    context = click.get_current_context()
+    kept = [name for name in options if name not in SAME_WORK]
+    return {
+        name: str(options[name])
+        for name in kept
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }

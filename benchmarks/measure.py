@@ -10,8 +10,9 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
-from grpo_fn.trees import arrays_of, materialize
+from grpo_fn.trees import materialize
 
 Call = Callable[[], Any]  # returns the arrays that are to be computed, as any tree
 
@@ -125,9 +126,15 @@ def peak_bytes(call: Call, *, warm: bool = True) -> int:
 
 
 def largest_error(found: Any, wanted: Any) -> float:
-    """The largest difference of two trees of arrays, each array's relative to its own largest entry."""
-    worst = 0.0
-    for a, b in zip(arrays_of(found), arrays_of(wanted), strict=True):
-        difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
-        worst = max(worst, float(difference) / max(float(mx.abs(b).max()), 1e-30))
-    return worst
+    """The largest difference of two nested lists of arrays (MLX's or NumPy's), computed in float64, each
+    array's relative to its own largest wanted entry.
+
+    Raises:
+        ValueError: they are nested differently, or two arrays differ in shape.
+    """
+    if isinstance(found, list | tuple):
+        return max(largest_error(a, b) for a, b in zip(found, wanted, strict=True))
+    a, b = np.array(found, np.float64), np.array(wanted, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"found an array of shape {a.shape}, wanted {b.shape}")
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-300))

@@ -82,6 +82,7 @@ class Record:
     name: str
     date: str
     quick: bool
+    settings: Mapping[str, str]  # what the command line set that changes the work
     machine: Mapping[str, Any]
     rates: Mapping[str, float]
     figures: tuple[Figure, ...]
@@ -98,6 +99,7 @@ def make_record(
     quick: bool,
     machine: Mapping[str, Any],
     rates: Mapping[str, float],
+    settings: Mapping[str, str] | None = None,
 ) -> Record:
     """A record of now.
 
@@ -111,7 +113,15 @@ def make_record(
     if broken:
         raise ValueError(f"{name}: not finite: {', '.join(broken)}")
     today = datetime.now(UTC).date().isoformat()
-    return Record(name=name, date=today, quick=quick, machine=machine, rates=rates, figures=tuple(figures))
+    return Record(
+        name=name,
+        date=today,
+        quick=quick,
+        settings=settings or {},
+        machine=machine,
+        rates=rates,
+        figures=tuple(figures),
+    )
 
 
 def load_records(path: Path) -> dict[str, Record]:
@@ -146,7 +156,8 @@ def save_record(folder: Path, backend: str, record: Record) -> Record | None:
 
 def table(record: Record, last: Record | None = None) -> str:
     """The figures as a Markdown table, with the change from `last` where it was measured likewise."""
-    before = {figure.name: figure for figure in last.figures} if _comparable(record, last) and last else {}
+    alike = last is not None and (last.quick, last.settings) == (record.quick, record.settings)
+    before = {figure.name: figure for figure in last.figures} if alike and last else {}
     columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
     grid = Table(*columns, box=MARKDOWN)
     for figure in record.figures:
@@ -159,10 +170,6 @@ def table(record: Record, last: Record | None = None) -> str:
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(grid, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
-
-
-def _comparable(record: Record, last: Record | None) -> bool:
-    return last is not None and last.quick == record.quick
 
 
 def _change(figure: Figure, last: Figure | None) -> str:

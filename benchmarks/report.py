@@ -44,6 +44,7 @@ def _surroundings(backend: str, record: Record) -> str:
         f"float32 matmul {speed['matmul'] / 1e9:,.0f} GFLOP/s, exp {speed['exp'] / 1e6:,.0f} M/s, "
         f"copy {speed['copy'] / 1e9:,.1f} GB/s"
     )
+    words += [f"with {name} = {value}" for name, value in record.settings.items()]
     return "; ".join(words)
 
 

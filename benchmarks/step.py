@@ -138,15 +138,23 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
 
 
 def _floors(run: Run, state: g.TrainState, done: Step, quick: bool) -> dict[str, float]:
-    """Seconds that a part cannot go below: 2 FLOP a weight and sampled token forward, 6 with the backward;
-    an update reads and writes weights, gradients and both moments."""
-    speed = rates(quick)
+    """Seconds that a part cannot go below.
+
+    Products: 2 FLOP a weight and token forward, 6 with the backward. Exponentials, which do not overlap with
+    them on a CPU: one for each element of the gates, attention score and logit. An update reads and writes
+    weights, gradients and both moments.
+    """
+    speed, shape = rates(quick), run.loaded.config
+    prompt = len(run.data.train[0].tokens)  # all are about as long
+    layers, heads = shape["num_hidden_layers"], shape["num_attention_heads"]
+    scores = heads * (prompt + done.widest / 2)  # of a token, half of its completion behind it
+    exps = layers * (shape["intermediate_size"] + scores) + shape["vocab_size"]
     weights = run.loaded.num_parameters
-    prompts = sum(len(example.tokens) for example in run.data.train[:1]) * run.config.optim.batch_size
-    moved = nbytes(state.params) * 7  # read w, g, m, v; write w, m, v
+    sampled = done.sampled + prompt * run.config.optim.batch_size  # prompts are computed once a group
+    moved = 7 * nbytes(state.params)  # reads w, g, m, v; writes w, m, v
     return {
-        "rollout": 2 * weights * (done.sampled + prompts) / speed.matmul,
-        "grad": 6 * weights * done.learnt / speed.matmul,
+        "rollout": sampled * (2 * weights / speed.matmul + exps / speed.exp),
+        "grad": done.learnt * (6 * weights / speed.matmul + exps / speed.exp),
         "update": moved / speed.copy,
     }
 

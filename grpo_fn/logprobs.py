@@ -120,11 +120,13 @@ def _chunked(
     """A custom function (hidden_nd, head params) -> [logp_n] or [logp_n, entropy_n]."""
     starts = range(0, targets_n.shape[0], chunk)
 
-    def scaled_logits(params: Tree, h_cd: mx.array) -> mx.array:
-        return head.function(params, h_cd).astype(mx.float32) / temperature
+    def scaled(logits_cv: mx.array) -> mx.array:
+        logits_cv = logits_cv.astype(mx.float32)
+        # Each pass over a chunk's logits shows in the time: none for a division by one.
+        return logits_cv if isinstance(temperature, float) and temperature == 1 else logits_cv / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
-        z_cv = scaled_logits(params, h_cd)
+        z_cv = scaled(head.function(params, h_cd))
         lse_c = mx.logsumexp(z_cv, axis=-1)
         logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
         if entropy is None:
@@ -135,16 +137,16 @@ def _chunked(
     def backward_linear(
         weight_vd: mx.array, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        z_cv = (h_cd @ weight_vd.T).astype(mx.float32) / temperature
-        # lse = z_t − log p_t: no second pass over the logits.
+        z_cv = scaled(h_cd @ weight_vd.T)
+        # lse = z_t − log p_t: no second reduction over the logits.
         lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
         logp_cv = z_cv - lse_c1
-        p_cv = mx.exp(logp_cv)
-        hit_cv = mx.arange(z_cv.shape[-1], dtype=t_c.dtype)[None] == t_c[:, None]
-        dz_cv = (hit_cv - p_cv) * ct[0][:, None]
+        slope_c = ct[0] / temperature
+        factor_cv = -slope_c[:, None]
         if entropy == "differentiable":
-            dz_cv = dz_cv - p_cv * (logp_cv + out[1][:, None]) * ct[1][:, None]
-        dz_cv = (dz_cv / temperature).astype(h_cd.dtype)
+            factor_cv = factor_cv - (logp_cv + out[1][:, None]) * (ct[1] / temperature)[:, None]
+        dz_cv = mx.exp(logp_cv) * factor_cv
+        dz_cv = dz_cv.at[mx.arange(t_c.shape[0]), t_c].add(slope_c).astype(h_cd.dtype)
         return dz_cv @ weight_vd, dz_cv.T @ h_cd
 
     @mx.custom_function
