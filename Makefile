@@ -3,7 +3,7 @@
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, two after that
 ## make test         set up, and run the tests
 ## make lint         ruff and pyright
-## make bench        all measurements, about a quarter of an hour; then benchmarks/README.md from the results
+## make bench        all measurements, about a quarter of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make clean        remove .venv, caches and builds; outputs/ stays
 ##

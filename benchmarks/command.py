@@ -14,11 +14,12 @@ from click.core import ParameterSource
 
 from benchmarks.machine import backend, machine, rates
 from benchmarks.record import RESULTS, Figure, load_records, make_record, save_record, table
+from benchmarks.report import README, refresh
 from runners import platform
 from runners.errors import UserError
 
 SAME_WORK = ("repeats", "sweep")  # options that change how much is measured, and not what
-QUICK_RESULTS = Path("outputs") / "benchmarks"
+OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own
 
 
 def say(text: str) -> None:
@@ -30,8 +31,9 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
     """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
 
     The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
-    change from the record that was there, and names the targets that are missed. Options of the function's
-    own are click decorators below this one.
+    change from the record that was there, and names the targets that are missed. A result that belongs to
+    benchmarks/results (neither --quick, nor other work than the default) goes into the README there as well.
+    Options of the function's own are click decorators below this one.
     """
 
     def decorate(function: Callable[..., Sequence[Figure]]) -> click.Command:
@@ -43,11 +45,12 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
         @click.option(
             "--out",
             type=click.Path(path_type=Path, file_okay=False),
-            help=f"Folder of the results [benchmarks/results; with --quick {QUICK_RESULTS}].",
+            help=f"Folder of the result [benchmarks/results; with --quick or other work {OTHER_RESULTS}].",
         )
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            folder = out or (QUICK_RESULTS if quick else RESULTS)
+            settings = _given(options)
+            folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
                 load_records(folder / f"{name}.json")  # before the minutes of measuring
                 for notice in platform.prepare().notices:
@@ -57,9 +60,11 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
                 floor = attrs.asdict(rates(quick))
                 figures = function(quick=quick, **options)
                 record = make_record(
-                    name, figures, quick=quick, machine=surroundings, rates=floor, settings=_given(options)
+                    name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
                 )
                 last = save_record(folder, backend(), record)
+                if folder.resolve() == RESULTS:
+                    refresh(README, RESULTS)
             except UserError as error:
                 say(str(error))
                 sys.exit(2)

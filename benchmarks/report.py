@@ -64,6 +64,18 @@ def rendered(text: str, results: Path) -> str:
     return text
 
 
+def refresh(readme: Path, results: Path, *, write: bool = True) -> bool:
+    """Bring a README up to date with a folder of results, or only look; whether it was out of date.
+
+    Raises UserError as `rendered` does.
+    """
+    text = readme.read_text(encoding="utf-8")
+    new = rendered(text, results)
+    if write and new != text:
+        readme.write_text(new, encoding="utf-8")
+    return new != text
+
+
 def verdicts(results: Path) -> Iterator[str]:
     """A line for every target: PASS or MISS, benchmark, figure and value."""
     for name in NAMES:
@@ -80,22 +92,17 @@ def verdicts(results: Path) -> Iterator[str]:
 @click.option("--readme", type=click.Path(path_type=Path, dir_okay=False, exists=True), default=README)
 def main(check: bool, results: Path, readme: Path) -> None:
     """Put the results into benchmarks/README.md, and print the verdict on every target."""
-    text = readme.read_text()
     try:
-        new = rendered(text, results)
         for line in verdicts(results):
             click.echo(line)
+        changed = refresh(readme, results, write=not check)
     except UserError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    if new == text:
-        click.echo(f"{readme.name} is up to date", err=True)
-    elif check:
+    if changed and check:
         click.echo(f"{readme.name} is out of date: run python -m benchmarks.report", err=True)
         sys.exit(1)
-    else:
-        readme.write_text(new)
-        click.echo(f"wrote {readme}", err=True)
+    click.echo(f"{readme} is up to date", err=True)
 
 
 if __name__ == "__main__":
