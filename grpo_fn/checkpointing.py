@@ -5,6 +5,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.trees import map_arrays
+
 
 def checkpoint_layers(module: nn.Module) -> int:
     """Make each block of this one model recompute its inside in the backward pass; returns how many.
@@ -34,15 +36,17 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             call = super().__call__
 
             # mx.checkpoint gives arrays that it closes over no gradient, silently: they go in as arguments.
-            def inner(params: Any, args: Any, kwargs: Any) -> Any:
+            # It takes a gradient of every argument, which packed weights do not have: hence stop_gradient.
+            def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
                 held = self.parameters()  # the backward pass comes here again, long after the call
                 try:
-                    self.update(params)
+                    self.update(map_arrays(mx.stop_gradient, params))
+                    self.update(trainable)
                     return call(*args, **kwargs)
                 finally:
                     self.update(held)
 
-            return mx.checkpoint(inner)(self.parameters(), args, kwargs)
+            return mx.checkpoint(inner)(self.parameters(), self.trainable_parameters(), args, kwargs)
 
     Checkpointed.__name__ = kind.__name__
     Checkpointed.__qualname__ = kind.__qualname__

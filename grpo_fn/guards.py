@@ -20,6 +20,12 @@ def check_rank(name: str, array: mx.array, rank: int) -> None:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, wanted {rank} axes")
 
 
+def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
+    """Raise ValueError unless `array` has the dtype `wanted`."""
+    if array.dtype != wanted:
+        raise ValueError(f"{name} is {array.dtype}, wanted {wanted}")
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ValueError, with the nearest spelling, unless `value` is one of `choices`."""
     choices = tuple(choices)

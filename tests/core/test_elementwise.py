@@ -1,0 +1,105 @@
+"""The library's own exp and what is built on it, against NumPy in float64 and MLX's gradients."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn import elementwise
+
+
+def grid():
+    """Finite float32 numbers over all that exp does not overflow or underflow on."""
+    return np.linspace(-87, 88, 200_001).astype(np.float32)
+
+
+def test_exp_is_exact_to_two_roundings():
+    """Relative error at most 2e-7 over the whole range, compiled or not."""
+    x = grid()
+    wanted = np.exp(x.astype(np.float64))
+    for function in (elementwise.exp, mx.compile(elementwise.exp)):
+        assert np.abs(np.array(function(mx.array(x))) / wanted - 1).max() < 2e-7
+
+
+def test_exp_at_the_ends():
+    """0 far below, infinity far above, NaN for NaN, 1 exactly at 0."""
+    found = elementwise.exp(mx.array([-mx.inf, -1e30, -200.0, 0.0, 90.0, mx.inf, mx.nan])).tolist()
+    assert found[:4] == [0, 0, 0, 1] and found[4:6] == [mx.inf, mx.inf] and np.isnan(found[6])
+
+
+@given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=9))
+def test_softmax_and_logsumexp_are_numpy_s(values):
+    """Both agree with float64, also where one logit dwarfs the others."""
+    z = np.array(values, np.float64)
+    raised = np.exp(z - z.max())
+    assert np.allclose(np.array(elementwise.softmax(mx.array(values))), raised / raised.sum(), atol=1e-6)
+    wanted = z.max() + np.log(raised.sum())
+    assert elementwise.logsumexp(mx.array(values)).item() == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_minus_infinity_counts_nothing():
+    """A logit of −∞ has weight 0, and the others what they would have without it."""
+    whole = elementwise.softmax(mx.array([1.0, -mx.inf, 2.0])).tolist()
+    assert whole[1] == 0
+    assert whole[::2] == pytest.approx(elementwise.softmax(mx.array([1.0, 2.0])).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["exp", "softmax", "logsumexp"])
+def test_gradients_of_one_argument(name):
+    """The hand-written gradient is that of MLX's function of the same name."""
+    x = mx.random.normal((4, 7), key=mx.random.key(0))
+    weights = mx.random.normal((4, 7) if name != "logsumexp" else (4,), key=mx.random.key(1))
+    theirs = {
+        "exp": mx.exp,
+        "softmax": lambda x: mx.softmax(x, axis=-1),
+        "logsumexp": lambda x: mx.logsumexp(x, axis=-1),
+    }
+
+    def slope(function):
+        return mx.grad(lambda x: (function(x) * weights).sum())(x)
+
+    assert mx.allclose(slope(getattr(elementwise, name)), slope(theirs[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_swiglu_and_its_gradient():
+    """silu(g)·x and both derivatives, at gates from −30 to 30."""
+    gate = mx.linspace(-30, 30, 401)
+    x = mx.random.normal((401,), key=mx.random.key(0))
+
+    def naive(gate, x):
+        return nn.silu(gate) * x
+
+    assert mx.allclose(elementwise.swiglu(gate, x), naive(gate, x), rtol=1e-5, atol=1e-6)
+    ours = mx.grad(lambda g, x: elementwise.swiglu(g, x).square().sum(), argnums=(0, 1))(gate, x)
+    theirs = mx.grad(lambda g, x: naive(g, x).square().sum(), argnums=(0, 1))(gate, x)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_other_precisions_keep_their_dtype():
+    """bfloat16 in, bfloat16 out: only float32 is computed in the library's own way."""
+    x = mx.array([0.5, -1.0], mx.bfloat16)
+    assert (
+        elementwise.exp(x).dtype == elementwise.softmax(x).dtype == elementwise.swiglu(x, x).dtype == x.dtype
+    )
+    assert not elementwise.on_cpu(x)
+
+
+def test_a_first_use_inside_of_grad_fixes_no_shape():
+    """Shapes with axes of one, each for the first time while a gradient is traced: none gets another's."""
+    fused = elementwise._fused(lambda x: elementwise._parts(x))  # mx.compile knows functions by identity
+
+    def shapes_in_grad(shape):
+        found = []
+
+        def inner(x):
+            found.extend(part.shape for part in fused(mx.stop_gradient(x) * 1))
+            return x.sum()
+
+        mx.grad(inner)(mx.zeros(shape))
+        return found
+
+    for shape in [(1, 2), (1, 1), (3, 1), (1, 4), (2, 1, 3), (1, 1, 1)]:
+        assert shapes_in_grad(shape) == [shape, shape]
