@@ -7,16 +7,18 @@ a stand-in that returns given hidden states.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.elementwise import exp
 from grpo_fn.trees import from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_PROBE_LOGIT = 100.0  # far above every soft cap in use, so that a capped head cannot pass for a product
+_SMALL, _LARGE = 1e-2, 1e4  # products far below every soft cap in use, and far above
+_BETWEEN = (0.3, 1.0, 3.0)  # of a cap: where a function is looked at to tell whether it is that one
 
 
 @attrs.frozen
@@ -26,12 +28,24 @@ class HeadSplit:
     path: attributes from the root to the backbone; None where the head is inside it (the whole model then
         counts as backbone, and its logits as hidden states).
     trainable: names of the trainable leaves that the head uses.
-    weight: name of the leaf [V,D] where the head is a plain product with it, else None.
+    weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x with it,
+        or scale · x without a cap; else None.
+    scale: that number.
+    cap: that number; None: no cap.
     """
 
     path: tuple[str, ...] | None
     trainable: tuple[str, ...]
     weight: str | None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def slope(self, product: mx.array) -> mx.array:
+        """∂ logit / ∂ product, from the product: float32 in, float32 out."""
+        if self.cap is None:
+            return mx.full(product.shape, self.scale)
+        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
+        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
 
     def backbone(self, module: nn.Module) -> Any:
         """The part of `module` that maps token ids to hidden states."""
@@ -84,7 +98,8 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves.
+        trainable: names of its trainable leaves; where there are none `weight` is not looked for, which takes
+            several products with the head's matrix and serves the learner alone.
     """
     path = _backbone_path(module)
     if path is None:
@@ -101,13 +116,12 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
     probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(hidden.dtype)
     floating = [name for name in trainable if name in leaves]
     used = tuple(name for name in floating if _depends_on(whole, module, name, leaves[name], probe))
-    matrices = [
-        name
-        for name, leaf in leaves.items()
-        if tuple(leaf.shape) == (vocabulary, width) and _is_product(whole, module, leaf, probe)
-    ]
-    weight = matrices[0] if matrices and set(used) <= {matrices[0]} else None
-    return HeadSplit(path, used, weight)
+    for name, leaf in leaves.items() if trainable else ():
+        if tuple(leaf.shape) == (vocabulary, width) and set(used) <= {name}:
+            shape = _function_of_product(whole, module, leaf, probe)
+            if shape is not None:
+                return HeadSplit(path, used, name, *shape)
+    return HeadSplit(path, used, None)
 
 
 def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
@@ -128,12 +142,33 @@ def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, 
         module.update(from_names({name: leaf}))
 
 
-def _is_product(split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array) -> bool:
+def _function_of_product(
+    split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
+) -> tuple[float, float | None] | None:
+    """Scale and cap that make the head of the product with this matrix; None where none do."""
+    unit = mx.maximum(mx.abs(probe @ weight_vd.T).mean(), 1e-6)
+
+    def at(size: float) -> tuple[mx.array, mx.array]:
+        hidden = (probe * (size / unit)).astype(probe.dtype)
+        logits = split.logits(module, hidden).astype(mx.float32)
+        return (hidden @ weight_vd.T).astype(mx.float32), logits
+
     if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
-        return False  # there is a bias
-    product = probe @ weight_vd.T
-    scale = _PROBE_LOGIT / mx.maximum(mx.abs(product).mean(), 1e-6)
-    probe = (probe * scale).astype(probe.dtype)
-    product = (probe @ weight_vd.T).astype(mx.float32)
-    actual = split.logits(module, probe).astype(mx.float32)
-    return bool(mx.abs(actual - product).max() <= 1e-2 * mx.abs(product).max())
+        return None  # there is a bias
+    product, logits = at(_SMALL)
+    scale = _number((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
+    if not scale > 0:
+        return None
+    product, logits = at(_LARGE)
+    highest = _number(mx.abs(logits).max())
+    cap = highest if highest < 0.5 * scale * _number(mx.abs(product).max()) else None
+    for size in (1.0, _LARGE) if cap is None else [factor * cap / scale for factor in _BETWEEN]:
+        product, logits = at(size)
+        wanted = product * scale if cap is None else cap * mx.tanh(product * (scale / cap))
+        if not mx.abs(logits - wanted).max() <= 1e-2 * mx.abs(wanted).max():
+            return None
+    return (1.0 if abs(scale - 1) < 1e-3 else scale), cap
+
+
+def _number(value: mx.array) -> float:
+    return float(cast(float, value.item()))

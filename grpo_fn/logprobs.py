@@ -14,23 +14,42 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from grpo_fn.elementwise import exp, logsumexp
 from grpo_fn.guards import check_rank, check_shape
 from grpo_fn.trees import Tree, arrays_of, map_arrays
 
-CHUNK_ELEMENTS = 2**22  # logits held at a time: 16 MB in float32
+# Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
+# whole gradient of the head.
+CPU_ELEMENTS, CPU_NEAR, CPU_ROWS = 2**22, 2**18, 128
+METAL_ELEMENTS, CUDA_ELEMENTS = 2**25, 2**27
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Positions whose logits are held at a time, where the caller does not say.
+
+    On a CPU 128, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
+    128 MB (Metal) or 512 MB (CUDA).
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return max(min(CPU_ELEMENTS // vocabulary, CPU_ROWS), CPU_NEAR // vocabulary, 1)
+    elements = METAL_ELEMENTS if mx.metal.is_available() else CUDA_ELEMENTS
+    return max(elements // vocabulary, 1)
 
 
 @attrs.frozen(eq=False)
 class Head:
     """What maps hidden states to logits: trainable parameters and a function of them.
 
-    `function(params, hidden_nd) -> logits_nv`. Where the head is a plain product with a matrix,
-    `weight(params)` gives that matrix [V,D]; frozen arrays are closed over and absent from `params`.
+    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
+    the logits are an increasing function of the product with a matrix, each of its own entry (a scale, a soft
+    cap), `weight(params)` gives that matrix [V,D] and `slope(product_nv)` the function's derivative, float32;
+    without `slope` they are the product itself.
     """
 
     params: Tree
     function: Callable[[Tree, mx.array], mx.array]
     weight: Callable[[Tree], mx.array] | None = None
+    slope: Callable[[mx.array], mx.array] | None = None
 
 
 def linear_head(weight_vd: mx.array) -> Head:
@@ -53,7 +72,7 @@ def token_logprobs(
         head: the [V,D] matrix of a plain linear head, or a Head.
         targets_bt: token ids [B,T], integers.
         temperature: divides the logits; > 0.
-        chunk: positions whose logits are held at a time; None: as many as fit in 16 MB of float32.
+        chunk: positions whose logits are held at a time; None: see `chunk_rows`.
 
     Returns:
         logp_bt, float32, nats. Gradients flow to `hidden_btd` and the head's parameters.
@@ -108,7 +127,7 @@ def _apply(
         return [mx.zeros((batch, length)) for _ in range(1 if entropy is None else 2)]
     if chunk is None:
         vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]  # lazy: a shape, no work
-        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+        chunk = chunk_rows(vocabulary)
     compute = _chunked(head, targets_bt.reshape(-1), temperature, chunk, entropy)
     columns = compute(hidden_btd.reshape(-1, width), head.params)
     return [column.reshape(batch, length) for column in columns]
@@ -127,17 +146,19 @@ def _chunked(
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
         z_cv = scaled(head.function(params, h_cd))
-        lse_c = mx.logsumexp(z_cv, axis=-1)
+        lse_c = logsumexp(z_cv)
         logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
         if entropy is None:
             return [logp_c]
         logp_cv = z_cv - lse_c[:, None]  # all of one sign in the sum: nothing cancels
-        return [logp_c, -(mx.exp(logp_cv) * logp_cv).sum(axis=-1)]
+        return [logp_c, -(exp(logp_cv) * logp_cv).sum(axis=-1)]
 
-    def backward_linear(
-        weight_vd: mx.array, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
+    def backward_product(
+        params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        z_cv = scaled(h_cd @ weight_vd.T)
+        assert head.weight is not None
+        weight_vd = head.weight(params)
+        z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.
         lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
         logp_cv = z_cv - lse_c1
@@ -145,8 +166,12 @@ def _chunked(
         factor_cv = -slope_c[:, None]
         if entropy == "differentiable":
             factor_cv = factor_cv - (logp_cv + out[1][:, None]) * (ct[1] / temperature)[:, None]
-        dz_cv = mx.exp(logp_cv) * factor_cv
-        dz_cv = dz_cv.at[mx.arange(t_c.shape[0]), t_c].add(slope_c).astype(h_cd.dtype)
+        dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
+        if head.slope is not None:
+            # The product inside `function`, in the form that it has there: compiled, it is computed once.
+            product_cv = (h_cd[None] @ weight_vd.T)[0]
+            dz_cv = dz_cv * head.slope(product_cv.astype(mx.float32))
+        dz_cv = dz_cv.astype(h_cd.dtype)
         return dz_cv @ weight_vd, dz_cv.T @ h_cd
 
     @mx.custom_function
@@ -172,7 +197,7 @@ def _chunked(
             if dh_parts:  # order: the gradient of the weights grows in place, chunk after chunk
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
             if head.weight is not None:
-                dh_cd, dw_vd = backward_linear(head.weight(params), h_cd, t_c, out, ct)
+                dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
                 grads = map_arrays(lambda _, dw=dw_vd: dw, params)
             else:
                 dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
@@ -187,6 +212,15 @@ def _chunked(
     return compute
 
 
+def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
+    """The array with one number added in each row: in place on a CPU, in the same pass elsewhere."""
+    rows, width = array_cv.shape
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return array_cv.at[mx.arange(rows), index_c].add(values_c)
+    here_cv = mx.arange(width, dtype=index_c.dtype)[None] == index_c[:, None]
+    return array_cv + mx.where(here_cv, values_c[:, None], 0.0)
+
+
 def _autodiff(
     forward_chunk: Callable[..., list[mx.array]],
     params: Tree,
@@ -195,7 +229,7 @@ def _autodiff(
     ct: list[mx.array],
     trains: bool,
 ) -> tuple[mx.array, Tree]:
-    """The chunk's gradient by plain differentiation, for heads that are not a product with a matrix."""
+    """The chunk's gradient by plain differentiation, for heads that come from no product with a matrix."""
 
     def inner(h_cd: mx.array, params: Tree) -> mx.array:
         outs = forward_chunk(params, h_cd, t_c)

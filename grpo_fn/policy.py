@@ -6,6 +6,7 @@ parameters, then put back. What is trainable is what the module says is (all of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,8 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.caches import takes_ragged
+from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.decode_step import kernel_forward, takes_kernel
 from grpo_fn.heads import HeadSplit, split_head
 from grpo_fn.logprobs import Head
+from grpo_fn.prefixes import shares_prefix
+from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
 
@@ -31,13 +36,24 @@ class Policy:
     compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward; None: as they are
     split: HeadSplit  # how hidden states and head come apart in this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
+    shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
+    takes_kernel: bool  # whether they can with the kernel of `prefix_kernel`
+    # `kernel_forward`, for `KernelSteps`
+    kernel_step: Compiled = attrs.field(
+        init=False,
+        repr=False,
+        default=attrs.Factory(lambda self: compiled(partial(kernel_forward, self.bound)), takes_self=True),
+    )
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None) -> "Policy":
+    def from_module(
+        cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None, own_functions: bool = True
+    ) -> "Policy":
         """Split a module into its function and its leaves.
 
         Freeze the module's parts first (`module.freeze()`, mlx-lm's `linear_to_lora_layers`) where only some
-        leaves train. The arrays are shared with the module, not copied.
+        leaves train. The arrays are shared with the module, not copied; its layers call this library's
+        functions from then on (`use_own_functions`), unless `own_functions` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -45,8 +61,11 @@ class Policy:
         trainable = named_leaves(module.trainable_parameters())
         if not trainable:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
+        if own_functions:
+            use_own_functions(module)
         everything = named_leaves(module.parameters())
         rest = {name: leaf for name, leaf in everything.items() if name not in trainable}
+        shares = shares_prefix(module)
         return cls(
             module=module,
             params=from_names(trainable),
@@ -54,6 +73,24 @@ class Policy:
             compute_dtype=compute_dtype,
             split=split_head(module, tuple(trainable)),
             takes_ragged=takes_ragged(module),
+            shares_prefix=shares,
+            takes_kernel=shares and takes_kernel(module),
+        )
+
+    @classmethod
+    def for_inference(cls, module: nn.Module) -> "Policy":
+        """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
+        use_own_functions(module)
+        shares = shares_prefix(module)
+        return cls(
+            module=module,
+            params={},
+            frozen={},
+            compute_dtype=None,
+            split=split_head(module, ()),
+            takes_ragged=takes_ragged(module),
+            shares_prefix=shares,
+            takes_kernel=shares and takes_kernel(module),
         )
 
     def skeleton(self) -> "Policy":
@@ -115,4 +152,7 @@ class Policy:
             with self.bound(head_params, frozen) as module:
                 return self.split.logits(module, hidden_nd)
 
-        return Head(used, logits, None if name is None else weight)
+        if name is None:
+            return Head(used, logits)
+        plain = self.split.scale == 1 and self.split.cap is None
+        return Head(used, logits, weight, None if plain else self.split.slope)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
+from grpo_fn.elementwise import exp
 from grpo_fn.guards import clamp_log
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def policy_ratio(logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, le
     log_ratio = logp_bt - old_logp_bt
     if level == "sequence":
         log_ratio = mx.broadcast_to(sequence_mean(log_ratio, mask_bt), log_ratio.shape)
-    return mx.exp(clamp_log(log_ratio))
+    return exp(clamp_log(log_ratio))
 
 
 class RolloutMismatch(NamedTuple):
@@ -55,7 +56,7 @@ def rollout_correction(
     flows.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
-    ratio_bt = mx.exp(d_bt)
+    ratio_bt = exp(d_bt)
     weight_bt = mx.ones_like(ratio_bt)
     if spec.correction == "token_truncate":
         weight_bt = mx.minimum(ratio_bt, spec.correction_cap)
@@ -64,6 +65,6 @@ def rollout_correction(
         weight_bt = mx.where((ratio_bt >= low) & (ratio_bt <= high), ratio_bt, 0.0)
     if spec.sequence_range is not None:
         low, high = spec.sequence_range
-        mean_ratio_b1 = mx.exp(clamp_log(sequence_mean(d_bt, mask_bt)))
+        mean_ratio_b1 = exp(clamp_log(sequence_mean(d_bt, mask_bt)))
         weight_bt = mx.where((mean_ratio_b1 >= low) & (mean_ratio_b1 <= high), weight_bt, 0.0)
     return RolloutMismatch(d_bt, ratio_bt, weight_bt)

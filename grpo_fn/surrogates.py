@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from grpo_fn.elementwise import exp, sigmoid
+
 if TYPE_CHECKING:
     from grpo_fn.losses import LossSpec
 
@@ -46,12 +48,12 @@ def cispo(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) 
 def sapo(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) -> mx.array:
     """ℓ = −(4/τ)·σ(τ(r−1))·A with τ by the sign of A (arXiv 2511.20347): a soft gate for a hard clip."""
     tau = mx.where(advantage > 0, spec.sapo_tau_pos, spec.sapo_tau_neg)
-    return -(4 / tau) * mx.sigmoid(tau * (ratio - 1)) * advantage
+    return -(4 / tau) * sigmoid(tau * (ratio - 1)) * advantage
 
 
 def plain(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) -> mx.array:
     """ℓ = −exp(log π_θ − sg(log π_θ))·A: the plain policy gradient, whatever π_old was."""
-    return -mx.exp(logp - mx.stop_gradient(logp)) * advantage
+    return -exp(logp - mx.stop_gradient(logp)) * advantage
 
 
 Surrogate = Callable[[mx.array, mx.array, mx.array, "LossSpec"], mx.array]

@@ -86,11 +86,19 @@ def tiny_policy(name: str = "llama", *, compute_dtype: mx.Dtype | None = None, *
     return g.Policy.from_module(tiny_module(name, **options), compute_dtype=compute_dtype)
 
 
-def lora_policy(name: str = "llama", *, keys: Sequence[str] = ("self_attn.q_proj", "mlp.up_proj"), **options):
-    """A policy of which only LoRA's adapters train; they are not zero."""
+def lora_policy(
+    name: str = "llama",
+    *,
+    keys: Sequence[str] = ("self_attn.q_proj", "mlp.up_proj"),
+    packed: bool = False,
+    **options,
+):
+    """A policy of which only LoRA's adapters train; they are not zero. `packed`: the base has 4 bits."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     module = tiny_module(name, **options)
+    if packed:
+        nn.quantize(module, group_size=32, bits=4)
     module.freeze()
     linear_to_lora_layers(module, 2, {"rank": 3, "scale": 2.0, "dropout": 0.0, "keys": list(keys)})
     rng = np.random.default_rng(7)

@@ -16,7 +16,7 @@ from tests.tiny_policies import (
     worst_difference,
 )
 
-# Architectures whose head is a plain product with a matrix: they take the closed-form gradient.
+# Architectures whose logits are a function of a product with a matrix: they take the closed-form gradient.
 PRODUCTS = {
     "llama": "model.embed_tokens.weight",
     "llama-untied": "lm_head.weight",
@@ -26,7 +26,11 @@ PRODUCTS = {
     "smollm3": "model.embed_tokens.weight",
     "gemma3": "lm_head.weight",
     "mamba": "backbone.embeddings.weight",
+    "gemma2": "model.embed_tokens.weight",
+    "cohere": "model.embed_tokens.weight",
+    "nanochat": "lm_head.weight",
 }
+SHAPES = {"gemma2": (1, 5), "cohere": (0.25, None), "nanochat": (1, 15)}  # scale and soft cap; else (1, None)
 
 
 def through_the_head(policy, params, tokens):
@@ -51,6 +55,8 @@ def test_hidden_and_head_are_the_model(name):
     assert logits.std().item() > 0.2
     assert mx.abs(through_the_head(policy, policy.params, tokens) - logits).max().item() < 1e-6
     assert policy.split.weight == PRODUCTS.get(name)
+    scale, cap = SHAPES.get(name, (1, None))
+    assert policy.split.scale == pytest.approx(scale, rel=1e-6) and policy.split.cap == pytest.approx(cap)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -198,6 +204,24 @@ def test_a_language_model_inside_another_is_found():
 
 
 def test_bfloat16_heads_are_still_products():
-    """Rounding in bfloat16 does not hide the closed form of a plain head."""
+    """Rounding in bfloat16 does not hide the closed form, nor a soft cap."""
     assert tiny_policy("llama", dtype=mx.bfloat16).split.weight == "model.embed_tokens.weight"
-    assert tiny_policy("gemma2", dtype=mx.bfloat16).split.weight is None
+    assert tiny_policy("llama", dtype=mx.bfloat16).split.cap is None
+    assert tiny_policy("gemma2", dtype=mx.bfloat16).split.cap == 5
+
+
+@pytest.mark.parametrize(
+    "bend", [mx.sin, lambda z: mx.clip(z, -4, 4), lambda z: -z, lambda z: z + 0.1 * z**2]
+)
+def test_another_function_of_the_product_is_told_apart(bend):
+    """What is neither a scale nor a soft cap is differentiated as it stands."""
+    llama = type(tiny_module("llama-untied"))
+
+    class Bent(llama):
+        def __call__(self, *args, **kwargs):
+            return bend(super().__call__(*args, **kwargs))
+
+    module = tiny_module("llama-untied")
+    module.__class__ = Bent
+    policy = g.Policy.from_module(module)
+    assert policy.split.weight is None and policy.split.trainable == ("lm_head.weight",)

@@ -7,6 +7,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
+from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import map_arrays
 from tests.tiny_policies import (
     lora_policy,
@@ -39,6 +40,7 @@ def test_logits_follow_the_parameters_given():
     """Other parameters give what a module that holds them gives; the policy's own stay out of it."""
     policy, tokens = tiny_policy(), token_rows(3, 7)
     other = tiny_module(seed=5)
+    use_own_functions(other)
     assert bool((policy.logits(other.parameters(), tokens) == other(tokens)).all())
     assert bool((policy.logits(policy.params, tokens) != other(tokens)).any())
 
