@@ -41,12 +41,20 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if not self._enabled:
             return self._function(*args)
+        program, leaves = self.program(*args)
+        return program(leaves)
+
+    def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
+        """What computes the function for arguments like these from their arrays, and these arrays in order.
+
+        For a loop: looking through large trees takes longer than launching a small program.
+        """
         leaves: list[mx.array] = []
         structure = structure_of(args, leaves)
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         if key not in self._programs:
             self._programs[key] = self._compile_for(args)
-        return self._programs[key](leaves)
+        return self._programs[key], leaves
 
     def _compile_for(self, example: tuple[Any, ...]) -> Callable[[list[mx.array]], Any]:
         arguments = map_arrays(lambda _: _HOLE, example)

@@ -1,8 +1,13 @@
 """Sampling with explicit keys: one key a row and step, so that a row's draw depends on nothing beside it."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
+from grpo_fn.elementwise import exp, logsumexp, softmax
 from grpo_fn.guards import check_rank
+
+_BELOW_ONE = 1 - 2.0**-20  # keeps draw · total below the total, whatever rounding does
 
 
 def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
@@ -30,7 +35,7 @@ def sample(
     top_k: int = 0,
     min_p: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """Draw one token a row.
+    """Draw one token a row, by inverting the cumulative distribution at one uniform number.
 
     Args:
         logits_bv: [B,V], any floating dtype.
@@ -56,11 +61,20 @@ def sample(
     z_bv = logits_bv.astype(mx.float32)
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
-    else:
-        z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-        token_b = mx.vmap(lambda z_v, key: mx.random.categorical(z_v, key=key))(z_bv, keys_b2)
-    chosen_b = mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0]
-    return token_b.astype(mx.int32), chosen_b - mx.logsumexp(z_bv, axis=-1)
+        logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
+        return token_b.astype(mx.int32), logp_b
+    z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
+    below_bv = mx.cumsum(exp(z_bv), axis=-1)
+    total_b = below_bv[:, -1]
+    uniform_b = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
+    # The first token whose cumulative weight lies above the draw: never one of weight zero.
+    token_b = (below_bv <= (uniform_b * total_b)[:, None]).sum(axis=-1)
+    return token_b.astype(mx.int32), _taken(z_bv, token_b) - mx.log(total_b)
+
+
+def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
+    return mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0]
 
 
 def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
@@ -75,15 +89,37 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
         if 0 < top_k < z_bv.shape[-1]:
             least_b1 = mx.maximum(least_b1, sorted_bv[:, top_k - 1 : top_k])
         if top_p < 1:
-            p_bv = mx.softmax(sorted_bv, axis=-1)
+            p_bv = softmax(sorted_bv)
             before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
             kept_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
             least_b1 = mx.maximum(least_b1, kept_bv.min(axis=-1, keepdims=True))
     return mx.where(z_bv >= least_b1, z_bv, -mx.inf)
 
 
+def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
+    """Which tokens each prompt has: bool [P,V]."""
+    seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
+    rows = mx.array([p for p, prompt in enumerate(prompts) for _ in prompt], mx.int32)
+    seen_pv[rows, mx.array([token for prompt in prompts for token in prompt], mx.int32)] = True
+    return seen_pv
+
+
+def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
+    """`seen_bv` with one more token a row."""
+    return mx.put_along_axis(seen_bv, token_b[:, None], mx.array(True), axis=-1)
+
+
+def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
+    """Logits with the repetition penalty: of tokens seen, z/penalty where z > 0, z·penalty elsewhere.
+
+    CTRL's (arXiv 1909.05858, section 4.1), in the form that looks at the sign, as transformers and mlx-lm.
+    """
+    scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
+    return mx.where(seen_bv, scaled_bv, logits_bv)
+
+
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
     z_bv = logits_bv.astype(mx.float32) / temperature
-    logp_bv = z_bv - mx.logsumexp(z_bv, axis=-1, keepdims=True)
-    return -(mx.exp(logp_bv) * logp_bv).sum(axis=-1)
+    logp_bv = z_bv - logsumexp(z_bv)[:, None]
+    return -(exp(logp_bv) * logp_bv).sum(axis=-1)

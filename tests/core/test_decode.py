@@ -162,6 +162,9 @@ def test_the_width_is_that_of_the_longest():
         {"max_batch": 3},
         {"max_batch": 7},
         {"pipelined": True},
+        {"share_prefix": False},
+        {"share_prefix": False, "max_batch": 3},
+        {"compact": False},
     ],
     ids=str,
 )
@@ -178,6 +181,35 @@ def test_tokens_do_not_depend_on_compaction(share, monkeypatch):
     want = roll(policy, eos_ids=EOS, check_every=2)
     monkeypatch.setattr(decode, "COMPACT_SHARE", share)
     assert_same(roll(policy, eos_ids=EOS, check_every=2), want)
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "nanochat", "cohere"])
+def test_one_copy_of_a_prompt_serves_all_its_completions(name, prompts, monkeypatch):
+    """Groups of one length and of several, whole and thinned out to nothing: the tokens of copied prompts."""
+    monkeypatch.setattr(decode, "COMPACT_SHARE", 0.01)
+    policy = tiny_policy(name)
+    assert policy.shares_prefix
+    options = {"generations": 7, "limit": 20, "eos_ids": EOS, "check_every": 1}
+    shared = roll(policy, prompts, share_prefix=True, **options)
+    assert_same(shared, roll(policy, prompts, share_prefix=False, **options))
+    assert_teacher_forced(policy, shared)
+
+
+def test_a_prompt_is_held_once():
+    """The caches after the fork hold P prompts, not P · G."""
+    policy = tiny_policy()
+    _, plain = decode._prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    caches = decode.fork(plain, [4, 4], 50)
+    assert [sum(a.nbytes for a in cache.state) for cache in caches] == [2 * 4 * 2 * 16 * 4] * 2
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "mamba", "gemma2"])
+def test_what_cannot_share_a_prefix_decodes_with_copies(name):
+    """Windows, recurrent states and attention of the layer's own: asked for, it is left out."""
+    policy = tiny_policy(name)
+    assert not policy.shares_prefix
+    assert_same(roll(policy, share_prefix=True), roll(policy, share_prefix=False))
 
 
 def test_ended_rows_really_leave_the_batch():
@@ -317,3 +349,37 @@ def test_wrong_arguments_are_refused(change, message):
     """Before anything is computed, with what was found."""
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), **change)
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+def test_repetition_is_penalized(prompts):
+    """Greedy with a penalty: at each step the largest of the teacher-forced, penalized logits; rows that end
+    early and are dropped take their history with them."""
+    policy = tiny_policy("llama")
+    sampler = g.Sampler(temperature=0.0, repetition_penalty=1.7)
+    rollout = roll(policy, prompts, generations=2, sampler=sampler, eos_ids=EOS, check_every=2, limit=16)
+    plain = roll(policy, prompts, generations=2, sampler=g.Sampler(temperature=0.0), eos_ids=EOS, limit=16)
+    assert rollout.completions() != plain.completions()
+    for row, completion in enumerate(rollout.completions()):
+        text = list(rollout.prompts[row // 2])
+        for token in completion:
+            z = np.array(policy.logits(policy.params, mx.array([text]))[0, -1], np.float64)
+            seen = sorted(set(text))
+            z[seen] = np.where(z[seen] > 0, z[seen] / 1.7, z[seen] * 1.7)
+            assert z[token] > z.max() - 1e-5
+            text.append(token)
+
+
+def test_a_penalty_of_nothing_is_refused():
+    """Division by 0, and a sign that turns round."""
+    for penalty in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="repetition_penalty"):
+            roll(tiny_policy("llama"), sampler=g.Sampler(repetition_penalty=penalty))
+
+
+def test_parts_of_a_list_of_prompts_draw_as_the_whole():
+    """`first_prompt` counts on: prompts by twos give the completions of all together."""
+    policy = tiny_policy("llama")
+    whole = roll(policy, RAGGED, eos_ids=EOS).completions()
+    parts = [roll(policy, RAGGED[n : n + 2], first_prompt=n, eos_ids=EOS).completions() for n in (0, 2)]
+    assert [*parts[0], *parts[1]] == whole

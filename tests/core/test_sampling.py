@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_repetition_penalty
 
 import grpo_fn as g
-from grpo_fn.sampling import completion_keys, entropy, truncate
+from grpo_fn.sampling import completion_keys, entropy, mark_seen, penalize, seen_tokens, truncate
 
 LOGITS = np.array([1.2, -0.3, 0.8, 2.0, -1.5, 0.0, 0.4, -4.0])
 DRAWS = 20_000
@@ -225,3 +226,26 @@ def test_logits_of_another_rank_are_refused():
     """One row of logits is [1,V], not [V]."""
     with pytest.raises(ValueError, match=r"logits_bv has shape \(4,\), wanted 2 axes"):
         g.sample(mx.zeros((4,)), keys(1))
+
+
+def test_the_repetition_penalty_by_hand():
+    """Seen tokens: positive logits halved, negative ones doubled; the others as they are."""
+    logits = mx.array([[2.0, -1.0, 3.0, -4.0], [2.0, -1.0, 3.0, 0.0]])
+    seen = seen_tokens([[0, 1, 0], [3]], 4)
+    assert seen.tolist() == [[True, True, False, False], [False, False, False, True]]
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0, -4.0], [2.0, -1.0, 3.0, 0.0]]
+    more = mark_seen(seen, mx.array([2, 0]))
+    assert more.tolist() == [[True, True, True, False], [True, False, False, True]]
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
+def test_the_repetition_penalty_is_mlx_lm_s(penalty):
+    """Random logits and histories, with repeats: what mlx-lm's processor makes of them."""
+    mx.random.seed(3)
+    logits = mx.random.normal((2, 50)) * 4
+    histories = [[3, 3, 9, 41], [0, 49, 7, 7]]
+    ours = penalize(logits, seen_tokens(histories, 50), penalty)
+    theirs = make_repetition_penalty(penalty, 10**6)
+    for row, history in enumerate(histories):
+        expected = theirs(mx.array(history), mx.array(logits[row : row + 1]))
+        assert mx.allclose(ours[row : row + 1], expected, rtol=1e-6)
