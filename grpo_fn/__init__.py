@@ -7,10 +7,12 @@ from grpo_fn.decode import Sampler, generate
 from grpo_fn.kl import kl_estimate
 from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.losses import LossStats, merge_stats, policy_loss
-from grpo_fn.microbatches import split_batch
+from grpo_fn.microbatches import halved, shape_of, split_batch
 from grpo_fn.optim import Optimizer, adamw, warmup_schedule
+from grpo_fn.packing import Shape
 from grpo_fn.policy import Policy
 from grpo_fn.rollouts import Rollout, join_rollouts, take_groups
+from grpo_fn.rounding import stochastic_round
 from grpo_fn.sampling import fold_in, sample
 from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
 from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
@@ -30,6 +32,7 @@ __all__ = [
     "Recipe",
     "Rollout",
     "Sampler",
+    "Shape",
     "TrainState",
     "UpdateStats",
     "adamw",
@@ -39,6 +42,7 @@ __all__ = [
     "fold_in",
     "generate",
     "group_advantages",
+    "halved",
     "init_state",
     "join_rollouts",
     "kl_estimate",
@@ -53,7 +57,9 @@ __all__ = [
     "policy_loss",
     "preset",
     "sample",
+    "shape_of",
     "split_batch",
+    "stochastic_round",
     "sync_old",
     "sync_ref",
     "take_groups",

@@ -37,6 +37,8 @@ class Batch:
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
     group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
+    kept_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, B·T for none, int32;
+    # None: all. What is left out counts as 0: it has to be masked.
 
 
 def make_batch(
@@ -134,7 +136,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     def taken(array: mx.array) -> mx.array:
         return array if array.ndim == 0 else array[index]
 
-    return map_arrays(taken, batch)
+    return map_arrays(taken, attrs.evolve(batch, kept_n=None))
 
 
 def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:

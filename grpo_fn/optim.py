@@ -1,15 +1,16 @@
 """A functional face on mlx.optimizers: `init(params) -> state`, `apply(...) -> (params, state)`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.optimizers as optimizers
+from mlx.utils import tree_map
 
 from grpo_fn.guards import check_choice
 from grpo_fn.trees import Tree, map_arrays
 
+Keep = Callable[[mx.array, mx.array], mx.array]
 Schedule = Callable[[mx.array], mx.array]
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -19,12 +20,13 @@ class Optimizer:
     """Two pure functions over trees.
 
     init(params) -> opt_state
-    apply(grads, opt_state, params, update_step) -> (params, opt_state); `update_step` is 0-d int32, counted
-        from 0, and drives the schedule.
+    apply(grads, opt_state, params, update_step, keep) -> (params, opt_state); `update_step` is 0-d int32,
+        counted from 0, and drives the schedule. `keep(new, old)` turns a new value, float32 where it is a
+        number, into the one that takes the old one's place: every leaf goes through it once.
     """
 
     init: Callable[[Tree], Tree]
-    apply: Callable[[Tree, Tree, Tree, mx.array], tuple[Tree, Tree]]
+    apply: Callable[[Tree, Tree, Tree, mx.array, Keep], tuple[Tree, Tree]]
     schedule: Schedule
 
 
@@ -34,10 +36,17 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    moment_dtype: mx.Dtype = mx.float32,
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101) with bias correction, through mlx.optimizers.
 
-    Decay is decoupled and applies to every leaf, as in mlx; with weight_decay = 0 this is Adam.
+    Decay is decoupled and applies to every leaf, as in mlx; with weight_decay = 0 this is Adam. It computes
+    in float32 whatever the dtypes of parameters and moments, one leaf after the other.
+
+    Args:
+        learning_rate: a number, or a schedule of the update's number.
+        betas, eps, weight_decay: as in the paper.
+        moment_dtype: in which the two moments are kept, float32 or bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -46,32 +55,49 @@ def adamw(
         raise ValueError(f"betas = {betas}: wanted each in [0, 1)")
     if not (weight_decay >= 0 and eps > 0):
         raise ValueError(f"weight_decay = {weight_decay}, eps = {eps}: wanted weight_decay >= 0 and eps > 0")
+    if moment_dtype not in (mx.float32, mx.bfloat16):
+        raise ValueError(f"moment_dtype = {moment_dtype}: wanted float32 or bfloat16")
     schedule = learning_rate if callable(learning_rate) else constant(learning_rate)
 
     def init(params: Tree) -> Tree:
-        optimizer = _fresh()
-        optimizer.init(params)
-        return {**_without_rate(optimizer.state), "step": mx.array(0, mx.int32)}
+        def zeros(param: mx.array) -> dict[str, mx.array]:
+            return {name: mx.zeros(param.shape, moment_dtype) for name in ("m", "v")}
 
-    def apply(grads: Tree, opt_state: Tree, params: Tree, update_step: mx.array) -> tuple[Tree, Tree]:
-        optimizer = _fresh()
-        # apply_gradients writes into the nested state in place: it gets containers of its own.
-        moments = map_arrays(lambda a: a, opt_state)
-        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
-        optimizer.state = {**moments, "learning_rate": schedule(update_step)}
-        new_params = optimizer.apply_gradients(grads, params)
-        return new_params, _without_rate(optimizer.state)
+        return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
 
-    def _fresh() -> optimizers.AdamW:
-        return optimizers.AdamW(
+    def apply(
+        grads: Tree, opt_state: Tree, params: Tree, update_step: mx.array, keep: Keep
+    ) -> tuple[Tree, Tree]:
+        optimizer = optimizers.AdamW(
             learning_rate=0.0, betas=list(betas), eps=eps, weight_decay=weight_decay, bias_correction=True
         )
+        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
+        step = opt_state["step"] + 1
+        optimizer.state = {"step": step, "learning_rate": schedule(update_step)}
+        kept: list[dict[str, mx.array]] = []
+        last: list[mx.array] = []
+
+        def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
+            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
+            grad = mx.depends(grad, last) if last else grad
+            new = map_arrays(_precise, moments)
+            new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
+            kept.append({name: keep(new[name], old) for name, old in moments.items()})
+            last[:] = [new_param, *kept[-1].values()]
+            return new_param
+
+        new_params = tree_map(apply_single, grads, params, opt_state)
+        moments = iter(kept)
+        return new_params, {
+            "step": keep(step, opt_state["step"]),
+            **map_arrays(lambda _: next(moments), new_params),
+        }
 
     return Optimizer(init, apply, schedule)
 
 
-def _without_rate(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != "learning_rate"}
+def _precise(leaf: mx.array) -> mx.array:
+    return leaf.astype(mx.float32)
 
 
 def constant(learning_rate: float) -> Schedule:

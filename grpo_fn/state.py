@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.optim import Optimizer
+from grpo_fn.rounding import REFERENCES, rounding_key, storing
 from grpo_fn.trees import Tree, map_arrays
 
 
@@ -35,7 +36,7 @@ def init_state(
     """The state before the first step.
 
     Args:
-        params: trainable leaves in master precision (float32 trains at RL learning rates; bfloat16 does not).
+        params: trainable leaves in master precision: float32, or bfloat16 to save memory (see `rounding`).
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
         ref_params: the anchor of the KL term, usually `params` itself (shared until the first update); left
@@ -59,21 +60,34 @@ def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None)
     return attrs.evolve(state, old_params=state.params if transform is None else transform(state.params))
 
 
-def sync_ref(state: TrainState, mixup: float = 1.0) -> TrainState:
+def sync_ref(
+    state: TrainState, mixup: float = 1.0, transform: Callable[[Tree], Tree] | None = None
+) -> TrainState:
     """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
 
+    `transform` is what `ref_params` went through (a quantizer), if anything: α must then be 1.
+
     Raises:
-        ValueError: there is no reference, or `mixup` is outside (0, 1].
+        ValueError: there is no reference, `mixup` is outside (0, 1], or below 1 with a transform.
     """
     if state.ref_params is None:
         raise ValueError("the state has no ref_params to sync: it was made without a reference (beta = 0)")
     if not 0 < mixup <= 1:
         raise ValueError(f"mixup = {mixup}: wanted 0 < mixup <= 1")
     if mixup == 1:
-        return attrs.evolve(state, ref_params=state.params)
+        return attrs.evolve(state, ref_params=state.params if transform is None else transform(state.params))
+    if transform is not None:
+        raise ValueError(
+            f"mixup = {mixup}: a transformed reference is not what could be mixed with the policy's "
+            "weights; wanted 1"
+        )
 
-    mixed = tree_map(lambda ref, new: mixup * new + (1 - mixup) * ref, state.ref_params, state.params)
-    return attrs.evolve(state, ref_params=mixed)
+    store = storing(state.ref_params, rounding_key(state.key, REFERENCES, state.update_step))
+
+    def mixed(ref: mx.array, new: mx.array) -> mx.array:
+        return store(mixup * new.astype(mx.float32) + (1 - mixup) * ref.astype(mx.float32), ref)
+
+    return attrs.evolve(state, ref_params=tree_map(mixed, state.ref_params, state.params))
 
 
 def zeros_like(params: Tree) -> Tree:

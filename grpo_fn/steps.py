@@ -9,11 +9,12 @@ from mlx.utils import tree_map
 
 from grpo_fn.batches import Batch
 from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.kept import kept_hidden, kept_targets, spread
 from grpo_fn.logprobs import token_logprobs, token_logprobs_and_entropy
 from grpo_fn.losses import LossStats, empty_stats, loss_sum, merge_stats
 from grpo_fn.optim import Optimizer
 from grpo_fn.policy import Policy
-from grpo_fn.sharing import hidden_after_shared_prompts
+from grpo_fn.rounding import UPDATES, rounding_key, storing
 from grpo_fn.specs import LossSpec
 from grpo_fn.state import TrainState, zeros_like
 from grpo_fn.trees import Tree, arrays_of
@@ -24,16 +25,22 @@ class UpdateStats(NamedTuple):
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
     learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True where the gradient was not finite and nothing was changed
+    skipped: mx.array  # True where loss, gradient, rate or new values were not finite, and not taken
 
 
 class GradStep:
     """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step`."""
 
     def __init__(
-        self, micro_step: Compiled, policy: Policy, spec: LossSpec, max_completion_length: int | None
+        self,
+        micro_step: Compiled,
+        policy: Policy,
+        ref_policy: Policy,
+        spec: LossSpec,
+        max_completion_length: int | None,
     ) -> None:
-        self._micro_step, self._policy, self._spec = micro_step, policy, spec
+        self._micro_step, self._policy, self._ref_policy = micro_step, policy, ref_policy
+        self._spec = spec
         self._max_completion_length = max_completion_length
 
     @property
@@ -43,6 +50,9 @@ class GradStep:
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
         """Add a batch's gradient and denominator to the state's; one batch step.
+
+        A loss that is not finite, whatever its gradient, makes the denominator NaN: the update that it is
+        for will be skipped.
 
         Args:
             state: its params are differentiated; its ref_params used where the spec has a KL term.
@@ -71,7 +81,8 @@ class GradStep:
             ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
             part = attrs.evolve(part, tokens_bl=mx.depends(part.tokens_bl, [*arrays_of(accum)]))
-            accum, part_stats = self._micro_step(state.params, ref, self._policy.frozen, accum, part)
+            frozen = self._policy.frozen, self._ref_policy.frozen
+            accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
@@ -84,6 +95,7 @@ def make_grad_step(
     *,
     temperature: float = 1.0,
     max_completion_length: int | None = None,
+    ref_policy: Policy | None = None,
     compile: bool = True,
 ) -> GradStep:
     """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
@@ -93,33 +105,38 @@ def make_grad_step(
         spec: the algorithm.
         temperature: of the sampler; divides the learner's logits too.
         max_completion_length: L_max, needed by the aggregation `constant`.
+        ref_policy: whose parameters `ref_params` are, such as a `quantized_role`'s; None: `policy`.
         compile: False runs the same Python eagerly.
     """
-
+    reference = policy if ref_policy is None else ref_policy
     if spec.aggregation == "constant" and (max_completion_length is None or max_completion_length < 1):
         raise ValueError(
             f"aggregation = 'constant' needs max_completion_length >= 1; found {max_completion_length}"
         )
 
     def micro_step(
-        params: Tree, ref_params: Tree | None, frozen: Tree, accum: tuple[Tree, mx.array], batch: Batch
+        params: Tree,
+        ref_params: Tree | None,
+        frozen: tuple[Tree, Tree],
+        accum: tuple[Tree, mx.array],
+        batch: Batch,
     ) -> tuple[tuple[Tree, mx.array], LossStats]:
+        frozen, ref_frozen = frozen
         accum_grads, accum_weight = accum
         ref_logp_bt = batch.ref_logp_bt
         if ref_params is not None:
-            ref_logp_bt = _logprobs(policy, ref_params, frozen, batch, temperature)
+            ref_logp_bt = _logprobs(reference, ref_params, ref_frozen, batch, temperature)
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
-            hidden_btd = _completion_hidden(policy, params, frozen, batch)
-            logp_bt, entropy_bt = token_logprobs_and_entropy(
-                hidden_btd,
+            logp_1n, entropy_1n = token_logprobs_and_entropy(
+                kept_hidden(policy, params, frozen, batch),
                 policy.head(params, frozen),
-                batch.targets_bt,
+                kept_targets(batch),
                 temperature=temperature,
                 entropy_gradient=spec.entropy_coef > 0,
             )
             return loss_sum(
-                logp_bt,
+                spread(batch, logp_1n),
                 batch.advantages_b,
                 batch.mask_bt,
                 spec,
@@ -127,17 +144,18 @@ def make_grad_step(
                 rollout_logp_bt=batch.rollout_logp_bt,
                 ref_logp_bt=ref_logp_bt,
                 max_completion_length=max_completion_length,
-                entropy_bt=entropy_bt,
+                entropy_bt=spread(batch, entropy_1n),
                 keep_bt=batch.keep_bt,
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,
             )
 
-        (_, stats), grads = mx.value_and_grad(summed_loss)(params)
+        (loss, stats), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
-        return (accum_grads, accum_weight + stats.denominator), stats
+        weight = mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
+        return (accum_grads, accum_weight + weight), stats
 
-    return GradStep(compiled(micro_step, enabled=compile), policy, spec, max_completion_length)
+    return GradStep(compiled(micro_step, enabled=compile), policy, reference, spec, max_completion_length)
 
 
 def make_update_step(
@@ -145,8 +163,11 @@ def make_update_step(
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
     """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
 
-    A gradient that is not finite changes nothing but the counters and what has accumulated: parameters and
-    moments stay as they were, and the stats say so.
+    A loss, a gradient or a learning rate that is not finite changes nothing but the counters and what has
+    accumulated: parameters and moments stay as they were, and the stats say so. So does a leaf whose new
+    values would not be finite, which takes values at the end of float32's range: leaf by leaf, as to wait for
+    all of them would take the memory of all of them. bfloat16 leaves are rounded stochastically, with a key
+    that follows from the state's and from the update's number.
 
     Args:
         optimizer: see `adamw`.
@@ -157,8 +178,13 @@ def make_update_step(
         raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
 
     def apply(
-        params: Tree, opt_state: Tree, accum_grads: Tree, accum_weight: mx.array, update_step: mx.array
-    ) -> tuple[Tree, Tree, UpdateStats]:
+        held: tuple[Tree, Tree],
+        accum_grads: Tree,
+        accum_weight: mx.array,
+        update_step: mx.array,
+        key: mx.array,
+    ) -> tuple[tuple[Tree, Tree], UpdateStats]:
+        params, opt_state = held
         # Division and clipping are one factor: no second copy of the gradients.
         weight = mx.maximum(accum_weight, 1e-30)
         squares = [mx.square(leaf.astype(mx.float32)).sum() for leaf in arrays_of(accum_grads)]
@@ -167,20 +193,25 @@ def make_update_step(
         if max_grad_norm is not None:
             factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
         grads = tree_map(lambda total: total * factor, accum_grads)
-        new_params, new_opt_state = optimizer.apply(grads, opt_state, params, update_step)
-        finite = mx.isfinite(norm)
+        rate = optimizer.schedule(update_step)
+        finite = mx.isfinite(norm) & mx.isfinite(rate)
+        store = storing(held, rounding_key(key, UPDATES, update_step))
+        sound: list[mx.array] = []
 
-        def chosen(new: mx.array, old: mx.array) -> mx.array:
-            return mx.where(finite, new.astype(old.dtype), old)
+        def keep(new: mx.array, old: mx.array) -> mx.array:
+            stored = store(new, old)
+            sound.append(finite & mx.isfinite(stored).all())
+            return mx.where(sound[-1], stored, old)
 
-        stats = UpdateStats(norm, optimizer.schedule(update_step), mx.logical_not(finite))
-        return tree_map(chosen, new_params, params), tree_map(chosen, new_opt_state, opt_state), stats
+        kept = optimizer.apply(grads, opt_state, params, update_step, keep)
+        return kept, UpdateStats(norm, rate, mx.logical_not(mx.stack(sound).all()))
 
     step = compiled(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
-        params, opt_state, stats = step(
-            state.params, state.opt_state, state.accum_grads, state.accum_weight, state.update_step
+        held = state.params, state.opt_state
+        (params, opt_state), stats = step(
+            held, state.accum_grads, state.accum_weight, state.update_step, state.key
         )
         state = attrs.evolve(
             state,
@@ -208,19 +239,8 @@ def make_logprob_step(
     return lambda params, batch: step(params, policy.frozen, batch)
 
 
-def _completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [B,T,D] from which the completion's tokens are predicted."""
-    if batch.prompt_index_b is not None:
-        return hidden_after_shared_prompts(policy, params, frozen, batch)
-    hidden_bld = policy.hidden(params, batch.tokens_bl, frozen)
-    rows, width = batch.targets_bt.shape
-    # The first token is predicted at the prompt's last position. Past a row's end: any position will do.
-    index_bt = batch.prompt_lengths_b[:, None] - 1 + mx.arange(width)[None]
-    index_bt = mx.minimum(index_bt, hidden_bld.shape[1] - 1)
-    return hidden_bld[mx.arange(rows)[:, None], index_bt]
-
-
 def _logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
-    hidden_btd = _completion_hidden(policy, params, frozen, batch)
+    hidden_1nd = kept_hidden(policy, params, frozen, batch)
     head = policy.head(params, frozen)
-    return mx.stop_gradient(token_logprobs(hidden_btd, head, batch.targets_bt, temperature=temperature))
+    logp_1n = token_logprobs(hidden_1nd, head, kept_targets(batch), temperature=temperature)
+    return mx.stop_gradient(spread(batch, logp_1n))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.microbatches import round_up
+from grpo_fn.packing import round_up
 from tests.tiny_policies import tiny_advantages, tiny_rollout
 
 GRPO = g.LossSpec()
@@ -202,9 +202,8 @@ def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, ho
 def test_a_part_keeps_to_the_budget(prompts, generations, width, seed, options):
     """rows × length ≤ max_tokens, or a single row; every array of a part has the part's own sizes."""
     for part in g.split_batch(make(prompts, generations, width, seed=seed), **options):
-        (rows, columns), spent = part.mask_bt.shape, part.tokens_bl.size
-        if options["share_prompts"]:
-            spent += rows * columns
+        rows, columns = part.mask_bt.shape
+        spent = g.shape_of(part).tokens
         real = int(part.mask_bt.any(axis=1).sum().item())
         assert spent <= options["max_tokens"] or real == 1
         for array in (part.targets_bt, part.rollout_logp_bt):
@@ -246,17 +245,17 @@ def test_rows_of_like_length_stay_together():
 
 @given(number=st.integers(1, 100_000))
 def test_round_up_bounds(number):
-    """At least the number, at most a quarter more, monotone, and a fixed point of itself."""
+    """At least the number, at most an eighth more, monotone, and a fixed point of itself."""
     size = round_up(number)
-    assert number <= size <= 1.25 * number
+    assert number <= size <= 1.125 * number
     assert round_up(size) == size and round_up(number + 1) >= size
 
 
-def test_round_up_has_four_sizes_an_octave():
+def test_round_up_has_eight_sizes_an_octave():
     """The ladder written out, and its number of rungs up to 4,096."""
     rungs = sorted({round_up(n) for n in range(1, 4097)})
-    assert rungs[:16] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
-    assert len(rungs) == 8 + 4 * 9
+    assert rungs[15:25] == [16, 18, 20, 22, 24, 26, 28, 30, 32, 36]
+    assert len(rungs) == 16 + 8 * 8
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])

@@ -63,6 +63,10 @@ def test_the_first_update_moves_and_the_peak_is_the_rate():
         (lambda: g.adamw(1e-3, betas=(-0.1, 0.9)), "betas"),
         (lambda: g.adamw(1e-3, weight_decay=-0.1), "weight_decay = -0.1"),
         (lambda: g.adamw(1e-3, eps=0.0), "eps = 0.0"),
+        (
+            lambda: g.adamw(1e-3, moment_dtype=mx.float16),
+            "moment_dtype = mlx.core.float16: wanted float32 or",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(make, word):
@@ -77,7 +81,7 @@ def test_init_shares_nothing_between_leaves_and_apply_changes_nothing_in_place()
     optimizer = g.adamw(0.1)
     before = optimizer.init(params)
     grads = {"a": mx.array([1.0, -1.0]), "l": [{"w": mx.array([0.5])}]}
-    new_params, after = optimizer.apply(grads, before, params, mx.array(0, mx.int32))
+    new_params, after = optimizer.apply(grads, before, params, mx.array(0, mx.int32), lambda new, old: new)
     mx.eval(new_params, after)
     assert before["a"]["m"].tolist() == [0.0, 0.0] and before["l"][0]["w"]["v"].tolist() == [0.0]
     assert params["a"].tolist() == [1.0, 2.0]

@@ -22,11 +22,19 @@ from tests.tiny_policies import (
     worst_difference,
 )
 
+
+def halves(pieces):
+    return [half for piece in pieces for half in g.halved(piece)]
+
+
 SPLITS = {
     "micro-batches": lambda b: [g.split_batch(b, max_tokens=40)],
     "unbucketed": lambda b: [g.split_batch(b, max_tokens=30, bucketed=False)],
     "row by row": lambda b: [g.split_batch(b, max_tokens=1)],
     "shared prompts": lambda b: [g.split_batch(b, max_tokens=60, share_prompts=True)],
+    "halved": lambda b: [halves(halves(g.split_batch(b, max_tokens=200)))],
+    "halved, unbucketed": lambda b: [halves(g.split_batch(b, max_tokens=60, bucketed=False))],
+    "halved, shared prompts": lambda b: [halves(g.split_batch(b, max_tokens=400, share_prompts=True))],
     "batch steps": lambda b: g.minibatches(b, 3),
     "both": lambda b: [g.split_batch(part, max_tokens=25) for part in g.minibatches(b, 2)],
 }
@@ -56,6 +64,21 @@ def test_any_split_gives_the_same_update(spec, split, dropped):
     if not dropped:
         for name, value in want_stats._asdict().items():
             assert getattr(merged, name).item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_halves_are_smaller(shared):
+    """Half the rows, and never more places to compute; a single row stays whole."""
+    batch = make_batch(prompts=(4, 2, 7))
+    for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
+        one, two = g.halved(piece)
+        assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
+        assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
+        for half in (one, two):
+            assert g.shape_of(half).kept <= g.shape_of(piece).kept
+            assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
+    (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
+    assert g.halved(single) == [single]
 
 
 def test_a_split_changes_no_parameter_of_the_update():

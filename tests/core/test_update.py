@@ -10,9 +10,7 @@ from mlx.utils import tree_flatten
 
 import grpo_fn as g
 from grpo_fn.trees import arrays_of, map_arrays
-from tests.tiny_policies import (
-    same_tree,
-)
+from tests.tiny_policies import same_tree, tiny_policy, tiny_rollout
 
 
 def hand_state(grads, weight, optimizer, params=None):
@@ -111,6 +109,58 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, compile):
     assert not stats.skipped.item() and np.isfinite(flat(after.params)).all()
     assert after.opt_state["step"].item() == 2, "what the moments have seen"
     assert not same_tree(after.params, state.params)
+
+
+BIG = {"a": mx.array([1.0, -2e38, 0.5]), "l": [{"w": mx.array([[3.0, 0.1]])}]}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_rate_that_is_not_finite_changes_nothing(compile):
+    """1e39 is a number to the config and infinity to float32; a sane rate goes on from there."""
+    state = hand_state(hand_grads(0), 2.0, g.adamw(1e39))
+    after, stats = g.make_update_step(g.adamw(1e39), compile=compile)(state)
+    assert stats.skipped.item() and math.isfinite(stats.grad_norm.item())
+    assert same_tree(after.params, state.params) and same_tree(after.opt_state, state.opt_state)
+    assert after.update_step.item() == 1 and not flat(after.accum_grads).any()
+    sane = g.make_update_step(g.adamw(0.1), compile=compile)
+    again, stats = sane(attrs.evolve(after, accum_grads=hand_grads(1), accum_weight=mx.array(2.0)))
+    assert not stats.skipped.item() and not same_tree(again.params, state.params)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_values_that_would_not_be_finite_are_never_taken(compile):
+    """Gradient and rate are sound, the step overflows in one leaf: it stays, and the stats say so."""
+    grads = {"a": mx.array([0.1, 0.2, -0.1]), "l": [{"w": mx.array([[0.3, 0.1]])}]}
+    state = hand_state(grads, 2.0, g.adamw(2e38), BIG)
+    after, stats = g.make_update_step(g.adamw(2e38), compile=compile)(state)
+    assert stats.skipped.item() and math.isfinite(stats.grad_norm.item())
+    assert np.isfinite(flat(after.params)).all() and np.isfinite(flat(after.opt_state)).all()
+    assert same_tree(after.params["a"], BIG["a"])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_is_not_finite_skips_its_update(compile):
+    """Advantages whose sum overflows, at a flat place of the loss: gradients are 0, and still nothing moves;
+    the sound micro-batches before and after it cannot hide it."""
+    policy, spec = tiny_policy(), g.preset("grpo", epsilon_high=0.2)
+    rollout = tiny_rollout()
+    good = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5], [0.2, -0.7, 0.4]]))
+    # Ratios of e^3 lie outside the clip where A > 0: the term is a constant, and constants have no gradient.
+    old = attrs.evolve(good, old_logp_bt=g.make_logprob_step(policy)(policy.params, good) - 3.0)
+    bad = attrs.evolve(old, advantages_b=mx.full(old.advantages_b.shape, 2.5e38))
+    optimizer = g.adamw(0.1)
+    grad_step = g.make_grad_step(policy, spec, compile=compile)
+    update_step = g.make_update_step(optimizer, compile=compile)
+    start = g.init_state(policy.params, optimizer, key=mx.random.key(0))
+    alone, stats = grad_step(start, bad)
+    assert not math.isfinite(stats.loss.item()) and np.isfinite(flat(alone.accum_grads)).all()
+    for batches in ([bad], [good, bad], [bad, good]):
+        state, _ = grad_step(start, batches)
+        state, update = update_step(state)
+        assert update.skipped.item()
+        assert same_tree(state.params, start.params) and same_tree(state.opt_state, start.opt_state)
+    state, update = update_step(grad_step(state, good)[0])
+    assert not update.skipped.item() and not same_tree(state.params, start.params)
 
 
 @pytest.mark.parametrize("size, bound", [(10.0, 1.0), (0.01, 1.0)])

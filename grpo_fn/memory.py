@@ -1,0 +1,241 @@
+"""Bytes of a run as a function of its shapes: what each thing takes. `footprint` adds them up.
+
+What the backward pass keeps of a block, in float-sized numbers a position, follows from the block's algebra:
+
+    hidden        6   the block's input, the sum in its middle; of each: normalised, and scaled by the norm
+    intermediate  4   gate, up, the gated product, and −gate, which the compiler keeps for both passes
+    queries     1.5   queries after rotation, what attention returns, as far as they are not one and the same
+    keys          4   keys after rotation and values, and the layouts of both that products ask for
+    scores        1   the probabilities
+
+Beside it stand the buffers of operations in flight. MLX's CPU backend hands out up to 100 operations ahead of
+the one that computes (10 tasks of 10), and all of them hold their buffers; these counts are measured. On GPUs
+fused kernels keep less of both: there the sums are upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from grpo_fn.logprobs import chunk_rows
+
+FLOAT = 4  # bytes of float32
+CACHE_STEP = 256  # positions by which mlx-lm's caches grow
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that its activations depend on."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # of a token: with experts, those that it goes through taken together
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool  # the head's weights are the embedding's
+
+    @property
+    def queries(self) -> int:
+        """Numbers in a position's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Numbers in a position's keys, and in its values."""
+        return self.kv_heads * self.head_dim
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a model's config.json states.
+
+    Raises:
+        KeyError: it states no number of layers, width, heads or words, under any of the names in use.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+
+    def first(*names: str, default: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name) is not None), default)
+        if found is None:
+            raise KeyError(f"config.json states none of {', '.join(names)}")
+        return int(found)
+
+    hidden = first("hidden_size", "n_embd", "d_model", "dim")
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
+    if chosen:
+        expert = first("moe_intermediate_size", default=wide)
+        shared = first("n_shared_experts", default=0) * expert
+        wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    return ModelShape(
+        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        kv_heads=first("num_key_value_heads", "n_head_kv", default=heads),
+        head_dim=first("head_dim", default=hidden // heads),
+        vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+@attrs.frozen
+class Counts:
+    """How many arrays of each kind, a position; `precise` of the hidden ones are always float32."""
+
+    hidden: float
+    intermediate: float
+    queries: float
+    keys: float
+    scores: float
+    precise: float = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
+        return Counts(*(a + b for a, b in pairs))
+
+
+KEPT = Counts(hidden=6, intermediate=4, queries=1.5, keys=4, scores=1, precise=2)
+# The proportions are measured on llama blocks of 14 different shapes, the height on the whole runs of
+# benchmarks/memory.py. `elementwise` makes an exponential of several arrays, hence many scores.
+BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
+# A forward without gradient, compiled: to 2 %; and op by op, as a prompt is read: to 8 %.
+FORWARD = Counts(hidden=8, intermediate=7, queries=3.7, keys=5.5, scores=8.1, precise=1)
+PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
+CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
+
+
+@attrs.frozen(kw_only=True)
+class Pass:
+    """Positions that go through the model together.
+
+    A batch that shares prompts is two of them: the prompts, and the completions, which attend to copies of
+    their prompts' keys.
+    """
+
+    rows: int
+    length: int  # tokens of a row
+    attended: int  # positions that a row's tokens can attend to
+
+    @property
+    def positions(self) -> int:
+        """Tokens in all."""
+        return self.rows * self.length
+
+    def nbytes(self, shape: ModelShape, counts: Counts, itemsize: int) -> float:
+        """Bytes of so many arrays of each kind, of one block."""
+        tokens, seen = self.positions, self.rows * self.attended
+        numbers = (
+            counts.hidden * tokens * shape.hidden
+            + counts.intermediate * tokens * shape.intermediate
+            + counts.queries * tokens * shape.queries
+            + counts.keys * seen * shape.keys
+            + counts.scores * tokens * shape.heads * self.attended
+        )
+        return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * shape.hidden
+
+
+@attrs.frozen(kw_only=True)
+class MicroBatch:
+    """What the learner takes at a time."""
+
+    passes: tuple[Pass, ...]
+    targets: int  # tokens whose log-probs are wanted, padding included
+
+    @classmethod
+    def of(
+        cls,
+        tokens: tuple[int, int],
+        completions: tuple[int, int],
+        *,
+        targets: int | None = None,
+        shares_prompts: bool = False,
+    ) -> MicroBatch:
+        """From the shapes [B,L] or [P,L] of a batch's `tokens_bl` and [B,T] of its `targets_bt`.
+
+        `targets`: tokens that count, where only their log-probs are computed; None: all of [B,T].
+        """
+        rows, width = completions
+        targets = rows * width if targets is None else targets
+        first = Pass(rows=tokens[0], length=tokens[1], attended=tokens[1])
+        if not shares_prompts:
+            return cls(passes=(first,), targets=targets)
+        # The last token is never fed in.
+        rest = Pass(rows=rows, length=width - 1, attended=tokens[1] + width - 1)
+        return cls(passes=(first, rest), targets=targets)
+
+    def kept(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
+        """Bytes that the backward pass waits for, of all blocks."""
+        counts = CHECKPOINTED if checkpointed else KEPT
+        return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
+
+    def in_flight(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
+        """Bytes of the block at work in the backward pass.
+
+        A checkpointed block is computed again first; MLX is then one block ahead, so that two are there.
+        """
+        counts = BACKWARD + KEPT + KEPT if checkpointed else BACKWARD
+        return max(part.nbytes(shape, counts, itemsize) for part in self.passes)
+
+    def forward(self, shape: ModelShape, itemsize: int) -> float:
+        """Bytes of a forward without gradient; one that shares keeps every block's prompt keys."""
+        shared = 2 * shape.layers * self.passes[0].positions * shape.keys * itemsize
+        most = max(part.nbytes(shape, FORWARD, itemsize) for part in self.passes)
+        return most + (shared if len(self.passes) > 1 else 0)
+
+    def logits(self, shape: ModelShape, *, gradient: bool) -> tuple[float, float]:
+        """Bytes of logits in chunks, float32, and which share of the operations in flight they are.
+
+        Measured: eight arrays a chunk, fourteen with the gradient, until 27 or 28 are all that MLX hands out.
+        """
+        arrays, most = (14, 28) if gradient else (8, 27)
+        rows, bound = arrays * self.targets, most * chunk_rows(shape.vocabulary)
+        return FLOAT * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
+
+
+def kv_bytes(
+    shape: ModelShape,
+    *,
+    rows: int,
+    prompt: int,
+    new: int,
+    itemsize: int,
+    prompt_copies: int | None = None,
+    step: int = CACHE_STEP,
+) -> int:
+    """Keys and values of all blocks while `rows` completions are decoded.
+
+    Args:
+        rows: completions decoded together.
+        prompt, new: tokens of a prompt and, at most, of a completion.
+        prompt_copies: how many prompts stand in the caches; None: one a row. `prefixes` keeps each once.
+        step: positions by which the rows' own part grows.
+    """
+    copies = rows if prompt_copies is None else prompt_copies
+    grown = -(-(new - 1) // step) * step  # the last token drawn is never fed in
+    positions = copies * prompt + rows * grown
+    return 2 * shape.layers * shape.keys * itemsize * positions
+
+
+def sampling_arrays(
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    with_entropy: bool = False,
+) -> int:
+    """Arrays [rows,V] of float32 that a draw holds at its peak, the logits among them.
+
+    Measured. The exponential of `elementwise` is six of them; a draw has the logits' difference from their
+    top and the cumulative weights beside it. Top-k sorts a copy, top-p takes an exponential of it as well.
+    """
+    if temperature == 0:
+        return 7 + 6 * with_entropy
+    truncation = 10 if top_p < 1 else 2 if top_k else 1 if min_p else 0
+    return 9 + max(truncation, 6 * with_entropy)

@@ -1,0 +1,216 @@
+"""Which rows go into which micro-batch: little padding, few shapes, no more tokens at a time than allowed.
+
+Rows are sorted by length, and the cheapest way to cut that order into runs is found by dynamic programming.
+What a run costs is the positions of its shape, padding included, and a little for being a run of its own; a
+shape that no step was compiled for yet costs more, so that a bigger one that is known may be taken instead.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+PIECE_TOKENS = 256  # what a micro-batch costs beside its tokens, in tokens: launches, gradients added up
+HEAD_SHARE = 0.25  # of a token's cost that lies in the log-prob of what follows it
+
+
+class Shape(NamedTuple):
+    """The sizes on which a compiled step depends."""
+
+    prompts: int  # rows of `tokens_bl` where a group's prompt stands once; 0: each row has its own
+    length: int  # columns of `tokens_bl`
+    rows: int  # completions
+    width: int  # columns of `targets_bt`
+    kept: int  # positions whose log-probs are computed
+
+    @property
+    def tokens(self) -> int:
+        """Positions that go through the model's blocks."""
+        return (
+            self.prompts * self.length + self.rows * self.width if self.prompts else self.rows * self.length
+        )
+
+    def covers(self, other: "Shape") -> bool:
+        """Whether a batch of the other shape fits in by padding."""
+        return (
+            self.length >= other.length
+            and self.rows >= other.rows
+            and self.kept >= other.kept
+            and self.width >= other.width
+            and self.prompts >= other.prompts
+            and (self.prompts == 0) == (other.prompts == 0)
+        )
+
+
+@attrs.frozen
+class Row:
+    """A completion, as far as packing it goes."""
+
+    number: int  # its row in the batch
+    group: int
+    prompt: int  # tokens
+    completion: int  # up to the last token that counts
+    kept: int  # tokens that count
+
+
+@attrs.frozen
+class Run:
+    """A micro-batch to be: its rows, and the shape they are padded to."""
+
+    rows: tuple[Row, ...]
+    shape: Shape
+
+
+class Packer:
+    """The settings of a packing."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        bucketed: bool,
+        known: Collection[Shape] = (),
+        new_shape_tokens: int = 0,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._size: Callable[[int], int] = round_up if bucketed else (lambda number: number)
+        self._bucketed = bucketed
+        self._known = frozenset(known)
+        self._new_shape_tokens = new_shape_tokens
+        self._chosen: dict[Shape, tuple[float, Shape]] = {}
+
+    def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[Run]:
+        """All rows in runs; with `share_prompts` groups stay together, where that is cheaper."""
+        cost, runs = self._pack_rows(rows)
+        if share_prompts:
+            shared_cost, shared_runs = self._pack_groups(rows)
+            if shared_cost <= cost:
+                return shared_runs
+        return runs
+
+    def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[Run]]:
+        rows = sorted(rows, key=lambda row: row.prompt + row.completion)
+        kept = [0]
+        for row in rows:
+            kept.append(kept[-1] + row.kept)
+        # Columns of completions cost nothing here: one number of them for the whole batch, an octave apart.
+        widest = 1 << (max(row.completion for row in rows) - 1).bit_length()
+        steps = _row_counts(len(rows)) if self._bucketed else list(range(1, len(rows) + 1))
+
+        def shape(start: int, stop: int) -> Shape:
+            part = rows[start:stop] if not self._bucketed else ()
+            return Shape(
+                prompts=0,
+                length=self._size(rows[stop - 1].prompt + rows[stop - 1].completion),
+                rows=stop - start,
+                width=widest if self._bucketed else max(row.completion for row in part),
+                kept=self._kept(kept[stop] - kept[start]),
+            )
+
+        return self._cheapest([(row,) for row in rows], shape, steps)
+
+    def _pack_groups(self, rows: Sequence[Row]) -> tuple[float, list[Run]]:
+        groups: dict[int, list[Row]] = {}
+        for row in sorted(rows, key=lambda row: row.completion):
+            groups.setdefault(row.group, []).append(row)
+        units = [unit for group in groups.values() for unit in self._within_budget(group)]
+        units.sort(key=lambda unit: (unit[0].prompt, unit[-1].completion))
+
+        numbers = [unit[0].group for unit in units]
+        widest = [unit[-1].completion for unit in units]
+        rows_before, kept_before = [0], [0]
+        for unit in units:
+            rows_before.append(rows_before[-1] + len(unit))
+            kept_before.append(kept_before[-1] + sum(row.kept for row in unit))
+
+        def shape(start: int, stop: int) -> Shape:
+            return Shape(
+                prompts=self._size(len(set(numbers[start:stop]))),
+                length=self._size(units[stop - 1][0].prompt),
+                rows=self._size(rows_before[stop] - rows_before[start]),
+                width=self._size(max(widest[start:stop])),
+                kept=self._kept(kept_before[stop] - kept_before[start]),
+            )
+
+        return self._cheapest(units, shape, _row_counts(len(units)))
+
+    def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
+        """A group, cut where its rows are too many tokens for one run."""
+        units: list[tuple[Row, ...]] = [()]
+        for row in group:
+            more = (*units[-1], row)
+            if units[-1] and self._shared_shape(more).tokens > self._max_tokens:
+                units.append((row,))
+            else:
+                units[-1] = more
+        return units
+
+    def _shared_shape(self, rows: Sequence[Row]) -> Shape:
+        return Shape(
+            prompts=self._size(len({row.group for row in rows})),
+            length=self._size(max(row.prompt for row in rows)),
+            rows=self._size(len(rows)),
+            width=self._size(max(row.completion for row in rows)),
+            kept=self._kept(sum(row.kept for row in rows)),
+        )
+
+    def _kept(self, number: int) -> int:
+        """Coarse, since it is the cheapest of the sizes to pad."""
+        return round_up(max(number, 16), steps=4) if self._bucketed else max(number, 1)
+
+    def _cheapest(
+        self, units: Sequence[tuple[Row, ...]], shape: Callable[[int, int], Shape], steps: Sequence[int]
+    ) -> tuple[float, list[Run]]:
+        """The cheapest runs of neighbouring units; a run has one of `steps` units."""
+        # Of the first units: the cost, and where the last run starts and its shape.
+        best: list[tuple[float, Any]] = [(0.0, None)]
+        for stop in range(1, len(units) + 1):
+            choices = []
+            for step in steps:
+                if step > stop:
+                    break
+                wanted = shape(stop - step, stop)
+                if step > 1 and wanted.tokens > self._max_tokens:
+                    break
+                cost, chosen = self._choose(wanted)
+                choices.append((best[stop - step][0] + cost, (stop - step, chosen)))
+            best.append(min(choices, key=lambda choice: choice[0]))
+        runs: list[Run] = []
+        stop = len(units)
+        while stop:
+            start, chosen = best[stop][1]
+            runs.append(Run(tuple(row for unit in units[start:stop] for row in unit), chosen))
+            stop = start
+        return best[-1][0], runs[::-1]
+
+    def _choose(self, wanted: Shape) -> tuple[float, Shape]:
+        """The shape to pad to, and its cost."""
+        if wanted not in self._chosen:
+            extra = 0 if wanted in self._known else self._new_shape_tokens
+            choices = [(_cost(wanted) + extra, wanted)]
+            if extra:
+                choices += [
+                    (_cost(shape), shape)
+                    for shape in self._known
+                    if shape.covers(wanted) and shape.tokens <= self._max_tokens
+                ]
+            self._chosen[wanted] = min(choices)
+        return self._chosen[wanted]
+
+
+def round_up(number: int, steps: int = 8) -> int:
+    """The next size of a ladder with 8 or 4 steps an octave (16, 18, 20, …); up to twice that, the number."""
+    if number <= 2 * steps or not number & (number - 1):
+        return number
+    step = (1 << (number.bit_length() - 1)) // steps
+    return -(-number // step) * step
+
+
+def _row_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, … up to `most`: any number of rows is a few of them."""
+    counts = {1 << k for k in range(most.bit_length())} | {3 << k for k in range(most.bit_length())}
+    return sorted(count for count in counts if count <= most)
+
+
+def _cost(shape: Shape) -> float:
+    return shape.tokens + HEAD_SHARE * shape.kept + PIECE_TOKENS
