@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 
 from runners.errors import did_you_mean, show
+from runners.functions import FORMS
 from runners.sections import EMBEDDED, REWARD_NAMES, DataConfig, ModelConfig, RewardConfig, RunConfig
 from runners.settings import PRESET_FOLDER, Settings
+from runners.watch import FORM, Condition, unknown_metric
 
 WANTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -28,6 +30,8 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
         if built[name] is not None:
             result[name] = check(built[name], found)
     _lengths(built, found)
+    _roles(built, found)
+    _conditions(built, found)
     return result
 
 
@@ -45,6 +49,8 @@ def _run(run: RunConfig, found: Settings) -> RunConfig:
 
 
 def _model(model: ModelConfig, found: Settings) -> ModelConfig:
+    if model.loader:
+        model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FORMS, found))
     if model.path == EMBEDDED:
         return model
     path = _existing(model.path, found)
@@ -57,6 +63,8 @@ def _model(model: ModelConfig, found: Settings) -> ModelConfig:
 
 
 def _data(data: DataConfig, found: Settings) -> DataConfig:
+    if data.transform:
+        data = attrs.evolve(data, transform=_function(data.transform, "data.transform", FORMS, found))
     if data.source == EMBEDDED:
         return data
     path = _existing(data.source, found)
@@ -82,27 +90,30 @@ def _reward(reward: RewardConfig, found: Settings) -> RewardConfig:
     return attrs.evolve(reward, functions=functions)
 
 
-def _reward_function(name: str, found: Settings) -> str:
-    """One entry of reward.functions, with the path of a Python file resolved."""
+def _function(name: str, key: str, want: str, found: Settings) -> str:
+    """A function of one's own as a config names it, with the path of a Python file resolved."""
     module, colon, function = name.rpartition(":")
-    want = "one of ours, package.module:function or path/to/file.py:function"
-    if not colon:
-        if name not in REWARD_NAMES:
-            hint = did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"
-            _problem(found, "reward.functions", f"found {show(name)}, want {want}{hint}")
-        return name
-    if not function.isidentifier():
-        _problem(found, "reward.functions", f"found {show(name)}, want {want}")
-        return name
-    if not module.endswith(".py"):
+    path = None
+    if not colon or not function.isidentifier():
+        _problem(found, key, f"found {show(name)}, want {want}")
+    elif not module.endswith(".py"):
         if not all(part.isidentifier() for part in module.split(".")):
-            _problem(found, "reward.functions", f"found {show(name)}, want {want}")
+            _problem(found, key, f"found {show(name)}, want {want}")
+    else:
+        path = _existing(module, found)
+        if path is None or not os.path.isfile(path):
+            _problem(found, key, f"no such file: {show(module)}")
+    return f"{path}:{function}" if path else name
+
+
+def _reward_function(name: str, found: Settings) -> str:
+    """One entry of reward.functions."""
+    if name in REWARD_NAMES:
         return name
-    path = _existing(module, found)
-    if path is None or not os.path.isfile(path):
-        _problem(found, "reward.functions", f"no such file: {show(module)}")
-        return name
-    return f"{path}:{function}"
+    want = f"one of ours, {FORMS}"
+    if ":" not in name:
+        want += did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"
+    return _function(name, "reward.functions", want, found)
 
 
 def _lengths(built: dict[str, Any], found: Settings) -> None:
@@ -114,6 +125,51 @@ def _lengths(built: dict[str, Any], found: Settings) -> None:
         rows = optim.batch_size * rollout.num_generations
         want = f"at most {rows}, the completions of a batch step"
         _problem(found, "optim.minibatches", f"found {optim.minibatches}, want {want}")
+
+
+def _roles(built: dict[str, Any], found: Settings) -> None:
+    """Quantized roles that have no meaning."""
+    rollout, loss, model = built["rollout"], built["loss"], built["model"]
+    if rollout and loss and rollout.group_size:
+        modes = {rollout.quantization, loss.ref_quantization} - {"none"}
+        if modes and not any(mode.startswith(("affine", "auto")) for mode in modes):
+            want = f"0: a group of {' or '.join(sorted(modes))} has one size, which is part of the format"
+            _problem(found, "rollout.group_size", f"found {rollout.group_size}, want {want}")
+    if not loss or loss.ref_quantization == "none":
+        return
+    said = f"found {show(loss.ref_quantization)}"
+    if model and model.tune != "full":
+        _problem(
+            found,
+            "loss.ref_quantization",
+            f'{said} with model.tune = "{model.tune}", where the reference is the base itself, without its '
+            'adapters, at no cost; want "none"',
+        )
+    if loss.ref_sync_every and loss.ref_mixup < 1:
+        _problem(
+            found,
+            "loss.ref_mixup",
+            f"found {show(loss.ref_mixup)} with loss.ref_quantization = {show(loss.ref_quantization)}, which "
+            "keeps no full-precision reference to mix with; want 1.0, or loss.ref_sync_every = 0",
+        )
+
+
+def _conditions(built: dict[str, Any], found: Settings) -> None:
+    """Conditions of stop.when that say nothing, or something about what is not logged."""
+    stop, reward = built["stop"], built["reward"]
+    for text in stop.when if stop else ():
+        condition = Condition.parse(text)
+        if condition is None:
+            _problem(found, "stop.when", f"found {show(text)}, want {FORM}")
+            continue
+        near = unknown_metric(condition.metric, reward.functions) if reward else None
+        if near is not None:
+            hint = (
+                f"; did you mean {near}?"
+                if near
+                else ", as training_log.jsonl has them: em, reward, kl, entropy, ..."
+            )
+            _problem(found, "stop.when", f"found {show(text)}, want a number of the log{hint}")
 
 
 def _existing(path: str, found: Settings) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import attrs
 
 from runners import checks, rules, sections
-from runners.errors import ConfigError, UserError, show, spell
+from runners.errors import ConfigError, UserError, show, spell_tables
 from runners.settings import KeyPath, Settings, apply_override, key_hint, read_settings
 
 if TYPE_CHECKING:
@@ -35,9 +35,16 @@ class Config:
     eval: sections.EvalConfig = attrs.field(factory=sections.EvalConfig)
     checkpoint: sections.CheckpointConfig = attrs.field(factory=sections.CheckpointConfig)
     log: sections.LogConfig = attrs.field(factory=sections.LogConfig)
+    watch: sections.WatchConfig = attrs.field(factory=sections.WatchConfig)
+    stop: sections.StopConfig = attrs.field(factory=sections.StopConfig)
     system: sections.SystemConfig = attrs.field(factory=sections.SystemConfig)
     notices: tuple[str, ...] = attrs.field(default=(), eq=False)  # lines that the person should see once
     settings: Settings | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where one's own files and modules are looked for: the current folder, then the config's."""
+        return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     def where(self, key: str) -> str:
         """Where `section.key` was written, for messages: `train.toml: data.source`."""
@@ -67,13 +74,7 @@ class Config:
         from grpo_fn import PRESETS
 
         spec = self.loss_spec()
-        if self.loss.ref_sync_every and spec.beta == 0:
-            raise ConfigError(
-                [
-                    f"{self.where('loss.ref_sync_every')}: found {self.loss.ref_sync_every} with "
-                    "loss.beta = 0, where there is no reference to sync; want 0, or loss.beta > 0"
-                ]
-            )
+        _check_reference(self, spec.beta)
         recipe = PRESETS[self.loss.preset]
         # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
@@ -100,10 +101,7 @@ class Config:
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        lines = []
-        for name, table in self.to_dict().items():
-            lines += [f"[{name}]", *(f"{key} = {spell(value)}" for key, value in table.items()), ""]
-        return "\n".join(lines)
+        return spell_tables(self.to_dict())
 
 
 SECTIONS: dict[str, Any] = {
@@ -117,19 +115,23 @@ SECTIONS: dict[str, Any] = {
     "eval": sections.EvalConfig,
     "checkpoint": sections.CheckpointConfig,
     "log": sections.LogConfig,
+    "watch": sections.WatchConfig,
+    "stop": sections.StopConfig,
     "system": sections.SystemConfig,
 }
 
 
-def load_config(config: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
+
+    A run's config.resolved.json is read as well; None is the defaults alone, with the overrides.
 
     Relative paths in it are looked up in the current folder first, then beside the file.
 
     Raises:
         ConfigError: one line for every fault: file, key, what was found, what is wanted, nearest spelling.
     """
-    found = read_settings(str(config), KEYS)
+    found = read_settings(None if config is None else str(config), KEYS)
     for override in overrides:
         apply_override(found, override, KEYS)
     built = {}
@@ -160,6 +162,23 @@ def write_resolved(config: Config) -> Path:
         where = config.where("run.output_dir")
         raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _check_reference(config: Config, beta: float) -> None:
+    """Raises ConfigError where a key asks something of a reference that does not exist."""
+    loss = config.loss
+    asked = {
+        "loss.ref_sync_every": (loss.ref_sync_every, 0, "to sync"),
+        "loss.ref_quantization": (loss.ref_quantization, "none", "to quantize"),
+    }
+    problems = [
+        f"{config.where(key)}: found {show(value)} with loss.beta = 0, where there is no reference {what}; "
+        f"want {show(off)}, or loss.beta > 0"
+        for key, (value, off, what) in asked.items()
+        if value != off and beta == 0
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:

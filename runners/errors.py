@@ -1,11 +1,24 @@
-"""Errors that a person can act on. The command line shows them as lines on stderr and exits with code 2."""
+"""Errors that a person can act on. The command line shows them on stderr, a line each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
+# Of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
+_OUT_OF_MEMORY = (
+    "[malloc] unable to allocate",
+    "[metal::malloc]",
+    "[malloc_or_wait]",
+    "insufficient memory",
+    "out of memory",
+    "bad_alloc",
+)
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
+_LINE = 2000  # characters
 _SHOWN = 80  # characters of a found value that fit into a one-line message
 
 
@@ -14,6 +27,8 @@ class UserError(Exception):
 
     The message is one line that names the thing, what was found and what is wanted.
     """
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -24,11 +39,33 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
 
+class NumbersError(UserError):
+    """A run whose numbers have failed too often to go on; the last good state has been saved."""
+
+    exit_code = 3
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether MLX, or Python, says with this exception that memory has run out."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+    )
+
+
+def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:
+    """A count that a checkpoint's facts hold, `default` where they have none; UserError for anything else."""
+    found = facts.get(name, default)
+    if type(found) is not int or found < 0:
+        raise UserError(f"trainer_state.json: {name}: found {show(found)}, wanted a number of at least 0")
+    return found
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None where none is close."""
     if len(name) > _SHOWN:
         return None
-    lowered = {candidate.lower(): candidate for candidate in known}
+    lowered = {candidate.lower(): candidate for candidate in known if len(candidate) <= 2 * _SHOWN}
     match = get_close_matches(name.lower(), lowered, n=1)
     return lowered[match[0]] if match else None
 
@@ -43,6 +80,14 @@ def show(value: object) -> str:
     """A found value as TOML spells it, shortened to fit into a one-line message."""
     text = spell(value, depth=3)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def spell_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of values as a TOML file spells them, a blank line after each."""
+    lines: list[str] = []
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {spell(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
 
 
 def spell(value: object, depth: int = 20) -> str:
@@ -61,6 +106,19 @@ def spell(value: object, depth: int = 20) -> str:
         # Python refuses to spell integers of more than 4,300 digits.
         return f"an integer of {value.bit_length()} bits"
     return str(value)
+
+
+def one_line(text: str, environ: Mapping[str, str]) -> str:
+    """A message for a terminal or a log: one printable line of bounded length, without what `environ` keeps
+    secret.
+
+    Messages may quote what strangers wrote, and other people's exceptions whatever they please.
+    """
+    for name, value in environ.items():
+        if len(value) >= 8 and _SECRET.search(name):
+            text = text.replace(value, f"${name}")
+    text = _printable(text)
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
 def _printable(line: str) -> str:

@@ -60,6 +60,12 @@ def minus_one_or_positive() -> Validator:
     return _rule(lambda value: value == -1 or 1 <= value <= INT_MAX, "-1 (all) or an integer of at least 1")
 
 
+def one_of(*values: int) -> Validator:
+    """One of a few integers."""
+    *rest, last = map(str, values)
+    return _rule(lambda value: value in values, f"{', '.join(rest)} or {last}")
+
+
 def check_choices(_: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
     """A field transformer for attrs: a field of a Literal type (or None) takes nothing else."""
     return [

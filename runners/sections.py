@@ -30,9 +30,13 @@ the final number, alone
 
 Tune = Literal["full", "lora", "dora"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Master = Literal["float32", "bfloat16"]
-Quantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
+Stored = Literal["float32", "bfloat16"]
+Quantization = Literal[
+    "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4", "auto"
+]
+RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
+Launch = Literal["auto", "eval", "async"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
 Level = Literal["token", "sequence"]
@@ -45,6 +49,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 OnBadRow = Literal["raise", "skip"]
 SharePrompts = Literal["auto", "always", "never"]
 OnError = Literal["skip", "raise"]
+OnSaveError = Literal["continue", "stop"]
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -54,6 +59,7 @@ class RunConfig:
     name: str = field(default="grpo", validator=rules.run_name())
     output_dir: str = field(default="outputs", validator=rules.text())
     seed: int = field(default=0, validator=rules.at_least(0, 2**63 - 1))
+    overwrite: bool = False  # begin anew in a folder that holds a run
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -74,8 +80,9 @@ class ModelConfig:
     tune: Tune = "full"
     lora: LoraConfig = field(factory=LoraConfig)
     dtype: Dtype = "auto"  # of the computation
-    master: Master = "float32"  # of the weights that the optimizer moves
+    master: Stored = "float32"  # of the weights that the optimizer moves; bfloat16 is rounded stochastically
     trust_remote_code: bool = False
+    loader: str = ""  # one's own function that opens the folder; empty: mlx-lm
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -93,6 +100,7 @@ class DataConfig:
     max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
     max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
     on_bad_row: OnBadRow = "raise"
+    transform: str = ""  # one's own function from a row to a row; empty: none
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -108,7 +116,13 @@ class RolloutConfig:
     stop: tuple[str, ...] = field(default=(), validator=rules.each_text())
     quantization: Quantization = "none"
     storage: Storage = "dequantized"
-    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: all
+    group_size: int = field(default=0, validator=rules.one_of(0, 32, 64, 128))  # 0: the mode's own
+    quantize_head: bool = False  # embeddings and head too
+    mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
+    auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
+    launch: Launch = "auto"  # of a decoding step: wait for it, or hand it over; auto: measured
+    check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
+    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -162,6 +176,8 @@ class LossConfig:
     sync_every: int = field(default=1, validator=rules.at_least(1))
     ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
     ref_mixup: float = field(default=0.6, validator=rules.share(zero=False))
+    ref_quantization: RefQuantization = "none"
+    ref_storage: Storage = "packed"
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -174,6 +190,7 @@ class OptimConfig:
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=rules.each_share())
     eps: float = field(default=1e-8, validator=rules.above(0))
     weight_decay: float = field(default=0.0, validator=rules.not_negative())
+    moments: Stored = "float32"  # of the two averages; bfloat16 is rounded stochastically
     max_grad_norm: float = field(default=1.0, validator=rules.not_negative())  # 0: no clipping
     batch_size: int = field(default=1, validator=rules.at_least(1))  # prompts a batch step
     gradient_accumulation_steps: int = field(default=1, validator=rules.at_least(1))
@@ -181,6 +198,7 @@ class OptimConfig:
     max_steps: int = field(default=0, validator=rules.at_least(0))  # batch steps; 0: by epochs
     num_iterations: int = field(default=1, validator=rules.at_least(1))  # passes over one rollout
     minibatches: int = field(default=1, validator=rules.at_least(1))  # updates a pass
+    max_bad_updates: int = field(default=10, validator=rules.at_least(0))  # in a row; 0: without end
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -200,6 +218,7 @@ class CheckpointConfig:
     every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
     keep_last: int = field(default=0, validator=rules.at_least(0))  # 0: all
     keep_best: int = field(default=0, validator=rules.at_least(0))
+    on_error: OnSaveError = "continue"  # where the disk refuses a checkpoint or a line of the log
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -215,11 +234,27 @@ class LogConfig:
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class WatchConfig:
+    """[watch]: when a line warns that training goes astray."""
+
+    patience: int = field(default=10, validator=rules.at_least(0))  # updates in a row; 0: no warnings
+    min_entropy: float = field(default=0.001, validator=rules.not_negative())  # nats a token; 0: off
+    max_kl: float = field(default=10.0, validator=rules.not_negative())  # nats a token; 0: off
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class StopConfig:
+    """[stop]: what ends a run before its last step."""
+
+    when: tuple[str, ...] = field(default=(), validator=rules.each_text())  # runners.watch.Condition
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class SystemConfig:
     """[system]: how the machine is used."""
 
     compile: bool = True
     grad_checkpoint: bool = False
     memory_limit_gb: float = field(default=0.0, validator=rules.not_negative())  # 0: MLX's own
-    micro_batch_tokens: int = field(default=16384, validator=rules.at_least(1))  # learner tokens at a time
+    micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU

@@ -5,6 +5,7 @@ Nothing is typed here; `runners.config` turns the merged values into the frozen 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -60,11 +61,14 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
 
 
-def read_settings(config: str, kinds: Mapping[KeyPath, Any]) -> Settings:
-    """The values of a config file, or of a packaged preset named `config`. `kinds` has every key there is.
+def read_settings(config: str | None, kinds: Mapping[KeyPath, Any]) -> Settings:
+    """The values of a config file, of a packaged preset named `config`, or (None) of nothing at all.
 
-    Raises ConfigError where there is no such file or it is not TOML.
+    A file is TOML, or JSON where its name ends so, as config.resolved.json. `kinds` has every key there is.
+    Raises ConfigError where there is no such file or it cannot be read as what it is.
     """
+    if config is None:
+        return Settings(label="--set", folder=Path())
     sections = list(dict.fromkeys(known[0] for known in kinds))
     path, label = _locate(config)
     table = _parse(path, label)
@@ -160,14 +164,25 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
         raise ConfigError(
             [f"{label}:{line}: found the byte 0x{data[error.start]:02x}, want UTF-8 text"]
         ) from error
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        return tomllib.loads(text)
+        return _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
-        raise ConfigError([f"{label}: not TOML: nested too deeply"]) from None
+        raise ConfigError([f"{label}: not {kind}: nested too deeply"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax_error(label, text, str(error))]) from error
     except ValueError as error:  # Python's own limit on the digits of an integer
-        raise ConfigError([f"{label}: not TOML: an integer of too many digits"]) from error
+        raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
+
+
+def _from_json(text: str, label: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{label}:{error.lineno}:{error.colno}: not JSON: {error.msg}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{label}: found {show(content)}, want a JSON object"])
+    return content
 
 
 def _syntax_error(label: str, text: str, message: str) -> str:

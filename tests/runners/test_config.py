@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runners import sections
 from runners.config import SECTIONS, load_config, write_resolved
+from runners.errors import ConfigError
 from runners.settings import PRESET_FOLDER, preset_names
 
 MINIMAL = '[model]\npath = "embedded"\n'
@@ -140,7 +141,8 @@ def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
 
 def test_the_presets_are_the_shipped_files():
     """The names that the command line knows, quickstart among them."""
-    assert {"quickstart", "smoke_test", "lora", "gsm8k_qwen"} <= set(preset_names())
+    names = "quickstart smoke_test ultra_light medium prod nanochat_grpo nanochat_d32 lora qlora dapo gspo"
+    assert {*names.split(), "gsm8k_qwen"} == set(preset_names())
 
 
 @given(
@@ -174,3 +176,27 @@ def test_the_resolved_config_is_json_with_sections_only(write):
     assert list(found) == list(SECTIONS) and found == config.to_dict()
     assert (found["loss"]["baseline"], found["loss"]["surrogate"]) == ("group_mean", "clip")
     assert [other.name for other in path.parent.iterdir()] == ["config.resolved.json"]
+
+
+def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
+    """config.resolved.json gives the very config that wrote it; what is no JSON object is told."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config("quickstart", ["run.name=again", "rollout.stop=['x']"]).check()
+    assert load_config(str(write_resolved(config))) == config
+    for text, message in (
+        ('{"run": ', "x.json:1:9: not JSON: Expecting value"),
+        ("[1]", "x.json: found [1], want a JSON object"),
+        ("[" * 100_000, "x.json: not JSON: nested too deeply"),
+    ):
+        (tmp_path / "x.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load_config("x.json")
+        assert caught.value.problems == (message,)
+
+
+def test_a_config_can_come_from_overrides_alone():
+    """No file: the defaults, what is given, and the same errors."""
+    config = load_config(None, ['model.path="123"', "data.source=embedded"])
+    assert (config.model.path, config.data.source, config.optim.batch_size) == ("123", "embedded", 1)
+    with pytest.raises(ConfigError, match=r"^--set: model\.path: missing"):
+        load_config(None)

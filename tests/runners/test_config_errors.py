@@ -45,6 +45,11 @@ def faults(tmp_path, monkeypatch):
         ('rollout.stop = [""]', 'found [""], want a list of strings that are not empty'),
         ('rollout.stop = "</a>"', 'found "</a>", want a list of strings'),
         ('rollout.quantization = "affine4"', "did you mean affine-4?"),
+        ("rollout.group_size = 16", "found 16, want 0, 32, 64 or 128"),
+        ("rollout.group_size = -1", "found -1, want 0, 32, 64 or 128"),
+        ("rollout.mismatch_limit = -0.1", "found -0.1, want a number of at least 0"),
+        ("rollout.auto_kl_limit = 0", "found 0, want a number above 0"),
+        ('loss.ref_quantization = "auto"', "want one of none, affine-8"),
         ("optim.batch_size = 0", "found 0, want an integer of at least 1"),
         ("optim.batch_size = 1.0", "found 1.0, want an integer"),
         ("optim.batch_size = true", "found true, want an integer"),
@@ -78,6 +83,13 @@ def faults(tmp_path, monkeypatch):
         ("run.seed = -1", "found -1, want an integer of at least 0"),
         (f"run.seed = {10**400}", "found an integer of 1329 bits, want an integer of at least 0"),
         (f"optim.eps = {10**400}", "found an integer of 1329 bits, want a number that float64 can hold"),
+        ('stop.when = ["kl"]', 'found "kl", want "METRIC < NUMBER" or "METRIC < NUMBER for READINGS"'),
+        ('stop.when = ["klx > 1"]', 'found "klx > 1", want a number of the log; did you mean kl?'),
+        (
+            'stop.when = ["qqqq > 1"]',
+            'found "qqqq > 1", want a number of the log, as training_log.jsonl has them: em',
+        ),
+        ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
         ("learning_rate = 1e-5", "found MLX-GRPO's keys (learning_rate) and sections ([model])"),
     ],
 )
@@ -167,6 +179,40 @@ def test_faults_of_the_command_line_are_named_so(faults, override, line):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        (
+            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
+            "rollout.group_size: found 64, want 0: a group of mxfp4 has one size, which is part of the "
+            "format",
+        ),
+        (
+            'loss = {beta = 0.1, ref_quantization = "affine-4"}\nmodel.tune = "lora"',
+            'loss.ref_quantization: found "affine-4" with model.tune = "lora", where the reference is the '
+            'base itself, without its adapters, at no cost; want "none"',
+        ),
+        (
+            'loss = {beta = 0.1, ref_quantization = "affine-4", ref_sync_every = 8}',
+            'loss.ref_mixup: found 0.6 with loss.ref_quantization = "affine-4", which keeps no full-'
+            "precision reference to mix with; want 1.0, or loss.ref_sync_every = 0",
+        ),
+    ],
+)
+def test_quantized_roles_without_meaning_are_refused(faults, text, line):
+    """A group that a format does not have, a rounded reference that costs more, one that cannot be mixed."""
+    assert faults(MODEL + text) == [f"train.toml: {line}"]
+
+
+@pytest.mark.parametrize("more", ["ref_mixup = 1.0, ref_sync_every = 8", "ref_sync_every = 0"])
+def test_a_quantized_reference_may_move_as_a_whole(tmp_path, more):
+    """With ref_mixup = 1 nothing is mixed, and without ref_sync_every nothing moves."""
+    (tmp_path / "a.toml").write_text(
+        MODEL + f'loss = {{beta = 0.1, ref_quantization = "affine-4", {more}}}\nrollout.group_size = 32'
+    )
+    load_config(str(tmp_path / "a.toml")).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
         ("[model\npath = 1", "train.toml:1:7: not TOML: expected ']' at the end of a table declaration"),
         ("a = 1\nb = [1,\n", "train.toml:3:1: not TOML: invalid value"),
         ("seed = 1\nseed = 2\n", "train.toml:2:9: not TOML: cannot overwrite a value"),
@@ -237,6 +283,12 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
         ),
         ("loss.correction = 'sequence_mask'", (), "train.toml: loss.correction: "),
         ("loss.aggregation = 'sequence_sum_norm'", (), "train.toml: loss.aggregation: "),
+        (
+            "loss.ref_quantization = 'mxfp8'",
+            (),
+            'train.toml: loss.ref_quantization: found "mxfp8" with loss.beta',
+        ),
+        ("loss.ref_sync_every = 2", (), "train.toml: loss.ref_sync_every: found 2 with loss.beta = 0"),
     ],
 )
 def test_a_loss_without_meaning_is_refused_by_check(tmp_path, monkeypatch, text, overrides, start):

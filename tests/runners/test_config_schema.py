@@ -30,7 +30,7 @@ def test_defaults_are_the_documented_ones(load):
     config = load('model.path = "embedded"')
     found = {**config.to_dict(), "data": {**config.to_dict()["data"], "system_prompt": "..."}}
     assert found == {
-        "run": {"name": "grpo", "output_dir": "outputs", "seed": 0},
+        "run": {"name": "grpo", "output_dir": "outputs", "seed": 0, "overwrite": False},
         "model": {
             "path": "embedded",
             "tune": "full",
@@ -38,6 +38,7 @@ def test_defaults_are_the_documented_ones(load):
             "dtype": "auto",
             "master": "float32",
             "trust_remote_code": False,
+            "loader": "",
         },
         "data": {
             "source": "openai/gsm8k",
@@ -51,6 +52,7 @@ def test_defaults_are_the_documented_ones(load):
             "max_samples": 0,
             "max_prompt_length": 512,
             "on_bad_row": "raise",
+            "transform": "",
         },
         "rollout": {
             "num_generations": 8,
@@ -62,6 +64,12 @@ def test_defaults_are_the_documented_ones(load):
             "stop": [],
             "quantization": "none",
             "storage": "dequantized",
+            "group_size": 0,
+            "quantize_head": False,
+            "mismatch_limit": 0.5,
+            "auto_kl_limit": 0.01,
+            "launch": "auto",
+            "check_every": 0,
             "max_batch": 0,
         },
         "reward": {
@@ -85,6 +93,8 @@ def test_defaults_are_the_documented_ones(load):
             "sync_every": 1,
             "ref_sync_every": 0,
             "ref_mixup": 0.6,
+            "ref_quantization": "none",
+            "ref_storage": "packed",
         },
         "optim": {
             "learning_rate": 1e-6,
@@ -93,6 +103,7 @@ def test_defaults_are_the_documented_ones(load):
             "betas": [0.9, 0.999],
             "eps": 1e-8,
             "weight_decay": 0.0,
+            "moments": "float32",
             "max_grad_norm": 1.0,
             "batch_size": 1,
             "gradient_accumulation_steps": 1,
@@ -100,9 +111,10 @@ def test_defaults_are_the_documented_ones(load):
             "max_steps": 0,
             "num_iterations": 1,
             "minibatches": 1,
+            "max_bad_updates": 10,
         },
         "eval": {"every": 0, "samples": 200, "max_new_tokens": 0, "at_start": True},
-        "checkpoint": {"every": 100, "keep_last": 0, "keep_best": 0},
+        "checkpoint": {"every": 100, "keep_last": 0, "keep_best": 0, "on_error": "continue"},
         "log": {
             "every": 1,
             "jsonl": True,
@@ -111,11 +123,13 @@ def test_defaults_are_the_documented_ones(load):
             "wandb": False,
             "trackio": False,
         },
+        "watch": {"patience": 10, "min_entropy": 0.001, "max_kl": 10.0},
+        "stop": {"when": []},
         "system": {
             "compile": True,
             "grad_checkpoint": False,
             "memory_limit_gb": 0.0,
-            "micro_batch_tokens": 16384,
+            "micro_batch_tokens": 0,
             "share_prompts": "auto",
         },
     }
