@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from runners.errors import UserError
+from runners.inside import check_links, check_weight_map
+from runners.tokenizer_pickle import PICKLE_NAME, find_pickle
 
 # Beside the weights: what mlx-lm itself fetches from the Hub.
-_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe")
+_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe", PICKLE_NAME)
 _NOT_TRAVELLING = (
     "config.json",  # written anew beside new weights
     "*.index.json",
     "adapter_config.json",
     "trainer_state.json",
+    "manifest.json",
     "config.resolved.json",
     "training_log.jsonl",
     "completions.jsonl",
@@ -28,13 +33,15 @@ _TOKENIZER_FILES = (
     ("vocab.json", "merges.txt"),
     ("vocab.txt",),
 )
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, key: str = "model.path", *, own_loader: bool = False) -> Path:
     """The checked folder behind `model.path`: "embedded", a folder, or a Hub name (downloaded, then cached).
 
-    Raises UserError: nothing has that name, the Hub cannot be reached, or the folder is incomplete.
+    `key` is what messages call it; with `own_loader` the weights are its business, in whatever form they are.
+    Raises UserError: nothing has that name, the Hub cannot be reached, or the
+    folder is incomplete.
     """
     if path == "embedded":
         from runners.embedded import MODEL_DIR
@@ -42,32 +49,39 @@ def resolve_model(path: str) -> Path:
         folder = MODEL_DIR
     elif Path(path).expanduser().exists():
         folder = Path(path).expanduser().resolve()
-    elif _HUB_NAME.fullmatch(path):
-        folder = _download(path)
+    elif HUB_NAME.fullmatch(path):
+        folder = _download(path, f'{key} = "{path}"')
     else:
         raise UserError(
-            f'model.path = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
+            f'{key} = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
         )
-    check_folder(folder)
+    check_folder(folder, own_loader=own_loader)
     return folder
 
 
-def check_folder(folder: Path) -> None:
-    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer.
+def check_folder(folder: Path, *, own_loader: bool = False) -> None:
+    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
+    link that leads out of it.
 
+    Of a folder that a function of the user's own opens, weights and model_type are not asked for.
     mlx-lm goes on without tokenizer files, with a wrong end-of-text token; so they are asked for here.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: this is a file; wanted a model folder with config.json and *.safetensors")
+    check_links(folder)
     names = {file.name for file in folder.iterdir() if file.is_file()}
-    if "adapter_config.json" in names and not any(_is_weights(name) for name in names):
+    if is_adapter_folder(folder):
         base = read_json(folder / "adapter_config.json").get("model")
         raise UserError(
             f"{folder}: these are adapters, not a model" + (f"; their base model is {base}" if base else "")
         )
     if "config.json" not in names:
         raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
-    if "model_type" not in read_json(folder / "config.json"):
+    stated = read_json(folder / "config.json")
+    if own_loader:
+        _check_tokenizer(folder, names)
+        return
+    if "model_type" not in stated:
         raise UserError(
             f"{folder}/config.json: the key model_type is missing; mlx-lm chooses the model by it"
         )
@@ -75,11 +89,24 @@ def check_folder(folder: Path) -> None:
     _check_tokenizer(folder, names)
 
 
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds adapters and no model."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    return not any(_is_weights(file.name) for file in folder.iterdir())
+
+
+def tokenizer_pickle(folder: Path) -> Path | None:
+    """nanochat's tokenizer.pkl in a model folder without files that transformers reads; else None."""
+    names = {file.name for file in folder.iterdir()}
+    return None if _has_transformers_tokenizer(names) else find_pickle(folder)
+
+
 def read_json(file: Path) -> dict:
     """The JSON object in a file; UserError where it holds none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
@@ -98,6 +125,10 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
+    pickled = tokenizer_pickle(source)
+    if pickled is not None and pickled not in files:
+        shutil.copyfile(pickled, target / PICKLE_NAME)
+        files.append(pickled)
     return [file.name for file in files]
 
 
@@ -115,28 +146,31 @@ def _check_weights(folder: Path, names: set[str]) -> None:
         hint = f"; found {', '.join(others[:3])}: convert with `mlx_lm.convert`" if others else ""
         raise UserError(f"{folder}: there are no weights (model*.safetensors){hint}")
     if "model.safetensors.index.json" in names:
-        index = read_json(folder / "model.safetensors.index.json")
-        missing = sorted(set(index.get("weight_map", {}).values()) - names)
-        if missing:
-            raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
+        check_weight_map(folder, read_json(folder / "model.safetensors.index.json"), names)
     empty = sorted(name for name in found if (folder / name).stat().st_size == 0)
     if empty:
         raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
-    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
-    if not whole and not any(name.endswith(".tiktoken") for name in names):
-        wanted = " or ".join("+".join(files) for files in _TOKENIZER_FILES)
+    if _has_transformers_tokenizer(names):
+        if "tokenizer_config.json" not in names:
+            raise UserError(
+                f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+            )
+    elif find_pickle(folder) is None:
+        wanted = " or ".join([*("+".join(files) for files in _TOKENIZER_FILES), PICKLE_NAME])
         raise UserError(f"{folder}: the tokenizer is missing; wanted {wanted}")
-    if "tokenizer_config.json" not in names:
-        raise UserError(
-            f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
-        )
 
 
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+def _has_transformers_tokenizer(names: set[str]) -> bool:
+    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
+    return whole or any(name.endswith(".tiktoken") for name in names)
+
+
+@contextmanager
+def hub_errors(where: str) -> Iterator[None]:
+    """What goes wrong with the Hub inside the block becomes a UserError of one line, led by `where`."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -146,10 +180,8 @@ def _download(name: str) -> Path:
         RepositoryNotFoundError,
     )
 
-    where = f'model.path = "{name}"'
-    patterns = ["model*.safetensors", *_COMPANIONS]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        yield
     except GatedRepoError as error:
         raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
@@ -161,3 +193,11 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{where}: the download failed ({first_line})") from error
+
+
+def _download(name: str, where: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
+    with hub_errors(where):
+        return Path(snapshot_download(name, allow_patterns=patterns))

@@ -1,6 +1,6 @@
-"""Text out of tokens, and the token at which a completion ends.
+"""Text out of tokens, at once or as they come, and the token at which a completion ends.
 
-Completions are scored as text but never tokenized again; these two functions are all that the loop needs.
+Completions are scored as text but never tokenized again; these functions are all that the loops need.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ class TextDecoder:
             return ""
         # Tidying spaces before punctuation would change what the rewards read.
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def stream(self) -> TextStream:
+        """A new stream of text, for one completion."""
+        return TextStream(self)
+
+    def is_dropped(self, token: int) -> bool:
+        """Whether a token leaves no text: special ones do not, but the four tags do."""
+        return token in self._dropped
 
     def find_stop(self, stop_strings: Sequence[str]) -> Callable[[Sequence[int]], int | None] | None:
         """A function from a completion's tokens to how many of them to keep, None where it goes on.
@@ -75,6 +83,40 @@ class TextDecoder:
             return None
 
         return find
+
+
+class TextStream:
+    """A completion's text as its tokens come: the pieces join to what `decode` gives for all of them.
+
+    (Nearly so where characters are broken in the midst: some decoders then change what they said before.)
+    A piece is held back while it ends inside a character. Only the last few tokens are decoded again: those
+    since the piece before, with that piece's own in front, as decoders treat the first token of a text apart.
+    """
+
+    def __init__(self, decoder: TextDecoder):
+        """An empty text."""
+        self._decoder = decoder
+        self._last: list[int] = []  # tokens of the last piece
+        self._waiting: list[int] = []  # tokens behind it
+
+    def add(self, token: int) -> str:
+        """The text that this token completes, often empty."""
+        if self._decoder.is_dropped(token):
+            return ""
+        self._waiting.append(token)
+        text = self._decoder.decode([*self._last, *self._waiting])
+        if text.endswith("\ufffd"):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """The rest, where the last character never became whole."""
+        return self._advance(self._decoder.decode([*self._last, *self._waiting]))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._decoder.decode(self._last)) :]
+        self._last, self._waiting = self._waiting or self._last, []
+        return piece
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

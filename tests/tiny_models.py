@@ -8,6 +8,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "phi3", "mixtral")
+"""What `make_model_folder` makes; nanochat's folders are `tests.tiktoken_files.make_nanochat_folder`'s."""
+
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -60,6 +63,14 @@ def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool) -> dict:
     }
     if arch == "qwen2":
         del config["head_dim"]
+    if arch.startswith("gemma3"):
+        # Every second block looks back 8 tokens only.
+        config |= {"query_pre_attn_scalar": 16, "sliding_window": 8, "sliding_window_pattern": 2}
+    if arch == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if arch == "gemma3":  # the whole model's: the text model's stands inside
+        text = {**config, "model_type": "gemma3_text"}
+        return {"model_type": arch, "text_config": text, "vocab_size": vocab_size, "eos_token_id": 2}
     return config
 
 
@@ -81,7 +92,7 @@ def make_model_folder(
 
     Args:
         path: the folder, made if need be.
-        arch: "llama" or "qwen2" (which has biases in its attention).
+        arch: one of ARCHITECTURES.
         seed: of the random weights.
         dtype: of the weights in the file.
         tie: the head shares the embedding's weights.
@@ -102,6 +113,8 @@ def make_model_folder(
         nn.quantize(module, **quantize)
         config["quantization"] = quantize
     weights = dict(tree_flatten(module.parameters()))
+    if tie:  # some modules have the leaf and do without it
+        weights = {name: leaf for name, leaf in weights.items() if not name.endswith("lm_head.weight")}
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_tokenizer(

@@ -9,7 +9,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.model_files import resolve_model
-from runners.models import flat, load_model
+from runners.models import _finite, flat, load_model
 from runners.platform import Platform
 from runners.sections import LoraConfig, ModelConfig
 from tests.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
@@ -156,7 +156,7 @@ def test_a_missing_file_is_named(folder, name, message):
         ("config.json", '{"model_type": "llama"}', "the model cannot be loaded: .*missing"),
         ("tokenizer.json", '{"version": "1.0"}', "the tokenizer cannot be loaded"),
         ("model.safetensors", "", "the file is empty"),
-        ("model.safetensors", "not a tensor file", "the model cannot be loaded"),
+        ("model.safetensors", "not a tensor file", "cannot be read as safetensors: its header would"),
         (
             "model.safetensors.index.json",
             '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}',
@@ -176,11 +176,23 @@ def test_weights_cut_off_are_refused(folder):
     """A copy that stopped half-way is no model."""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match="the model cannot be loaded"):
+    with pytest.raises(UserError, match=r"model.safetensors: .* lies from byte .* the file is cut off"):
         load(folder)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_the_bits_tell_what_is_finite(dtype):
+    """The check says what mx.isfinite says, of either sign, at every limit, wherever the entry stands."""
+    limits = mx.finfo(dtype)
+    values = [0.0, -0.0, 1.0, -1.0, limits.max, limits.min, 1e-7, -1e-7]
+    rest = mx.random.normal((5, 7), key=mx.random.key(0)).astype(dtype)
+    for value in [*values, float("inf"), -float("inf"), float("nan"), -float("nan")]:
+        leaf = mx.where(mx.arange(7) == 6, mx.array(value, dtype), rest)
+        for each in (leaf, leaf.T, -mx.abs(leaf), mx.array(value, dtype)):
+            assert _finite(each) == mx.all(mx.isfinite(each)).item(), (value, each.shape)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_named(folder, value):
     """One NaN would make every number of the run NaN; the weight that holds it is named."""
     weights = mx.load(str(folder / "model.safetensors"))

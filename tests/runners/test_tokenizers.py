@@ -137,3 +137,30 @@ def test_no_stop_strings_is_no_function_and_an_empty_one_an_error(plain):
     assert plain[0].find_stop([]) is None
     with pytest.raises(ValueError, match="a stop string is empty"):
         plain[0].find_stop(["</answer>", ""])
+
+
+@given(text=st.text(alphabet="ab1 \né√<>/漢😀", max_size=30), cut=st.integers(0, 3))
+def test_a_stream_joins_to_the_whole_text(plain, sentencepiece, text, cut):
+    """Any text, special tokens strewn in: the pieces are the whole, and none ends in half a character.
+
+    Byte-level tokens may be cut anywhere; a decoder with bytes as a last resort spoils its neighbours then.
+    """
+    for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
+        tokens = tokenizer.encode(text)
+        tokens = [*tokens[missing:], tokenizer.eos_token_id, *tokens[: len(tokens) - missing]]
+        stream = decoder.stream()
+        pieces = [stream.add(token) for token in tokens]
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
+        pieces.append(stream.finish())
+        assert "".join(pieces) == decoder.decode(tokens)
+
+
+def test_a_stream_holds_back_what_is_not_whole(plain):
+    """The root sign has three tokens: nothing, nothing, the sign; a second stream knows nothing of it."""
+    decoder, tokenizer = plain
+    tokens = tokenizer.encode("√")
+    stream = decoder.stream()
+    assert [stream.add(token) for token in tokens] == ["", "", "√"] and stream.finish() == ""
+    cut = decoder.stream()
+    assert [cut.add(token) for token in tokens[:2]] == ["", ""]
+    assert cut.finish() == decoder.decode(tokens[:2])

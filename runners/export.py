@@ -1,0 +1,190 @@
+"""Handing a model on: a folder with fused adapters, quantized if asked for, a card, and an upload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from runners.convert import Quantization, pack, write_weights
+from runners.durable import new_folder
+from runners.errors import UserError
+from runners.inference import add_adapters, base_of
+from runners.model_card import model_card, run_facts
+from runners.model_files import (
+    HUB_NAME,
+    copy_companions,
+    is_adapter_folder,
+    read_json,
+    resolve_model,
+    tokenizer_pickle,
+)
+from runners.models import cast_floating, read_model
+
+
+@attrs.frozen
+class Source:
+    """What is exported."""
+
+    folder: Path  # a model's, or its adapters'
+    model: Path  # the model's folder: the same one, or the base's
+    adapters: bool  # whether `folder` holds adapters for `model`
+    base: str  # the Hub name that the model comes from, "" where it has none
+
+
+def find_source(name: str) -> Source:
+    """The model behind a run's folder (its final/), a folder of a model or of adapters, or a Hub name.
+
+    Raises UserError where there is none, or something of it is missing.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "config.resolved.json").is_file():
+        if not (folder / "final").is_dir():
+            found = sorted(path.name for path in folder.glob("checkpoint-*"))
+            hint = f"; it has {', '.join(found)}, which can be named instead" if found else ""
+            raise UserError(f"{name}: this run has no final model{hint}")
+        folder = folder / "final"
+    if is_adapter_folder(folder):
+        base = base_of(folder)
+        return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base))
+    stated = folder / "adapter_config.json"  # beside merged weights it tells where they are from
+    base = str(read_json(stated).get("model") or "") if stated.is_file() else _trained(folder)
+    model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
+    return Source(model, model, False, _hub_name(base if folder.exists() else name))
+
+
+def export(
+    name: str,
+    target: Path,
+    *,
+    quantization: Quantization,
+    dtype: str = "",
+    force: bool = False,
+    title: str = "",
+    trust_remote_code: bool = False,
+) -> Path:
+    """Writes a model folder with a card into `target`, whole or not at all, and returns it.
+
+    Adapters are folded into the weights by mlx-lm's own `fuse`. Over packed weights the layers that they
+    change are unpacked, as rounding them again would undo much of a small update; with a quantization asked
+    for, everything is unpacked and packed anew.
+
+    Args:
+        name: as `find_source` takes it.
+        target: the new folder; one that is there is replaced with `force`, and else refused.
+        quantization: packing of the weights, by mlx-lm.
+        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
+        title: the card's; "" is the target's name.
+        trust_remote_code: run code that comes with the model.
+
+    Raises UserError for what is missing, does not fit or is in the way.
+    """
+    quantization.check()
+    if target.exists() and not force:
+        raise UserError(f"{target}: this exists; --force replaces it")
+    source = find_source(name)
+    inside = target.resolve()
+    for folder in (source.folder.resolve(), source.model.resolve()):
+        if inside == folder or inside in folder.parents:
+            raise UserError(f"{target}: {folder} is exported from there; wanted another folder")
+    module, config, _, _ = read_model(source.model, trust_remote_code)
+    config = read_json(source.model / "config.json") | {
+        key: config[key] for key in ("quantization", "quantization_config") if key in config
+    }
+    config.pop("_name_or_path", None)  # a folder of whoever made it
+    fused = fuse(module, source) if source.adapters else []
+    if quantization.wanted and "quantization" in config:
+        from mlx_lm.utils import dequantize_model
+
+        module = dequantize_model(module)
+    elif fused and "quantization" in config:
+        config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
+    if quantization.wanted or fused:
+        config.pop("quantization_config", None)
+    if quantization.wanted:
+        config.pop("quantization", None)
+    if dtype:
+        cast_floating(module, getattr(mx, dtype))
+        config = {key: dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
+    if quantization.wanted:
+        module, config = pack(module, config, quantization)
+    facts = run_facts(source.folder)
+    with new_folder(target) as temporary:
+        write_weights(temporary, module, config)
+        copy_companions(source.model, temporary)
+        card = model_card(
+            title or target.name,
+            facts,
+            quantized=_packing(config),
+            base=source.base,
+            plain_mlx=tokenizer_pickle(source.model) is None,
+        )
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    return target
+
+
+def fuse(module: nn.Module, source: Source) -> list[str]:
+    """Folds a source's adapters into its module, in place; the names of the layers that changed."""
+    from mlx.utils import tree_unflatten
+
+    add_adapters(module, source.folder, source.model)
+    layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
+    fused: list[tuple[str, Any]] = [(name, part.fuse(dequantize=True)) for name, part in layers]  # type: ignore[attr-defined]
+    module.update_modules(tree_unflatten(fused))
+    return [name for name, _ in fused]
+
+
+def check_repo(name: str) -> None:
+    """Raises UserError unless a name can be a repository's on the Hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f'--upload-repo "{name}": wanted owner/name, as on the Hub') from error
+
+
+def upload(folder: Path, repo: str, *, private: bool = False) -> str:
+    """Uploads a folder to the Hub, where the repository is made if need be; the commit's address.
+
+    Not by mlx-lm's `upload_to_hub`, which writes a card of its own over the folder's. Raises UserError where
+    the Hub refuses or cannot be reached.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi(library_name="grpo_fn")
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by grpo export")
+    except LocalTokenNotFoundError as error:
+        raise UserError(f'--upload-repo "{repo}": nobody is logged in; `hf auth login` does') from error
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f'--upload-repo "{repo}": the upload failed ({line}); {folder} is whole') from error
+    return str(done.commit_url)
+
+
+def _trained(folder: Path) -> str:
+    """The model that a run's final/ or checkpoint was trained from, as its config names it."""
+    resolved = folder.resolve().parent / "config.resolved.json"
+    return str(read_json(resolved).get("model", {}).get("path", "")) if resolved.is_file() else ""
+
+
+def _hub_name(name: str) -> str:
+    return name if "/" in name and HUB_NAME.fullmatch(name) and not Path(name).exists() else ""
+
+
+def _packing(config: dict[str, Any]) -> str:
+    packed = config.get("quantization")
+    if not packed:
+        return ""
+    mode = packed.get("mode", "affine")
+    return f"{packed['bits']} bits, groups of {packed['group_size']}" + (
+        "" if mode == "affine" else f", {mode}"
+    )

@@ -1,0 +1,124 @@
+"""One's own functions, as a config names them: package.module:function or path/to/file.py:function."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from runners.errors import UserError, did_you_mean, one_line, show
+
+FORMS = "package.module:function or path/to/file.py:function"
+
+_TOLD = 300  # characters of an exception's message that fit into a one-line message
+
+
+def resolve_function(
+    name: str, base_dirs: Iterable[str | Path] = (), *, key: str, takes: Sequence[str] | None = None
+) -> Callable[..., Any]:
+    """The function that a name means.
+
+    A relative file is looked for in each of `base_dirs` in turn (in the working directory where there are
+    none). The folders of `base_dirs`, and the file's own folder, join the end of Python's path, so that a
+    module there can be named and a file can import its neighbours; they stay, as an import may come late.
+
+    Args:
+        name: as the config has it.
+        base_dirs: the working directory and the config's folder, as a rule.
+        key: what messages call it, such as "model.loader".
+        takes: the names of the arguments that it will be called with, by position; None: not looked at.
+
+    Raises UserError, in one line, for a missing file or module, a failing import, a missing function (with
+    the nearest spelling), something that cannot be called, or cannot be called with such arguments.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise UserError(f"{key} {show(name)}: wanted {FORMS}")
+    dirs = [Path(folder).expanduser().resolve() for folder in base_dirs] or [Path.cwd()]
+    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    what = f"{key} {show(name)}"
+    module = _load_file(what, place, dirs) if is_file else _load_module(what, place, dirs)
+    if not hasattr(module, attribute):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
+    function = getattr(module, attribute)
+    if inspect.isclass(function):
+        raise UserError(f"{what}: {attribute} is a class; wanted a function or an instance to call")
+    if not callable(function):
+        raise UserError(f"{what}: {attribute} is {type(function).__name__}; wanted a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}: the parameters of {attribute} cannot be read; wrap it in a def") from error
+    if takes is not None:
+        try:
+            signature.bind(*takes)
+        except TypeError as error:
+            wanted = f"{attribute}({', '.join(takes)})"
+            raise UserError(f"{what}: the signature is {attribute}{signature}; wanted {wanted}") from error
+    return function
+
+
+def told(error: BaseException, path: str | Path | None = None) -> str:
+    """An exception in one line of bounded length, led by its line in the file at `path` if it has one."""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    where = f"line {lines[-1]}: " if lines else ""
+    text = one_line(" ".join(str(error).split()), os.environ)
+    return f"{where}{type(error).__name__}: {text[:_TOLD]}"
+
+
+def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
+    candidates = [folder / Path(place).expanduser() for folder in dirs]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
+    if path.suffix != ".py":
+        raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
+    path = path.resolve()
+    # The time stamp lets a notebook edit its functions and resolve them anew.
+    stamp = f"{path}:{path.stat().st_mtime_ns}".encode()
+    module_name = f"grpo_own_{hashlib.sha256(stamp).hexdigest()[:16]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{what}: Python cannot import {path}")
+    _extend_path([path.parent])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before execution: dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise UserError(f"{what}: importing {path} failed: {told(error, path)}") from error
+    return module
+
+
+def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
+    _extend_path(dirs)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise UserError(f"{what}: importing {place} failed: {told(error)}") from error
+        looked = ", ".join(map(str, dirs))
+        raise UserError(
+            f"{what}: no module named {error.name} on Python's path or in {looked}; a file is "
+            "written path/to/file.py:function"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what}: importing {place} failed: {told(error)}") from error
+
+
+def _extend_path(dirs: Iterable[Path]) -> None:
+    # At the end: a file's neighbour never hides an installed module.
+    sys.path.extend(str(folder) for folder in dirs if str(folder) not in sys.path)

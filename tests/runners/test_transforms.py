@@ -1,0 +1,91 @@
+"""`data.transform`: rows made of rows, rows left out, and faults with their place."""
+
+import json
+
+import pytest
+
+from runners.check_run import check_run
+from runners.config import load_config
+from runners.data import load_rows, load_split
+from runners.errors import UserError
+from runners.sections import DataConfig
+
+TRANSFORM = """
+def problem(row):
+    if row["n"] % 3 == 0:
+        return None
+    if row["n"] == 5:
+        raise KeyError("five")
+    if row["n"] == 7:
+        return "seven"
+    return {"question": f"What is {row['n']} + 1?", "answer": row["n"] + 1, "n": row["n"]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with rows of one number each and own.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(12)))
+    (tmp_path / "own.py").write_text(TRANSFORM)
+    return tmp_path
+
+
+def load(folder, transform="own.py:problem", **changes):
+    """The rows under a transform."""
+    config = DataConfig(source="rows.jsonl", transform=transform, **changes)
+    return load_rows(config, [folder])
+
+
+def test_rows_are_made_left_out_and_counted(folder):
+    """None leaves a row out; a fault is a bad row; the rest is what the function made."""
+    train, held_out = load(folder, on_bad_row="skip")
+    assert [row["n"] for row in (*train, *held_out)] == [1, 2, 4, 8, 10, 11]
+    assert train[0] == {"question": "What is 1 + 1?", "answer": 2, "n": 1}
+    assert (train.dropped, train.skipped) == (4, 2)
+    assert train.notices("train", 0, 512) == [
+        "train data: 4 rows left out by data.transform",
+        f"train data: 2 bad rows left out (the first: {train.first_fault})",
+    ]
+    config = DataConfig(source="rows.jsonl", transform="own.py:problem", on_bad_row="skip")
+    assert len(load_split(config, "test", folders=[folder])) == 6
+
+
+def test_a_fault_has_the_rows_place_and_the_functions_line(folder):
+    """The first one ends it, unless bad rows are skipped."""
+    with pytest.raises(
+        UserError, match=r"rows.jsonl, line 6: data.transform failed: line 6: KeyError: 'five'"
+    ):
+        load(folder)
+    (folder / "own.py").write_text(TRANSFORM.replace("== 5", "== 55"))
+    with pytest.raises(UserError, match=r"rows.jsonl, line 8: data.transform returned str; wanted a row"):
+        load(folder)
+
+
+def test_a_transform_that_leaves_nothing_is_told(folder):
+    """How many it left out."""
+    (folder / "none.py").write_text("def none(row):\n    return None\n")
+    with pytest.raises(UserError, match=r"no usable row; data\.transform left out 12"):
+        load(folder, "none.py:none")
+
+
+def test_a_row_is_not_changed_by_a_function_that_changes_its_argument(folder):
+    """Each gets a copy; the split read twice is the same."""
+    (folder / "pop.py").write_text(
+        "def pop(row):\n    return {'question': str(row.pop('n')), 'answer': 1, 'left': len(row)}\n"
+    )
+    assert load(folder, "pop.py:pop")[0] == load(folder, "pop.py:pop")[0]
+
+
+def test_the_check_command_and_a_module_beside_the_config(folder):
+    """The config's folder is looked in for modules, and what was left out is a warning."""
+    place = folder / "elsewhere"
+    place.mkdir()
+    (place / "transform_beside.py").write_text(TRANSFORM)
+    (place / "train.toml").write_text(
+        '[model]\npath = "embedded"\n[data]\nsource = "rows.jsonl"\ntransform = "transform_beside:problem"\n'
+        'on_bad_row = "skip"\n'
+    )
+    checked = check_run(load_config("elsewhere/train.toml").check())
+    assert "What is 1 + 1?" in checked.prompt
+    assert "train data: 4 rows left out by data.transform" in checked.warnings

@@ -1,0 +1,69 @@
+"""Real tiktoken encodings, trained here, pickled as nanochat pickles them, beside a nanochat model."""
+
+import json
+import pickle
+from pathlib import Path
+
+import mlx.core as mx
+import tiktoken
+from mlx.utils import tree_flatten
+from tiktoken._educational import bpe_train
+
+NANOCHAT_SPECIAL = (
+    "<|bos|>",
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+)
+PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+"""
+)
+_CORPUS = (
+    "Anna bakes 48 rolls in the morning and half as many in the evening. How many does she bake in all? "
+    "<reasoning>\n7+5=12, 12-3=9\n</reasoning>\n<answer>\n9\n</answer> Größe, naïve, 漢字漢字 and 😀😀. "
+)
+
+
+def make_encoding(special=NANOCHAT_SPECIAL, *, size=320, name="rustbpe"):
+    """An encoding of `size` byte-level BPE tokens and the special ones behind them."""
+    ranks = bpe_train(_CORPUS, size, PATTERN, visualise=None)
+    numbers = {token: len(ranks) + n for n, token in enumerate(special)}
+    return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=numbers)
+
+
+def write_pickle(folder, encoding=None, *, protocol=pickle.DEFAULT_PROTOCOL):
+    """tokenizer.pkl in a folder, and the path to it."""
+    path = Path(folder) / "tokenizer.pkl"
+    path.write_bytes(pickle.dumps(encoding or make_encoding(), protocol))
+    return path
+
+
+def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, padding=7, protocol=4):
+    """A nanochat model folder with random weights and tokenizer.pkl; the embedding is padded by some rows."""
+    from mlx_lm.models.nanochat import Model, ModelArgs
+
+    encoding = encoding or make_encoding()
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "nanochat",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": encoding.n_vocab + padding,
+        "max_position_embeddings": 256,
+        "intermediate_size": 4 * width,
+    }
+    mx.random.seed(seed)
+    module = Model(ModelArgs.from_dict(config))
+    weights = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
+    (path / "config.json").write_text(json.dumps(config))
+    write_pickle(path, encoding, protocol=protocol)
+    return path
