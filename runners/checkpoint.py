@@ -14,52 +14,113 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from runners.durable import new_folder, remove_folder, save_arrays
+from grpo_fn.trees import nbytes
+from runners.durable import new_folder, remove_folder, save_arrays, save_text
+from runners.errors import UserError
+from runners.manifest import write_manifest
 from runners.metrics import to_json
 from runners.model_files import copy_companions, read_json
 from runners.models import LoadedModel, flat
-from runners.state_files import load_state, save_state
+from runners.state_files import PackedState, load_state, pack_state, save_state
 
 if TYPE_CHECKING:
     from grpo_fn.state import TrainState
 
 __all__ = [
+    "LATEST",
+    "Snapshot",
+    "checkpoint_folders",
     "list_checkpoints",
     "load_state",
     "prune_checkpoints",
     "save_checkpoint",
     "save_final",
     "save_model",
+    "take_snapshot",
+    "write_checkpoint",
 ]
 
+LATEST = "latest"  # a file with the name of the newest checkpoint
+TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
-def save_checkpoint(
-    run_dir: Path, step: int, state: TrainState, loaded: LoadedModel, trainer_state: Mapping[str, Any]
-) -> Path:
-    """Writes `run_dir/checkpoint-{step}` and returns it; a folder of that name is replaced.
+@attrs.frozen(eq=False)
+class Snapshot:
+    """A checkpoint in memory: all of it is computed, so that another thread can write it."""
+
+    step: int
+    weights: dict[str, mx.array]  # the trained ones, and with full tuning the frozen ones too
+    state: PackedState
+    trainer_state: Mapping[str, Any]
+    loaded: LoadedModel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return nbytes(self.weights, self.state.arrays)
+
+
+def take_snapshot(
+    step: int,
+    state: TrainState,
+    loaded: LoadedModel,
+    trainer_state: Mapping[str, Any],
+    loop: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """A checkpoint to be written; arrays are shared with the state, not copied.
 
     Args:
-        run_dir: the run's folder, made if need be.
-        step: the batch step, as in the name.
+        step: the batch step, as in the folder's name.
         state: everything that training goes on from.
         loaded: the model the state belongs to.
         trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
-
-    Raises UserError where the disk refuses.
+        loop: trees of arrays that belong to the state.
     """
-    with new_folder(run_dir / f"checkpoint-{step}") as folder:
-        weights = _write_trained(folder, state.params, loaded)
-        save_state(folder, state, weights)
-        line, _ = to_json({"step": step, **trainer_state})
-        (folder / "trainer_state.json").write_text(line + "\n", encoding="utf-8")
-    return run_dir / f"checkpoint-{step}"
+    weights = _trained(state.params, loaded)
+    packed = pack_state(state, weights, loop or {})
+    weights = {name: mx.contiguous(array) for name, array in weights.items()}
+    mx.eval(weights)
+    return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded)
+
+
+def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
+    """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
+
+    A folder of that name is replaced. Raises UserError where the disk refuses: what was there is still there.
+    """
+    target = run_dir / f"checkpoint-{snapshot.step}"
+    with new_folder(target) as folder:
+        _write_weights(folder, snapshot.weights, snapshot.loaded)
+        save_state(folder, snapshot.state)
+        line, _ = to_json(snapshot.trainer_state)
+        (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        write_manifest(folder)
+        if target.exists():  # for a moment there will be no folder of that name
+            (run_dir / LATEST).unlink(missing_ok=True)
+    try:
+        save_text(run_dir / LATEST, target.name + "\n")
+    except OSError as error:
+        raise UserError(f"{run_dir / LATEST}: cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    state: TrainState,
+    loaded: LoadedModel,
+    trainer_state: Mapping[str, Any],
+    loop: Mapping[str, Any] | None = None,
+) -> Path:
+    """`take_snapshot` and `write_checkpoint` in one."""
+    return write_checkpoint(run_dir, take_snapshot(step, state, loaded, trainer_state, loop))
 
 
 def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel) -> Path:
@@ -80,7 +141,7 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel) -> Path:
             weights = flat(params) | loaded.frozen
             config.pop("quantization_config", None)  # unpacked while it was loaded
         else:
-            _write_trained(temporary, params, loaded)
+            _write_weights(temporary, _trained(params, loaded), loaded)
             weights, merged = merge_adapters(params, loaded)
             if loaded.quantized:
                 config.pop("quantization_config", None)
@@ -107,12 +168,17 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
     return weights, list(layers)
 
 
+def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
+    """All that is named as a checkpoint, by step, oldest first."""
+    if not run_dir.is_dir():
+        return {}
+    found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found)}
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The run's whole checkpoints, oldest step first."""
-    if not run_dir.is_dir():
-        return []
-    found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
-    return [found[step] for step in sorted(found) if (found[step] / "trainer_state.json").is_file()]
+    return [path for path in checkpoint_folders(run_dir).values() if (path / TRAINER_STATE).is_file()]
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> list[Path]:
@@ -133,19 +199,27 @@ def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) 
 
 
 def _score(folder: Path) -> tuple[float, float]:
-    state = read_json(folder / "trainer_state.json")
-    em, reward = (state.get(name) for name in ("em", "reward"))
-    return (-math.inf if em is None else em, -math.inf if reward is None else reward)
+    try:
+        state = read_json(folder / TRAINER_STATE)
+    except UserError:  # a damaged one is the first to go
+        return (-math.inf, -math.inf)
+    em, reward = (
+        number if isinstance(number := state.get(name), int | float) else -math.inf
+        for name in ("em", "reward")
+    )
+    return em, reward
 
 
-def _write_trained(folder: Path, params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The trained parameters in their master dtype, with what mlx-lm needs to load them; the arrays."""
-    trained = flat(params)
+def _trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
+    """What a weights file of the trained parameters holds: adapters alone, or the whole model."""
+    return flat(params) if loaded.adapter is not None else flat(params) | loaded.frozen
+
+
+def _write_weights(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:
+    """Weights as `_trained` gives them, with what mlx-lm needs to load them."""
     if loaded.adapter is None:
-        weights = trained | loaded.frozen
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
-        weights = trained
         save_arrays(folder / "adapters.safetensors", weights, _MLX)
         adapter_config = {"fine_tune_type": loaded.tune, "model": _base(loaded), **loaded.adapter}
         _write_json(folder / "adapter_config.json", adapter_config)
@@ -153,7 +227,6 @@ def _write_trained(folder: Path, params: Any, loaded: LoadedModel) -> dict[str, 
     if loaded.adapter is None:
         config.pop("quantization_config", None)
     _write_companions(folder, config, loaded)
-    return weights
 
 
 def _base(loaded: LoadedModel) -> str:

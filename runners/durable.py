@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from runners.errors import UserError
+from runners.tensor_header import check_header
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-\d+")
 
@@ -27,11 +28,27 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
         os.fsync(stream.fileno())
 
 
+def save_text(file: Path, text: str) -> None:
+    """Writes a text file, and its folder; a crash leaves the old file or the new one. OSError if refused."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.new-{os.getpid()}")
+    try:
+        with open(part, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+        flush(file.parent)
+    finally:
+        part.unlink(missing_ok=True)  # still there only after an error
+
+
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """The arrays and the metadata of a safetensors file; UserError where it is missing or cut off.
 
     The arrays are read here and now: a lazy one would change with the file under it.
     """
+    check_header(file)
     try:
         arrays, metadata = cast(Any, mx.load(str(file), format="safetensors", return_metadata=True))
         mx.eval(arrays)
@@ -71,15 +88,20 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Clears away what a killed run left in `parent`; a folder moved aside for a new one comes back."""
+    """Clears away what a killed run left in `parent`; a folder moved aside for a new one comes back.
+
+    OSError where the disk refuses.
+    """
     for path in parent.iterdir():
         match = _LEFTOVER.fullmatch(path.name)
         if not match:
             continue
         if match["kind"] == "old" and not (parent / match["name"]).exists():
             os.rename(path, parent / match["name"])
-        else:
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink()  # the beginning of a file
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -89,18 +111,19 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     if replaces:
         os.rename(target, aside)
     os.rename(temporary, target)
-    _flush_one(target.parent)
+    flush(target.parent)
     if replaces:
         shutil.rmtree(aside)
 
 
 def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _flush_one(path)
-    _flush_one(folder)
+        flush(path)
+    flush(folder)
 
 
-def _flush_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Brings a file, or a folder's list of names, to the disk. OSError where it refuses."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,6 +40,7 @@ def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_
         "tokenizer_config.json",
         "optimizer.safetensors",
         "trainer_state.json",
+        "manifest.json",
     }
     assert json.loads((folder / "trainer_state.json").read_text()) == {
         "step": 40,
@@ -137,7 +138,7 @@ def test_a_full_disk_is_a_user_error_and_keeps_the_old_checkpoint(llama, tmp_pat
         patch.setattr("runners.state_files.save_arrays", full)
         with pytest.raises(UserError, match=r"checkpoint-5: cannot be written: No space left on device"):
             save_checkpoint(tmp_path, 5, make_state(llama, seed=9), llama, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "latest"}
     assert same_bits(load_state(folder), state)
 
 

@@ -56,6 +56,14 @@ def test_a_kill_leaves_the_old_folder_or_none(tmp_path, moment, exists):
     assert not exists or (target / "content").read_text() == "old"
 
 
+def test_half_a_file_of_a_killed_run_is_cleared_away(tmp_path):
+    """What `save_text` had begun goes, like a folder; other files stay."""
+    for name in (".latest.new-123", ".hidden", "latest"):
+        (tmp_path / name).write_text("x")
+    durable.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".hidden", "latest"}
+
+
 def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     """The order is: each file, the folder, then the rename, then the parent."""
     log = []

@@ -1,0 +1,94 @@
+"""Signals in two steps: the first asks to stop, the second does not ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+ASKED = b"\nstopping after this step; once more: at once\n"
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that a signal ended, in good order."""
+
+    def __init__(self, number: int) -> None:
+        """`number`: the signal's."""
+        super().__init__(number)
+        self.exit_code = 128 + number  # as shells count
+
+
+class Interrupts:
+    """Within the `with` block the first SIGINT sets `stopped`, and a second one raises KeyboardInterrupt.
+
+    In another thread than the main one, where signals do not arrive, it does nothing.
+    """
+
+    signals: tuple[int, ...] = (signal.SIGINT,)
+
+    def __init__(self) -> None:
+        """Nothing has been asked yet."""
+        self.received: int | None = None
+        self._before: dict[int, object] = {}
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has come."""
+        return self.received is not None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in self.signals}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # pyright: ignore[reportArgumentType]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+class StopSignals(Interrupts):
+    """For a run: SIGINT and SIGTERM, of which the second ends the process at once, with 128 + its number.
+
+    At once is while MLX computes, too, when no Python handler runs: a thread reads the signals' numbers from
+    a pipe into which the interpreter writes them as they come. What is on the disk is whole at any moment.
+    """
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> StopSignals:
+        super().__enter__()
+        if self._before:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writer)  # ends the thread
+        super().__exit__(kind, error, trace)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+
+    def _watch(self) -> None:
+        asked = False
+        while number := os.read(self._reader, 1):
+            if number[0] not in self.signals:
+                continue
+            if asked:
+                if os.isatty(1):
+                    os.write(1, _SHOW_CURSOR)
+                os._exit(128 + number[0])
+            asked = True
+            os.write(2, ASKED)
+        os.close(self._reader)

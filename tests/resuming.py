@@ -1,0 +1,155 @@
+"""Runs that are cut off and gone on with, and what has to be equal afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from runners.config import load_config
+from runners.durable import load_arrays
+from runners.report import Quiet
+from runners.train import run_training
+
+TINY = """
+[run]
+name = "tiny"
+[model]
+path = "embedded"
+[data]
+source = "embedded"
+eval_split = "valid"
+system_prompt = ""
+max_samples = 18
+[rollout]
+num_generations = 4
+max_new_tokens = 7
+temperature = 1.5
+[reward]
+functions = ["{folder}/letters.py:letters"]
+[optim]
+learning_rate = 1e-3
+batch_size = 4
+max_steps = 6
+[eval]
+every = 2
+samples = 4
+[checkpoint]
+every = 1
+"""
+# Completions that differ earn differently: every batch step has a gradient.
+LETTERS = """
+import zlib
+
+def letters(completions, **_):
+    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
+"""
+SHORT = ["optim.max_steps=3", "eval.every=0", "eval.at_start=false"]
+NOISY = ("time/", "memory/", "step_time", "tokens_per_second")
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles SIGKILL."""
+
+
+class Killer(Quiet):
+    """Ends the run in the midst of what it is doing: at the `count`-th status of a kind, or update."""
+
+    def __init__(self, what, count):
+        """`what` is the beginning of a status, or "step" or "eval"."""
+        self.what, self.left = what, count
+
+    def _tick(self, what):
+        if what.startswith(self.what):
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+
+    def status(self, text):
+        """What is done now."""
+        self._tick(text)
+
+    def step(self, metrics):
+        """After an update's log line."""
+        self._tick("step")
+
+    def eval(self, name, score, correct, total, seconds):
+        """After an evaluation's log line."""
+        self._tick("eval")
+
+
+class Notes(Quiet):
+    """Keeps the lines worth reading."""
+
+    def __init__(self):
+        """None yet."""
+        self.lines, self.tables = [], []
+
+    def note(self, text):
+        """A line."""
+        self.lines.append(text)
+
+    def table(self, title, columns, rows):
+        """A table under a line."""
+        self.tables.append((title, list(rows)))
+
+
+def config_in(folder, *overrides, text=TINY):
+    """The config of a tiny run in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # One file for all runs of a test: its path is a part of the config.
+    shared = folder.parent
+    (shared / "letters.py").write_text(LETTERS)
+    (shared / "train.toml").write_text(text.replace("{folder}", str(shared)))
+    return load_config(str(shared / "train.toml"), [f"run.output_dir={folder}", *overrides])
+
+
+def lines_of(file: Path):
+    """The records of a file of JSON lines, each of which has to be whole."""
+    text = file.read_text(encoding="utf-8")
+    assert text.endswith("\n") or not text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def without_noise(records):
+    """Log records but for times and memory."""
+    return [{key: value for key, value in record.items() if not key.startswith(NOISY)} for record in records]
+
+
+def outcome(folder):
+    """All that a run's folder has to hold, however often the run was cut off."""
+    final = {file.name: file.read_bytes() for file in (folder / "final").iterdir() if file.is_file()}
+    log = without_noise(lines_of(folder / "training_log.jsonl"))
+    return {"log": log, "completions": (folder / "completions.jsonl").read_bytes(), "final": final}
+
+
+def saved(folder):
+    """All that a checkpoint holds, but for the times in it: arrays by their bits, structure and numbers."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        arrays, metadata = load_arrays(file)
+        structure = json.loads(metadata.get("structure", "{}"))
+        _forget(structure, "seconds")
+        found[file.name] = (
+            {name: bytes(memoryview(cast(Any, array))) for name, array in arrays.items()},
+            structure,
+        )
+    state = json.loads((folder / "trainer_state.json").read_text())
+    _forget(state, "elapsed")
+    state["config"]["run"].pop("output_dir")
+    return {**found, "trainer_state": {**state, "logs": None}}
+
+
+def _forget(tree, name):
+    """Removes a key wherever it stands."""
+    if isinstance(tree, dict):
+        tree.pop(name, None)
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        _forget(part, name)
+
+
+def killed(config, what, count, **more):
+    """Runs until the killer strikes."""
+    try:
+        run_training(config, report=Killer(what, count), **more)
+    except Killed:
+        return
+    raise AssertionError(f"the run ended before the {count}th {what}")
