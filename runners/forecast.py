@@ -1,0 +1,272 @@
+"""The memory that a config's run will take, against what the machine has; and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from grpo_fn.footprint import Phase, Sampling, floor, phases
+from grpo_fn.memory import MicroBatch, sampling_arrays
+from grpo_fn.packing import Shape, round_up
+from grpo_fn.prefixes import ROOM
+from runners import evaluate
+from runners.config import Config
+from runners.data import load_rows
+from runners.micro_batch import settle_micro_batch
+from runners.model_files import read_json, resolve_model
+from runners.model_sizes import ModelSizes, model_sizes
+from runners.models import load_tokenizer
+from runners.platform import Platform
+from runners.prompts import build_examples
+from runners.sections import EMBEDDED
+
+MOST = 1 << 16  # prompts a batch step that are looked at
+
+
+@attrs.frozen(kw_only=True)
+class Forecast:
+    """What a run will take."""
+
+    config: Config
+    sizes: ModelSizes
+    prompt: int  # tokens of the longest prompt
+    prompt_source: str  # where that number is from
+    total: int  # bytes that the run may use
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def floor(self) -> int:
+        """Bytes that no setting of batches can go below."""
+        return floor(self.sizes.weights)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory."""
+        return self.peak.total <= self.total
+
+
+def forecast(
+    config: Config,
+    platform: Platform,
+    total: int,
+    *,
+    prompt: int | None = None,
+    sizes: ModelSizes | None = None,
+) -> Forecast:
+    """The phases of the run that a checked config describes.
+
+    `prompt` is the longest prompt's length; left out, `data.max_prompt_length` stands for it. `total` is the
+    machine's memory, of which `system.memory_limit_gb` may leave less. Raises UserError as `model_sizes`.
+    """
+    sizes = sizes or model_sizes(config, platform)
+    limit = config.system.memory_limit_gb * 1e9
+    total = int(min(total, limit)) if limit else total
+    source = "data.max_prompt_length" if prompt is None else "the longest prompt of the data"
+    prompt = config.data.max_prompt_length if prompt is None else prompt
+    config = settle_micro_batch(config, sizes, platform, prompt)
+    spec, optim = config.loss_spec(), config.optim
+    system = config.system
+    shares = (
+        sizes.shares_prompts
+        and not system.grad_checkpoint
+        and system.share_prompts != "never"
+        and (system.share_prompts == "always" or platform.backend == "cpu")
+    )
+    pieces = _pieces(config, prompt, shares)
+    reused = optim.num_iterations * optim.minibatches > 1
+    lags = config.loss.sync_every > optim.gradient_accumulation_steps
+    return Forecast(
+        config=config,
+        sizes=sizes,
+        prompt=prompt,
+        prompt_source=source,
+        total=total,
+        phases=tuple(
+            phases(
+                sizes.shape,
+                sizes.weights,
+                rollout=_decoded(_rollout(config, prompt), sizes),
+                evaluation=_decoded(_evaluation(config, prompt), sizes),
+                micro_batches=list(dict.fromkeys(pieces)),
+                accumulates=len(pieces) > 1 or optim.gradient_accumulation_steps > 1,
+                logprobs=reused or lags or spec.beta > 0,
+                grad_checkpoint=system.grad_checkpoint,
+                lags=lags,
+            )
+        ),
+    )
+
+
+def largest_batch(found: Forecast, platform: Platform) -> int:
+    """The largest `optim.batch_size` whose peak is within the memory; 0 where not even one prompt is."""
+
+    def fits(prompts: int) -> bool:
+        return _with(found, platform, "optim", batch_size=prompts).fits
+
+    return _largest(fits, most=MOST)
+
+
+def remedies(found: Forecast, platform: Platform) -> list[str]:
+    """What would bring the peak within the memory, as `section.key = value`, the mildest first."""
+    config = found.config
+    size = config.rollout.num_generations
+    rows = size * config.optim.batch_size
+
+    def part(groups: int) -> Forecast:
+        return _with(found, platform, "rollout", max_batch=groups * size)
+
+    def tokens(power: int) -> Forecast:
+        return _with(found, platform, "system", micro_batch_tokens=1 << power)
+
+    def checkpointed() -> Forecast:
+        return _with(found, platform, "system", grad_checkpoint=True)
+
+    candidates: list[str] = []
+    groups = _largest(lambda n: part(n).fits, most=max(rows // size - 1, 0))
+    if groups:
+        candidates.append(f"rollout.max_batch = {groups * size}")
+    power = _largest(
+        lambda n: tokens(n).fits, most=max(config.system.micro_batch_tokens - 1, 1).bit_length() - 1
+    )
+    if power:
+        candidates.append(f"system.micro_batch_tokens = {1 << power}")
+    if not config.system.grad_checkpoint and checkpointed().fits:
+        candidates.append("system.grad_checkpoint = true")
+    prompts = largest_batch(found, platform)
+    if 0 < prompts < config.optim.batch_size:
+        candidates.append(f"optim.batch_size = {prompts}")
+    return candidates
+
+
+def key_to_turn(found: Forecast) -> str:
+    """The config's key that lowers the peak phase."""
+    name = found.peak.name
+    if name in ("prompts", "rollout"):
+        return "rollout.max_batch" if found.config.optim.batch_size > 1 else "rollout.num_generations"
+    if name.startswith("evaluation"):
+        return "rollout.max_batch"
+    if name in ("gradient", "log-probs"):
+        return "system.micro_batch_tokens"
+    return "model.tune"
+
+
+def _with(found: Forecast, platform: Platform, section: str, **changes: object) -> Forecast:
+    config = attrs.evolve(found.config, **{section: attrs.evolve(getattr(found.config, section), **changes)})
+    return forecast(config, platform, found.total, prompt=found.prompt, sizes=found.sizes)
+
+
+def _largest(fits: Callable[[int], bool], *, most: int) -> int:
+    """The largest n in 1..most with fits(n), 0 for none; fits holds up to some n and not beyond."""
+    if most < 1 or not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _rollout(config: Config, prompt: int) -> Sampling:
+    rollout = config.rollout
+    together = config.optim.batch_size
+    if rollout.max_batch:
+        together = min(together, max(rollout.max_batch // rollout.num_generations, 1))
+    return Sampling(
+        prompts=together,
+        rows=together * rollout.num_generations,
+        prompt=prompt,
+        new=rollout.max_new_tokens,
+        arrays=sampling_arrays(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            with_entropy=config.loss.top_entropy_quantile < 1,
+        ),
+    )
+
+
+def _decoded(sampling: Sampling, sizes: ModelSizes) -> Sampling:
+    """With the caches that `generate` chooses."""
+    if not sizes.shares_prefix:
+        return sampling
+    return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
+
+
+def _evaluation(config: Config, prompt: int) -> Sampling:
+    rows = config.rollout.max_batch or evaluate.ROWS
+    rows = min(rows, config.eval.samples) if config.eval.samples else rows
+    return Sampling(
+        prompts=rows,
+        rows=rows,
+        prompt=prompt,
+        new=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        arrays=sampling_arrays(temperature=0.0),
+        own_weights=False,
+    )
+
+
+def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
+    """The fullest micro-batch of a batch step whose completions have their full length; twice for several.
+
+    As `packing` cuts rows of one length: groups with their prompt once where that is fewer tokens a row.
+    """
+    size, new = config.rollout.num_generations, config.rollout.max_new_tokens
+    rows = max(config.optim.batch_size * size // config.optim.minibatches, 1)
+    most = config.system.micro_batch_tokens
+
+    def kept(count: int) -> int:
+        return round_up(max(count * new, 16), steps=4)
+
+    def alone(count: int) -> Shape:
+        wide = 1 << (new - 1).bit_length()
+        return Shape(prompts=0, length=round_up(prompt + new), rows=count, width=wide, kept=kept(count))
+
+    def together(count: int) -> Shape:
+        return Shape(
+            prompts=round_up(-(-count // size)),
+            length=round_up(prompt),
+            rows=round_up(count),
+            width=round_up(new),
+            kept=kept(count),
+        )
+
+    found = []
+    for shape in (alone, together) if shares else (alone,):
+        count = _largest(lambda n, of=shape: of(n).tokens <= most, most=rows) or 1
+        found.append((shape(count).tokens / count, count, shape(count)))
+    _, count, fullest = min(found, key=lambda choice: choice[0])
+    first = (fullest.prompts or fullest.rows, fullest.length)
+    piece = MicroBatch.of(
+        first, (fullest.rows, fullest.width), targets=fullest.kept, shares_prompts=fullest.prompts > 0
+    )
+    return [piece] * (1 if count == rows else 2)
+
+
+def longest_prompt(config: Config) -> int | None:
+    """Tokens of the longest prompt to train on, where data and tokenizer are on this machine; else None.
+
+    Raises UserError for data or a tokenizer that cannot be used.
+    """
+    at_hand = (
+        path == EMBEDDED or Path(path).expanduser().exists()
+        for path in (config.model.path, config.data.source)
+    )
+    if not all(at_hand):
+        return None
+    folder = resolve_model(config.model.path, own_loader=bool(config.model.loader))
+    stated = read_json(folder / "config.json")
+    tokenizer = load_tokenizer(folder, stated, config.model.trust_remote_code)
+    train, _ = load_rows(config.data, config.folders)
+    examples, _ = build_examples(train, config.data, tokenizer)
+    return max(len(example.tokens) for example in examples)
