@@ -5,39 +5,61 @@ Only click is imported before a command runs, so that --help answers at once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from runners import __version__
-from runners.errors import ConfigError, UserError
+from runners.command import HELP, LazyGroup, ends_with_a_line
+from runners.commands.options import SET
 
-_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+COMMANDS = {
+    "run": "runners.cli:run_command",
+    "plan": "runners.commands.plan:plan_command",
+    "check": "runners.commands.check:check_command",
+    "generate": "runners.commands.generate:generate_command",
+    "chat": "runners.commands.chat:chat_command",
+    "convert": "runners.commands.convert:convert_command",
+    "export": "runners.commands.export:export_command",
+    "eval": "runners.commands.eval:eval_command",
+}
+"""The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 
 _EXAMPLES = """\
 \b
 Examples:
-  grpo-run quickstart                              the shipped model learns in two minutes
+  grpo-run quickstart                              the shipped model learns in about a minute
   grpo-run train.toml                              a config of your own
   grpo-run train.toml --set optim.learning_rate=2e-6 --set run.name=hotter
   grpo-run train.toml --set 'rollout.stop=["</answer>"]' --dry-run
+  grpo-run train.toml --resume                     go on from the last whole checkpoint
 
 \b
-Exit codes: 0 done, 2 something in the config, the data or the model has to change, 130 interrupted.
+Exit codes: 0 done, 2 something in the config, the data, the model or the disk has to change, 3 too many
+updates whose numbers are not finite, 130 or 143 stopped by Ctrl-C or SIGTERM: the first one ends the step
+and saves, the second ends at once.
 """
+_LAST = "the last one"  # --resume without a value
 
 
-@click.command("run", context_settings=_HELP, epilog=_EXAMPLES)
+@click.command("run", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("config")
+@SET
 @click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Replace one value of the config; may be given more than once, the last one wins. VALUE is TOML, "
-    "and a string needs no quotes.",
+    "--resume",
+    is_flag=False,
+    flag_value=_LAST,
+    metavar="[CHECKPOINT]",
+    help="Go on from the last whole checkpoint in the run's folder, or from this one.",
+)
+@click.option(
+    "--allow-config-change",
+    is_flag=True,
+    help="With --resume: go on although the config or the data are not those of the checkpoint.",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Begin anew where the run's folder holds a run: its checkpoints go."
 )
 @click.option(
     "--dry-run",
@@ -45,36 +67,38 @@ Exit codes: 0 done, 2 something in the config, the data or the model has to chan
     help="Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
 )
 @click.version_option(__version__, prog_name="grpo_fn")
-def run_command(config: str, overrides: Sequence[str], dry_run: bool) -> None:
+@ends_with_a_line
+def run_command(
+    config: str,
+    overrides: Sequence[str],
+    resume: str | None,
+    allow_config_change: bool,
+    overwrite: bool,
+    dry_run: bool,
+) -> None:
     """Fine-tune a language model with GRPO.
 
     CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
     they are.
     """
-    try:
-        _run(config, overrides, dry_run)
-    except ConfigError as error:
-        for problem in error.problems:
-            click.echo(problem, err=True)
-        sys.exit(2)
-    except UserError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(_INTERRUPTED)
+    if resume is not None and overwrite:
+        raise click.UsageError("--resume goes on with a run, --overwrite begins anew: found both.")
+    if resume is None and allow_config_change:
+        raise click.UsageError("--allow-config-change needs --resume.")
+    if overwrite:
+        overrides = [*overrides, "run.overwrite=true"]
+    _run(config, overrides, resume, allow_config_change, dry_run)
 
 
-@click.group(context_settings=_HELP)
+@click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
 @click.version_option(__version__, prog_name="grpo_fn")
 def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 
 
-main.add_command(run_command)
-
-
-def _run(name: str, overrides: Sequence[str], dry_run: bool) -> None:
+def _run(
+    name: str, overrides: Sequence[str], resume: str | None, allow_config_change: bool, dry_run: bool
+) -> None:
     from runners.config import load_config, write_resolved
 
     config = load_config(name, overrides)
@@ -94,7 +118,8 @@ def _run(name: str, overrides: Sequence[str], dry_run: bool) -> None:
 
     from runners.train import run_training
 
-    run_training(config.check())
+    origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
+    run_training(config.check(), resume=origin, allow_config_change=allow_config_change)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import attrs
 import mlx.core as mx
@@ -15,6 +16,8 @@ from grpo_fn.trees import Tree
 from runners.data import epoch_order
 from runners.prompts import Example
 from runners.tokenizers import TextDecoder
+
+_Item = TypeVar("_Item")
 
 ROWS = 256  # problems decoded together where the config sets no limit
 
@@ -34,7 +37,7 @@ class EvalResult:
         return self.correct / self.total
 
 
-def held_out(examples: Sequence[Example], samples: int) -> list[Example]:
+def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
     """The problems that every evaluation of a data set uses: `samples` of them (0: all), whatever the run."""
     if samples == 0 or samples >= len(examples):
         return list(examples)

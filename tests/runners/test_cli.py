@@ -7,14 +7,16 @@ import subprocess
 import sys
 import tomllib
 import types
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from runners import __version__, cli, platform
 from runners.config import load_config
 from runners.errors import UserError
-from runners.settings import PRESET_FOLDER
+from runners.settings import PRESET_FOLDER, preset_names
 
 ROOT = PRESET_FOLDER.parent
 MODEL = 'model.path = "embedded"\n'
@@ -37,8 +39,8 @@ def training(monkeypatch):
         calls.append(("prepare", memory_limit_gb))
         return platform.Platform(backend="cpu", notices=("no BLAS here",))
 
-    def run_training(config, *, report=None):
-        calls.append(("train", config))
+    def run_training(config, **how):
+        calls.append(("train", config, how))
         if calls_raise:
             raise calls_raise[0]
 
@@ -48,30 +50,58 @@ def training(monkeypatch):
     return types.SimpleNamespace(calls=calls, fail_with=calls_raise.append)
 
 
-def test_help_answers_at_once_and_imports_nothing_heavy():
-    """Under 0.3 s in a fresh process (of its own time: other processes may be busy), with click alone."""
+HEAVY = ("mlx", "mlx_lm", "datasets", "rich", "cattrs", "numpy", "transformers", "tiktoken", "grpo_fn")
+
+
+def help_in_a_process(arguments, command="main"):
+    """The help's text, and the seconds of its own time (other processes may be busy)."""
     code = (
-        "import sys, atexit; from runners.cli import run_command;"
-        "heavy = {'mlx', 'mlx_lm', 'datasets', 'rich', 'cattrs', 'numpy', 'transformers', 'grpo_fn'};"
-        "atexit.register(lambda: sys.stderr.write(str(heavy & set(sys.modules) or '')));"
-        "run_command(['--help'])"
+        f"import sys, atexit; from runners.cli import {command};"
+        f"atexit.register(lambda: sys.stderr.write(str(set({HEAVY!r}) & set(sys.modules) or '')));"
+        f"{command}({[*arguments, '--help']!r})"
     )
-    seconds = []
-    for _ in range(2):  # the first may have to compile the modules
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "--dry-run" in done.stdout and "grpo-run quickstart" in done.stdout
-    assert 0 < min(seconds) < 0.3, seconds
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+@pytest.mark.parametrize("arguments", [(), *((name,) for name in cli.COMMANDS)], ids=" ".join)
+def test_help_answers_at_once_and_imports_nothing_heavy(arguments):
+    """`grpo --help` and every command's: under 0.3 s in a fresh process, with click alone."""
+    help_in_a_process(arguments)  # the first may have to compile the modules
+    text, seconds = help_in_a_process(arguments)
+    assert text.startswith("Usage: ")
+    assert 0 < seconds < 0.3, seconds
+
+
+def test_help_of_grpo_run_shows_examples():
+    """The options and a line to copy."""
+    text, _ = help_in_a_process((), "run_command")
+    assert "--dry-run" in text and "grpo-run quickstart" in text
+
+
+def test_the_group_lists_every_command(invoke):
+    """Each command of the table exists under its name and says in a line what it does."""
+    context = click.Context(cli.main)
+    text = invoke("--help", command=cli.main).output
+    for name in cli.COMMANDS:
+        command = cli.main.get_command(context, name)
+        assert command.name == name and f"  {name} " in text
+        short = command.get_short_help_str()
+        assert short.endswith(".") and not short.endswith("..")
+
+
+def test_an_unknown_command_is_told(invoke):
+    """Code 2 and the name."""
+    result = invoke("rum", command=cli.main)
+    assert result.exit_code == 2 and "No such command 'rum'" in result.stderr
 
 
 def test_grpo_run_and_grpo_run_are_one_command(invoke):
     """`grpo run` is the very command of `grpo-run`, and both tell the version."""
-    assert cli.main.commands["run"] is cli.run_command
+    assert cli.main.get_command(click.Context(cli.main), "run") is cli.run_command
     assert invoke("run", "--help", command=cli.main).exit_code == 0
     for command in (cli.main, cli.run_command):
         assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
@@ -114,11 +144,37 @@ def test_a_run_prepares_the_machine_first_and_trains_the_checked_config(invoke, 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "origin", "changes", "overwrite"),
+    [
+        ([], False, False, False),
+        (["--resume"], True, False, False),
+        (["--resume", "--allow-config-change"], True, True, False),
+        (["--resume", "out/checkpoint-3"], Path("out/checkpoint-3"), False, False),
+        (["--resume=out"], Path("out"), False, False),
+        (["--overwrite"], False, False, True),
+    ],
+)
+def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, changes, overwrite):
+    """--resume with and without a folder, --allow-config-change, --overwrite."""
+    assert invoke("train.toml", *arguments).exit_code == 0
+    _, config, how = training.calls[1]
+    assert how == {"resume": origin, "allow_config_change": changes}
+    assert config.run.overwrite is overwrite
+
+
+@pytest.mark.parametrize("arguments", [["--resume", "--overwrite"], ["--allow-config-change"]])
+def test_options_that_do_not_go_together_are_refused(invoke, training, arguments):
+    """Code 2, before anything is done."""
+    result = invoke("train.toml", *arguments)
+    assert result.exit_code == 2 and "--resume" in result.stderr and not training.calls
+
+
+@pytest.mark.parametrize(
     ("arguments", "lines"),
     [
         (
             ["nope"],
-            ["nope: no such file or preset; the presets are gsm8k_qwen, lora, quickstart, smoke_test"],
+            [f"nope: no such file or preset; the presets are {', '.join(preset_names())}"],
         ),
         (
             ["train.toml", "--set", "optim.eps=0", "--set", "rollout.top_q=1"],
@@ -183,7 +239,8 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     """A real SIGINT during the loop ends the process with code 130 and one line."""
     code = (
         "import os, signal, sys, types;"
-        "hit = lambda config: os.kill(os.getpid(), signal.SIGINT);"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # whatever runs the tests may ignore it
+        "hit = lambda config, **how: os.kill(os.getpid(), signal.SIGINT);"
         "sys.modules['runners.train'] = types.SimpleNamespace(run_training=hit);"
         "from runners.cli import main; main(['run', 'smoke_test'])"
     )

@@ -1,0 +1,1 @@
+"""The commands of `grpo`, one module each; nothing heavy is imported before a command runs."""

@@ -1,0 +1,83 @@
+"""`grpo chat`: a conversation on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runners.command import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of
+
+if TYPE_CHECKING:
+    from runners.conversation import Conversation
+
+_KEYS = """\
+\b
+While chatting:
+  /clear   begins anew            /exit   or Ctrl-D ends
+  Ctrl-C   ends the reply; twice, without a message in between, the program
+"""
+
+
+@click.command("chat", context_settings=HELP, epilog=_KEYS)
+@click.argument("model")
+@options(PROMPT, SAMPLING, MODEL)
+@ends_with_a_line
+def chat_command(model: str, **values: Any) -> None:
+    """Talk to a model, turn by turn.
+
+    MODEL is a folder, a name on the Hub, a folder of adapters, or "embedded". Where standard input is no
+    terminal, each of its lines is a message, and only the replies are written.
+    """
+    loaded = open_model(model, values)
+    from runners.conversation import Conversation
+
+    conversation = Conversation(
+        loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
+    )
+    talk(conversation)
+
+
+def talk(conversation: Conversation) -> None:
+    """Messages from standard input, replies to standard output, until the input ends."""
+    from runners.generation import Speed
+    from runners.interrupts import Interrupts
+
+    speed = Speed()
+    speed.start()
+    asked = False  # whether the last thing that came was Ctrl-C
+    while True:
+        try:
+            message = _read()
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            if asked:
+                break
+            asked = True
+            click.echo("Ctrl-C again ends the program", err=True)
+            continue
+        if message is None or message == "/exit":
+            asked = False
+            break
+        asked = False
+        if message == "/clear":
+            conversation.clear()
+        elif message:
+            with Interrupts() as interrupts:
+                for piece in conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed):
+                    click.echo(piece, nl=False)
+                asked = interrupts.stopped
+            click.echo()
+    click.echo(speed.line(), err=True)
+    if asked:
+        sys.exit(INTERRUPTED)
+
+
+def _read() -> str | None:
+    """The next message, stripped; None at the end of the input."""
+    if sys.stdin.isatty():
+        click.echo(">>> ", nl=False, err=True)
+    line = sys.stdin.readline()
+    return line.strip() if line else None

@@ -1,0 +1,84 @@
+"""`grpo check`: what a run would train on, before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from runners.command import HELP, ends_with_a_line
+from runners.commands.options import SET
+
+if TYPE_CHECKING:
+    from runners.check_run import Checked
+
+_NOTES = """\
+\b
+Examples:
+  grpo check train.toml
+  grpo check train.toml --form '\\boxed{{answer}}'
+
+\b
+The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
+form, the form without an answer, one cut off before the answer, and nothing. No weights are loaded.
+"""
+
+
+@click.command("check", context_settings=HELP, epilog=_NOTES)
+@click.argument("config")
+@SET
+@click.option(
+    "--form", default="", metavar="TEXT", help="A right completion, with {answer} in it [the four tags]."
+)
+@click.option(
+    "--problems",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Problems whose answers are scored.",
+)
+@ends_with_a_line
+def check_command(config: str, overrides: Sequence[str], form: str, problems: int) -> None:
+    """Look at prompts and rewards before training."""
+    from runners.config import load_config
+
+    loaded = load_config(config, overrides)
+    for notice in loaded.notices:
+        click.echo(notice, err=True)
+    from runners import platform
+
+    platform.prepare()
+    from runners.check_run import FORM, check_run
+
+    loaded = loaded.check()
+    checked = check_run(loaded, form=form.replace("\\n", "\n") or FORM, problems=problems)
+    _show(checked)
+
+
+def _show(checked: Checked) -> None:
+    from runners.check_run import median
+
+    low, high = checked.lengths[0], checked.lengths[-1]
+    click.echo(f"tokenizer      {checked.tokenizer}")
+    click.echo(f"data           {checked.train:,} problems to train on, {checked.evaluation:,} held out")
+    click.echo(f"prompt tokens  {low} to {high}, median {median(checked.lengths)}")
+    click.echo("first prompt")
+    for line in checked.prompt.splitlines():
+        click.echo(f"  | {line}")
+    click.echo("mean rewards")
+    width = max(map(len, checked.rewards))
+    columns = [max(len(kind), 6) for kind in checked.kinds]
+    heads = "  ".join(kind.rjust(size) for kind, size in zip(checked.kinds, columns, strict=True))
+    click.echo(f"  {'':{width}}  {heads}")
+    for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
+        cells = [_mean(values) for values in values_an]
+        row = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
+        click.echo(f"  {name:{width}}  {row}")
+    for warning in checked.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _mean(values) -> str:
+    known = [value for value in values.tolist() if value == value]  # NaN: no reward
+    return f"{sum(known) / len(known):.3g}" if known else "none"

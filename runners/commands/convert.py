@@ -1,0 +1,55 @@
+"""`grpo convert`: other people's models to MLX folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runners.command import HELP, ends_with_a_line
+from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo convert Qwen/Qwen2.5-0.5B-Instruct qwen-4bit --bits 4
+  grpo convert meta-llama/Llama-3.2-1B llama-mixed --recipe mixed_3_6
+  grpo convert ~/.cache/nanochat/chatsft_checkpoints/d20 nanochat-d20 --dtype bfloat16
+"""
+
+
+@click.command("convert", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@options(QUANTIZE, DTYPE)
+@click.option("--dequantize", is_flag=True, help="Unpack a quantized model.")
+@click.option("--step", type=int, help="Of nanochat's checkpoints [the last].")
+@click.option("--text-only", is_flag=True, help="Of a vision-language model, the language part alone.")
+@click.option("--force", is_flag=True, help="Replace TARGET if it exists.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@ends_with_a_line
+def convert_command(source: str, target: Path, **values: Any) -> None:
+    """Convert a model to an MLX folder.
+
+    SOURCE is a Hugging Face folder, a name on the Hub, or a folder of nanochat's PyTorch checkpoints
+    (model_*.pt, meta_*.json). TARGET is the new folder.
+    """
+    from runners import platform
+
+    platform.prepare()
+    from runners.convert import convert
+
+    convert(
+        source,
+        target,
+        quantization=quantization_of(values),
+        dtype=values["dtype"] or "",
+        dequantize=values["dequantize"],
+        force=values["force"],
+        step=values["step"],
+        text_only=values["text_only"],
+        trust_remote_code=values["trust_remote_code"],
+    )
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    click.echo(f"{target}: {size / 1e6:,.1f} MB of weights")

@@ -1,0 +1,168 @@
+"""`grpo eval`: how good a model is on a set of problems, or which of two is better."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runners.command import HELP, ends_with_a_line
+from runners.commands.options import SET
+from runners.errors import UserError
+
+if TYPE_CHECKING:
+    from runners.config import Config
+    from runners.evaluation import Measured
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo eval outputs/my-first/final --config outputs/my-first/config.resolved.json
+  grpo eval Qwen/Qwen2.5-0.5B-Instruct outputs/my-first/final --config train.toml --num 16 --k 1,4,16
+  grpo eval MODEL --data openai/gsm8k --samples 0 --out completions.jsonl --json scores.json
+
+\b
+In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
+of the problems. Two models are compared problem by problem; p is McNemar's, exact and two-sided.
+"""
+
+
+@click.command("eval", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("models", nargs=-1, required=True, metavar="MODEL [OTHER]")
+@click.option(
+    "--config", default="", metavar="CONFIG", help="A training's config: its data, prompts and rewards."
+)
+@click.option(
+    "--data", default="", metavar="SOURCE", help="A file, a folder or a name on the Hub: all its problems."
+)
+@click.option("--split", default="", metavar="NAME", help="Of the data [data.eval_split of the config].")
+@click.option("--samples", type=click.IntRange(0), default=None, help="Problems [200]; 0: all.")
+@click.option("--num", type=click.IntRange(0), default=None, help="Samples of each problem [the largest k].")
+@click.option("--k", "ks", default="", metavar="K[,K…]", help="pass@k and maj@k, such as 1,8.")
+@click.option("--max-tokens", type=click.IntRange(1), default=None, help="Length limit [the config's].")
+@click.option("--batch", type=click.IntRange(1), default=None, help="Completions at a time [256].")
+@click.option("--out", default="", metavar="FILE", help="Write every completion as a JSON line.")
+@click.option(
+    "--json", "json_file", default="", metavar="FILE", help="Write the numbers of the table as JSON."
+)
+@SET
+@click.option(
+    "--loader", default="", metavar="FUNCTION", help="What opens the models [model.loader of the config]."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a model.")
+@ends_with_a_line
+def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
+    """Measure a model on problems, or compare two.
+
+    MODEL and OTHER are folders, names on the Hub, folders of adapters, or "embedded". Prompts, stop strings,
+    extraction and rewards are those of training: the config's, or the defaults.
+    """
+    if len(models) > 2:
+        raise UserError(f"found {len(models)} models, wanted one or two")
+    if len(set(models)) < len(models):
+        raise UserError(f"{models[0]} is named twice")
+    ks = _ks(values["ks"])
+    config = _config(values)
+    num = max(ks, default=0) if values["num"] is None else values["num"]
+    if ks and max(ks) > num:
+        raise UserError(f"--k {max(ks)} needs as many samples of each problem, found --num {num}")
+    for name in (out, json_file):
+        if name and not Path(name).expanduser().resolve().parent.is_dir():
+            raise UserError(f"{name}: there is no folder {Path(name).parent}")
+    from runners import platform
+
+    machine = platform.prepare(config.system.memory_limit_gb)
+    for notice in (*config.notices, *machine.notices):
+        click.echo(notice, err=True)
+    measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
+    from runners.comparison import summary, table
+
+    if out:
+        rows = (row for each in measured for row in each.completions)
+        _write(out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    if json_file:
+        _write(json_file, json.dumps(summary(measured), indent=2, allow_nan=False) + "\n")
+    click.echo(table(measured))
+
+
+def _ks(text: str) -> tuple[int, ...]:
+    try:
+        ks = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        ks = [0]
+    if ks and ks[0] < 1:
+        raise UserError(f"--k {text}: wanted whole numbers from 1 on, such as 1,8")
+    return tuple(ks)
+
+
+def _config(values: dict[str, Any]) -> Config:
+    from runners.config import load_config
+
+    given = {
+        "model.path": "embedded",  # not used: models are those of the command line
+        "data.source": values["data"] or None,
+        "data.eval_split": values["split"] or None,
+        "eval.samples": values["samples"],
+        "eval.max_new_tokens": values["max_tokens"],
+    }
+    written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return load_config(values["config"] or None, [*written, *values["overrides"]])
+
+
+def _measure_all(
+    models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
+) -> list[Measured]:
+    """One model after the other, so that only one is in memory."""
+    from runners.evaluation import Plan, choose, eval_rows, measure
+    from runners.inference import load_inference
+    from runners.prompts import reward_columns
+    from runners.reward_functions import check_columns, resolve_rewards
+
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    rows = eval_rows(config, whole=bool(values["data"]))
+    check_columns(rewards, reward_columns(rows))
+    plan = Plan(num=num, ks=ks, max_batch=values["batch"] or 0)
+    measured: list[Measured] = []
+    wanted: set[int] | None = None
+    for name in models:
+        loaded = load_inference(
+            name,
+            machine,
+            loader=values["loader"] or config.model.loader,
+            folders=config.folders,
+            trust_remote_code=values["trust_remote_code"],
+        )
+        for notice in loaded.notices:
+            click.echo(notice, err=True)
+        chosen, too_long = choose(rows, loaded, config)
+        if too_long:
+            click.echo(
+                f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
+                f"{config.data.max_prompt_length} tokens",
+                err=True,
+            )
+        if wanted is not None:
+            chosen = {index: example for index, example in chosen.items() if index in wanted}
+            if not chosen:
+                raise UserError(f"{models[0]} and {name}: no problem's prompt is short enough for both")
+        wanted = set(chosen)
+
+        def progress(what: str, done: int, total: int, name: str = name) -> None:
+            if done == total:
+                click.echo(f"{name}: {what} completions of {total} problems are done", err=True)
+
+        measured.append(measure(loaded, name, chosen, config, plan, rewards, progress))
+        for problem in measured[-1].problems:
+            click.echo(problem, err=True)
+        del loaded
+    return measured
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{name}: cannot be written ({error.strerror})") from error

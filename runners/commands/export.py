@@ -1,0 +1,62 @@
+"""`grpo export`: a trained model as a folder for others, and to the Hub if asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runners.command import HELP, ends_with_a_line
+from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
+from runners.errors import UserError
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo export outputs/my-first --out my-model
+  grpo export outputs/lora/checkpoint-200 --out my-model-4bit --bits 4
+  grpo export outputs/my-first --out my-model --upload-repo someone/my-model
+"""
+
+
+@click.command("export", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("source", metavar="RUN_OR_FOLDER")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="The new folder.")
+@options(QUANTIZE, DTYPE)
+@click.option("--upload-repo", default="", metavar="OWNER/NAME", help="Upload the folder to the Hub as well.")
+@click.option("--private", is_flag=True, help="Make the repository private, if it is made.")
+@click.option("--force", is_flag=True, help="Replace DIR if it exists.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@ends_with_a_line
+def export_command(
+    source: str, out: Path, upload_repo: str, private: bool, force: bool, **values: Any
+) -> None:
+    """Write a trained model to a folder for others.
+
+    RUN_OR_FOLDER is a run's folder (its final model is taken), a checkpoint, a folder of adapters, or any
+    model. Adapters are fused, and a model card is written with the run's config and results. Nothing is
+    uploaded unless --upload-repo says where to.
+    """
+    if private and not upload_repo:
+        raise UserError("--private without --upload-repo: nothing would be uploaded")
+    from runners import platform
+
+    platform.prepare()
+    from runners.export import check_repo, export, upload
+
+    if upload_repo:
+        check_repo(upload_repo)  # before minutes of work
+    export(
+        source,
+        out,
+        quantization=quantization_of(values),
+        dtype=values["dtype"] or "",
+        force=force,
+        title=upload_repo,
+        trust_remote_code=values["trust_remote_code"],
+    )
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    click.echo(f"{out}: {size / 1e6:,.1f} MB of weights")
+    if upload_repo:
+        click.echo(f"uploaded: {upload(out, upload_repo, private=private)}")

@@ -1,0 +1,203 @@
+"""`grpo generate`: one prompt as a stream, or a file of prompts in batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from runners.command import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.options import MODEL, PROMPT, SAMPLING, check_stops, open_model, options, sampling_of
+from runners.errors import UserError
+
+if TYPE_CHECKING:
+    from runners.generation import Completion
+    from runners.inference import InferenceModel
+    from runners.prompts import Message
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo generate outputs/my-first/final "What is 17 × 3?"
+  grpo generate Qwen/Qwen2.5-0.5B-Instruct --adapter outputs/lora/final "Hello" --temperature 0
+  grpo generate Qwen/Qwen2-VL-2B-Instruct "What is this?" --image photo.jpg
+  grpo generate MODEL --prompts questions.jsonl --column question --out answers.jsonl
+  echo "Say hi." | grpo generate MODEL - > reply.txt
+
+\b
+The text goes to stdout; speed and memory go to stderr. With --prompts, or --num above 1, stdout gets a JSON
+object a line: prompt, completion, finish (stop, length or interrupted), tokens.
+"""
+
+
+@click.command("generate", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompts", default="", metavar="FILE", help="Many prompts: .txt (one a line), rows, or - (stdin)."
+)
+@click.option("--column", default="prompt", show_default=True, help="The rows' column: a text, or messages.")
+@click.option(
+    "--num", type=click.IntRange(1), default=1, show_default=True, help="Completions of each prompt."
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=256, show_default=True, help="Completions at a time."
+)
+@click.option("--out", default="", metavar="FILE", help="Write the JSON lines here instead of stdout.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="An image, before PROMPT's text; may be given more than once (extra vlm).",
+)
+@options(PROMPT, SAMPLING, MODEL)
+@ends_with_a_line
+def generate_command(
+    model: str,
+    prompt: str | None,
+    prompts: str,
+    column: str,
+    num: int,
+    batch: int,
+    out: str,
+    images: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Let a model answer one prompt, or many.
+
+    MODEL is a folder, a name on the Hub, a folder of adapters, or "embedded". PROMPT is a text, or - for all
+    of standard input.
+    """
+    if (prompt is None) == (not prompts):
+        raise UserError("wanted either PROMPT or --prompts FILE")
+    if images and (prompts or num > 1 or out or values["adapter"]):
+        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and --adapter out")
+    if prompts:
+        from runners.prompt_files import read_prompts
+
+        conversations = read_prompts(prompts, column, values["system"])
+    else:
+        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        if not text.strip():
+            raise UserError("the prompt is empty")
+        system = [{"role": "system", "content": values["system"]}] if values["system"].strip() else []
+        conversations = [[*system, {"role": "user", "content": text}]]
+    if images:
+        _seeing(model, conversations[0], images, values)
+        return
+    loaded = open_model(model, values)
+    if prompts or num > 1 or out:
+        _many(loaded, conversations, num, batch, out, values)
+    else:
+        _one(loaded, conversations[0], values)
+
+
+def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, Any]) -> None:
+    """Stream a reply to stdout."""
+    from runners.generation import stream
+    from runners.prompts import render
+    from runners.tokenizers import TextDecoder
+
+    decoder = TextDecoder(model.tokenizer)
+    _, tokens = render(model.tokenizer, messages, values["nudge"])
+    find_stop = decoder.find_stop(values["stop"])
+    _show(
+        partial(stream, model, tokens, sampling_of(values), decoder=decoder, find_stop=find_stop),
+        values["nudge"],
+    )
+
+
+def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], values: dict[str, Any]) -> None:
+    """Stream the reply of a vision-language model to stdout."""
+    check_stops(values)
+    from runners import platform
+
+    machine = platform.prepare()
+    from runners.vision import load_vision, stream_images
+
+    model = load_vision(name, machine, trust_remote_code=values["trust_remote_code"])
+    nudge, stop = values["nudge"], values["stop"]
+    _show(partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), nudge)
+
+
+def _show(pieces: Callable[..., Iterator[str | Completion]], nudge: str) -> None:
+    """A reply as it comes, then its speed; the first Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
+    from runners.generation import Speed
+    from runners.interrupts import Interrupts
+
+    speed = Speed()
+    speed.start()
+    with Interrupts() as interrupts:
+        click.echo(nudge, nl=False)
+        for piece in pieces(stopped=lambda: interrupts.stopped, speed=speed):
+            if isinstance(piece, str):
+                click.echo(piece, nl=False)
+    click.echo()
+    click.echo(speed.line(), err=True)
+    if interrupts.stopped:
+        sys.exit(INTERRUPTED)
+
+
+def _many(
+    model: InferenceModel,
+    conversations: Sequence[Sequence[Message]],
+    num: int,
+    batch: int,
+    out: str,
+    values: dict[str, Any],
+) -> None:
+    """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
+    from runners.generation import Speed, generate_batches
+    from runners.interrupts import Interrupts
+    from runners.prompts import render
+    from runners.tokenizers import TextDecoder
+
+    decoder, speed = TextDecoder(model.tokenizer), Speed()
+    tokens = [render(model.tokenizer, messages, values["nudge"])[1] for messages in conversations]
+    speed.start()
+    with Interrupts() as interrupts, _sink(out) as sink:
+        groups = generate_batches(
+            model,
+            tokens,
+            sampling_of(values),
+            decoder=decoder,
+            num_generations=num,
+            find_stop=decoder.find_stop(values["stop"]),
+            max_batch=batch,
+            stopped=lambda: interrupts.stopped,
+            speed=speed,
+        )
+        for messages, completions in zip(conversations, groups, strict=False):  # fewer after Ctrl-C
+            plain = len(messages) == 1 or (len(messages) == 2 and values["system"])
+            shown = messages[-1]["content"] if plain else list(messages)
+            for completion in completions:
+                row = {
+                    "prompt": shown,
+                    "completion": values["nudge"] + completion.text,
+                    "finish": completion.finish,
+                    "tokens": len(completion.tokens),
+                }
+                click.echo(json.dumps(row, ensure_ascii=False), file=sink)
+            sink.flush()
+    click.echo(speed.line(), err=True)
+    if interrupts.stopped:
+        sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _sink(out: str) -> Iterator[IO[str]]:
+    if not out:
+        yield sys.stdout
+        return
+    try:
+        with Path(out).open("w", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error

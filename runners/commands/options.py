@@ -1,0 +1,165 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runners.errors import UserError
+
+if TYPE_CHECKING:
+    from runners.convert import Quantization
+    from runners.generation import Sampling
+    from runners.inference import InferenceModel
+
+_Function = Callable[..., Any]
+
+SAMPLING = (
+    click.option(
+        "--temperature",
+        type=click.FloatRange(0),
+        default=0.7,
+        show_default=True,
+        help="0: the likeliest token.",
+    ),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=1.0,
+        help="Smallest set with this share.",
+    ),
+    click.option("--top-k", type=click.IntRange(0), default=0, help="This many tokens; 0: all."),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        help="At least this share of the largest probability.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=click.FloatRange(0, min_open=True),
+        default=1.0,
+        help="Above 1: tokens that were there already become less likely.",
+    ),
+    click.option(
+        "--seed", type=click.IntRange(0), default=0, show_default=True, help="One seed, one result."
+    ),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        default=512,
+        show_default=True,
+        help="Length limit of a reply.",
+    ),
+)
+MODEL = (
+    click.option("--adapter", default="", metavar="FOLDER", help="Adapters to apply to the model."),
+    click.option(
+        "--loader", default="", metavar="FUNCTION", help="What opens the model, as model.loader in a config."
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+)
+SET = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Replace one value of the config; may be given more than once, the last one wins. VALUE is TOML, "
+    "and a string needs no quotes.",
+)
+QUANTIZE = (
+    click.option(
+        "--bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize to so many bits."
+    ),
+    click.option(
+        "--group-size", type=int, help="Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16]."
+    ),
+    click.option(
+        "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Quantize in this format."
+    ),
+    click.option(
+        "--recipe",
+        type=click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
+        help="Quantize with more bits where they matter most.",
+    ),
+)
+DTYPE = (
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "float16", "bfloat16"]),
+        help="Of the weights [the source's].",
+    ),
+)
+PROMPT = (
+    click.option("--system", default="", metavar="TEXT", help="The system message."),
+    click.option(
+        "--nudge", default="", metavar="TEXT", help="First words of every reply, given to the model."
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Ends a reply; may be given more than once."),
+)
+
+
+def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[_Function], _Function]:
+    """A decorator that adds groups of options, in their order."""
+
+    def decorate(function: _Function) -> _Function:
+        for option in reversed([option for group in groups for option in group]):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def sampling_of(values: Mapping[str, Any]) -> Sampling:
+    """The options of SAMPLING as a value."""
+    from runners.generation import Sampling
+
+    return Sampling(
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=values["top_k"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
+        seed=values["seed"],
+        max_tokens=values["max_tokens"],
+    )
+
+
+def quantization_of(values: Mapping[str, Any]) -> Quantization:
+    """The options of QUANTIZE as a value."""
+    from runners.convert import Quantization
+
+    return Quantization(
+        mode=values["mode"] or "",
+        bits=int(values["bits"]) if values["bits"] else None,
+        group_size=values["group_size"],
+        recipe=values["recipe"] or "",
+    )
+
+
+def check_stops(values: Mapping[str, Any]) -> None:
+    """Raises UserError for a stop string without a character."""
+    if any(not text for text in values.get("stop", ())):
+        raise UserError("--stop is empty: it would end every reply at once")
+
+
+def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
+    """The model of a command, with the options of MODEL; notices go to stderr."""
+    check_stops(values)
+    from runners import platform
+
+    machine = platform.prepare()  # before anything imports MLX
+    from runners.inference import load_inference
+
+    loaded = load_inference(
+        name,
+        machine,
+        adapter=values["adapter"],
+        loader=values["loader"],
+        trust_remote_code=values["trust_remote_code"],
+    )
+    for notice in (*machine.notices, *loaded.notices):
+        click.echo(notice, err=True)
+    return loaded

@@ -1,0 +1,114 @@
+"""Loading a model to use it: nothing trains, adapters are applied, packed weights stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+import grpo_fn as g
+from runners.errors import UserError
+from runners.inside import check_links
+from runners.model_files import is_adapter_folder, read_json, resolve_model
+from runners.models import cast_floating, choose_dtype, own_loader, read_model
+from runners.tensor_header import check_header
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runners.platform import Platform
+
+
+@attrs.frozen(eq=False)
+class InferenceModel:
+    """A model ready for `g.generate(model.policy, {}, …)`, and its `module` for mlx-lm's functions."""
+
+    module: nn.Module  # floating leaves in the compute dtype, packed ones as they are
+    policy: g.Policy  # the same module; its tree of parameters is empty
+    tokenizer: TokenizerWrapper
+    path: Path  # the folder it was loaded from
+    adapter: Path | None  # the folder of its adapters
+    eos_ids: tuple[int, ...]
+    pipelined: bool  # whether steps are handed to the device without waiting
+    notices: tuple[str, ...]
+
+
+def load_inference(
+    model: str,
+    platform: Platform,
+    *,
+    adapter: str = "",
+    dtype: str = "auto",
+    loader: str = "",
+    folders: Sequence[Path] = (),
+    trust_remote_code: bool = False,
+) -> InferenceModel:
+    """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
+
+    Args:
+        model: as `model.path` in a config, or a folder of adapters whose adapter_config.json names the base.
+        platform: what `runners.platform.prepare` found.
+        adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
+        dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
+        loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.
+        folders: where that is looked for.
+        trust_remote_code: run code that comes with the model.
+
+    Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
+    """
+    own = Path(model).expanduser()
+    if is_adapter_folder(own):
+        if adapter:
+            raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
+        adapter, model = str(own), base_of(own)
+    function = own_loader(loader, folders, "--loader")
+    path = resolve_model(model, "MODEL", own_loader=function is not None)
+    module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
+    if adapter:
+        add_adapters(module, Path(adapter).expanduser(), path)
+    module.freeze()
+    module.eval()
+    cast_floating(module, choose_dtype(dtype, platform, module))
+    mx.eval(module.parameters())
+    return InferenceModel(
+        module=module,
+        policy=g.Policy.for_inference(module),
+        tokenizer=tokenizer,
+        path=path,
+        adapter=Path(adapter).expanduser() if adapter else None,
+        eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        pipelined=platform.backend != "cpu",
+        notices=notices,
+    )
+
+
+def base_of(folder: Path) -> str:
+    """The base model that a folder of adapters names; UserError where it names none."""
+    base = read_json(folder / "adapter_config.json").get("model")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder}: these are adapters, and their adapter_config.json does not name the base model; "
+            f"wanted the base model as MODEL, and --adapter {folder}"
+        )
+    return base
+
+
+def add_adapters(module: nn.Module, folder: Path, path: Path) -> None:
+    """Puts a folder's adapters into the module of `path`; UserError where they are missing or do not fit."""
+    from mlx_lm.tuner.utils import load_adapters
+
+    check_links(folder)
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; wanted a folder of adapters as mlx-lm writes them")
+    check_header(folder / "adapters.safetensors")
+    read_json(folder / "adapter_config.json")
+    try:
+        load_adapters(module, str(folder))
+    except Exception as error:  # of mlx-lm, for a config that anyone may have written
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(f"{folder}: the adapters do not fit {path}: {' '.join(lines[:3])}") from error

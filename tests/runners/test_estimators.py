@@ -1,0 +1,133 @@
+"""Estimates against brute force over all choices, intervals against their definitions and coverage."""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.estimators import bootstrap, majority_at_k, mcnemar, pass_at_k, wilson
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (20, 20, 0.8389, 1.0),  # the mirror image of 0 of 20
+    ],
+)
+def test_wilson_s_interval_has_the_published_values(successes, trials, low, high):
+    """Newcombe, Statistics in Medicine 17 (1998), table I, method 3."""
+    found = wilson(successes, trials)
+    assert (found.low, found.high) == (pytest.approx(low, abs=6e-5), pytest.approx(high, abs=6e-5))
+
+
+@given(trials=st.integers(1, 60), share=st.floats(0, 1), confidence=st.floats(0.5, 0.999))
+def test_wilson_s_ends_are_where_the_score_test_turns(trials, share, confidence):
+    """Each end q inside (0, 1) solves |p − q| = z·√(q(1−q)/n)."""
+    successes = round(share * trials)
+    found = wilson(successes, trials, confidence)
+    assert 0 <= found.low <= successes / trials <= found.high <= 1
+    z2 = _z(confidence) ** 2
+    for end in (found.low, found.high):
+        if 0 < end < 1:
+            assert (successes / trials - end) ** 2 == pytest.approx(z2 * end * (1 - end) / trials, rel=1e-6)
+
+
+def _z(confidence):
+    """The normal quantile by bisection of erf."""
+    low, high = 0.0, 10.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erf(middle / math.sqrt(2)) < confidence else (low, middle)
+    return low
+
+
+@given(n=st.integers(1, 9), data=st.data())
+def test_pass_at_k_is_the_mean_over_all_choices(n, data):
+    """Every choice of k of n samples, counted."""
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    samples = [True] * c + [False] * (n - c)
+    choices = list(itertools.combinations(samples, k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    """C(1000, 500) is beyond floats."""
+    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
+    assert pass_at_k(1000, 0, 1) == 0.0 and pass_at_k(1000, 1000, 1) == 1.0
+
+
+def majority_by_hand(samples, k):
+    """Every choice of k of the samples ("" is no answer, "a" the right one), the winners' shares counted."""
+    shares = []
+    for choice in itertools.combinations(samples, k):
+        counts = Counter(answer for answer in choice if answer)
+        top = max(counts.values(), default=0)
+        winners = [answer for answer, count in counts.items() if count == top]
+        shares.append(1 / len(winners) if "a" in winners else 0.0)
+    return sum(shares) / len(shares)
+
+
+@given(
+    samples=st.lists(st.sampled_from(["a", "a", "b", "c", "d", ""]), min_size=1, max_size=8), data=st.data()
+)
+def test_majority_at_k_is_the_mean_over_all_choices(samples, data):
+    """Ties, silent samples, right answers that nobody gave."""
+    k = data.draw(st.integers(1, len(samples)))
+    counts = Counter(sample for sample in samples if sample)
+    names = sorted(counts)
+    right = names.index("a") if "a" in names else None
+    found = majority_at_k([counts[name] for name in names], samples.count(""), right, k)
+    assert found == pytest.approx(majority_by_hand(samples, k), abs=1e-12)
+
+
+def test_majority_at_k_of_many_samples():
+    """64 samples of 30 different answers, half of them chosen: quick, and above the right one's share."""
+    votes = [16] + [1] * 20 + [2] * 9
+    assert 0.25 < majority_at_k(votes, 10, 0, 32) <= 1.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: wilson(1, 0),
+        lambda: wilson(3, 2),
+        lambda: pass_at_k(4, 5, 1),
+        lambda: pass_at_k(4, 1, 5),
+        lambda: pass_at_k(4, 1, 0),
+        lambda: majority_at_k([2], 0, 0, 3),
+        lambda: majority_at_k([0, 2], 0, 0, 1),
+        lambda: bootstrap([]),
+        lambda: mcnemar(-1, 2),
+    ],
+)
+def test_numbers_out_of_range_are_refused(call):
+    """Rather than a share that means nothing."""
+    with pytest.raises(ValueError, match="wanted"):
+        call()
+
+
+def test_the_bootstrap_interval_is_about_that_of_the_mean():
+    """For many values it is mean ± 1.96 standard errors; one seed gives one interval."""
+    values = np.random.default_rng(1).random(2000)
+    error = 1.96 * values.std() / math.sqrt(2000)
+    found = bootstrap(values)
+    assert found.low == pytest.approx(values.mean() - error, abs=error / 5)
+    assert found.high == pytest.approx(values.mean() + error, abs=error / 5)
+    assert found == bootstrap(values) != bootstrap(values, seed=1)
+    assert bootstrap([0.5]).low == bootstrap([0.5]).high == 0.5
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "p"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375), (9, 1, 0.021484375)]
+)
+def test_mcnemar_s_p_is_the_binomial_tail(b, c, p):
+    """Twice the tail of a fair coin: 2·(1 + 10)/1024 for one against nine."""
+    assert mcnemar(b, c) == p

@@ -1,0 +1,219 @@
+"""`grpo generate` and `grpo chat`: what goes where, exit codes, pipes, and Ctrl-C in a process of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.settings import PRESET_FOLDER
+
+ROOT = PRESET_FOLDER.parent
+QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
+
+
+@pytest.fixture
+def grpo(tmp_path, monkeypatch):
+    """Runs `grpo …` in this process, in a fresh folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments, input=None: CliRunner().invoke(cli.main, arguments, input=input)
+
+
+# Whatever runs the tests may ignore it, and hands that on.
+_HEEDS_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+
+
+def start(*arguments, code="from runners.cli import main; main()", **options):
+    """`grpo …` in a process of its own, with pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{_HEEDS_SIGINT} import sys; sys.argv[1:] = {list(arguments)!r}; {code}"],
+        cwd=ROOT,
+        text=True,
+        stdin=options.get("stdin", subprocess.DEVNULL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr(grpo):
+    """The nudge and the reply, nothing else, on stdout."""
+    options = ("--temperature", "0", "--nudge", "<reasoning>", "--max-tokens", "60")
+    result = grpo("generate", "embedded", QUESTION, *options)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("<reasoning>") and result.stdout.endswith("</answer>\n")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("prompt ") and "tok/s" in last and "peak memory" in last
+    assert grpo("generate", "embedded", "-", *options, input=QUESTION).stdout == result.stdout
+
+
+def test_stop_strings_and_limits(grpo):
+    """--stop ends with the string, --max-tokens cuts."""
+    options = ("--temperature", "0", "--nudge", "<reasoning>")
+    stopped = grpo("generate", "embedded", QUESTION, *options, "--stop", "</reasoning>").stdout
+    assert stopped.endswith("</reasoning>\n")
+    assert len(grpo("generate", "embedded", QUESTION, *options, "--max-tokens", "3").stdout) < len(stopped)
+
+
+def test_many_prompts_give_a_json_line_each(grpo, tmp_path):
+    """In their order, to stdout or to a file, several completions of each where asked for."""
+    (tmp_path / "p.jsonl").write_text(f'{{"question": "{QUESTION}"}}\n{{"question": "7+5"}}\n')
+    options = ("--prompts", "p.jsonl", "--column", "question", "--max-tokens", "8", "--temperature", "1")
+    result = grpo("generate", "embedded", *options)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == [QUESTION, "7+5"]
+    assert all(set(row) == {"prompt", "completion", "finish", "tokens"} for row in rows)
+    assert all(row["tokens"] == 8 or row["finish"] == "stop" for row in rows)
+    written = grpo("generate", "embedded", *options, "--num", "2", "--out", "a.jsonl")
+    assert (written.exit_code, written.stdout) == (0, "")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in lines] == [QUESTION, QUESTION, "7+5", "7+5"]
+    assert lines[0] == rows[0] and lines[2] == rows[1] and lines[0] != lines[1]
+
+
+def test_conversations_and_system_messages_are_prompts(grpo, tmp_path):
+    """A list of messages is shown as it is; --system is not repeated in every line."""
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in (talk, "d")))
+    result = grpo(
+        "generate", "embedded", "--prompts", "p.jsonl", "--system", "Be brief.", "--max-tokens", "4"
+    )
+    shown = [json.loads(line)["prompt"] for line in result.stdout.splitlines()]
+    assert shown == [[{"role": "system", "content": "Be brief."}, *talk], "d"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embedded"], "wanted either PROMPT or --prompts FILE"),
+        (["embedded", "x", "--prompts", "y"], "wanted either PROMPT or --prompts FILE"),
+        (["embedded", "  "], "the prompt is empty"),
+        (["embedded", "x", "--stop", ""], "--stop is empty"),
+        (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
+        (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read"),
+        (
+            ["embedded", "x", "--num", "2", "--out", "no/such/folder"],
+            "--out no/such/folder: cannot be written",
+        ),
+        (["embedded", "x", "--top-p", "0"], "Invalid value for '--top-p'"),
+        (["embedded", "x", "--temprature", "0"], "--temperature"),
+    ],
+)
+def test_faults_end_with_code_2_and_a_line(grpo, arguments, message):
+    """Before the model is loaded where that is possible."""
+    result = grpo("generate", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    """`grpo generate … | head -c 0`."""
+    process = start("generate", "embedded", QUESTION, "--max-tokens", "40", "--temperature", "0")
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=120) != 0
+    assert "Traceback" not in error and "BrokenPipe" not in error
+
+
+# A model that never ends, and says one letter at a time, slowly: what Ctrl-C does can be watched.
+ENDLESS = """
+import time
+import mlx_lm
+from types import SimpleNamespace
+def endless(model, tokenizer, prompt, **options):
+    number = 0
+    while True:
+        number += 1
+        time.sleep(0.02)
+        yield SimpleNamespace(token=50, prompt_tokens=1, prompt_tps=1.0, generation_tps=1.0)
+mlx_lm.stream_generate = endless
+from runners.cli import main
+main()
+"""
+
+
+def read_some(process, count=5):
+    """Waits until the reply has begun."""
+    text = process.stdout.read(count)
+    assert len(text) == count
+    return text
+
+
+def test_ctrl_c_ends_the_reply_of_generate():
+    """The text so far, the speed, code 130."""
+    process = start("generate", "embedded", "x", code=f"exec({ENDLESS!r})")
+    read_some(process)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.endswith("\n")
+    assert "peak memory" in error and "Traceback" not in error
+
+
+def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
+    """After the first the next message is answered; after two in a row the program ends with 130."""
+    process = start("chat", "embedded", code=f"exec({ENDLESS!r})", stdin=subprocess.PIPE)
+    for _ in range(2):
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        read_some(process)
+        process.send_signal(signal.SIGINT)
+        while process.stdout.read(1) != "\n":
+            pass
+    assert process.poll() is None
+    time.sleep(0.3)  # until it reads again
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "peak memory" in error and "Traceback" not in error
+
+
+def test_two_ctrl_c_in_one_reply_end_the_program_at_once():
+    """Also where the reply never asks, as in a long prompt."""
+    stuck = ENDLESS.replace("time.sleep(0.02)", "time.sleep(0.02 if number < 9 else 60)")
+    process = start("chat", "embedded", code=f"exec({stuck!r})", stdin=subprocess.PIPE)
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    read_some(process, 8)
+    for _ in range(2):
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in error
+
+
+def test_a_chat_through_pipes(grpo):
+    """Each line a message, each reply a line; /clear begins anew, /exit ends."""
+    options = ("--temperature", "0", "--max-tokens", "5")
+    first = grpo("chat", "embedded", *options, input="7+5\n").stdout
+    assert first.count("\n") == 1
+    both = grpo("chat", "embedded", *options, input="7+5\n\n/clear\n7+5\n/exit\n7+5\n")
+    assert both.exit_code == 0 and both.stdout == first * 2
+    assert "peak memory" in both.stderr
+
+
+def test_a_chat_has_history(grpo):
+    """The second reply is another one with the first turn before it."""
+    options = ("--temperature", "0", "--max-tokens", "12")
+    alone = grpo("chat", "embedded", *options, input="7+5\n").stdout
+    after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
+    assert after[-1] != alone
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_the_page_has_every_option(name):
+    """docs/generation.md names each option of both commands, and no other."""
+    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", page))
+    command = cli.main.get_command(click.Context(cli.main), name)
+    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+    assert options <= named
+    assert named <= options | {"--prompts", "--column", "--num", "--batch", "--out", "--image"}

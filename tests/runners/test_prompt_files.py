@@ -1,0 +1,65 @@
+"""Prompts out of files: lines, rows, conversations, and what is none of them."""
+
+import io
+import json
+
+import pytest
+
+from runners.errors import UserError
+from runners.prompt_files import read_prompts
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def user(text):
+    """A message."""
+    return {"role": "user", "content": text}
+
+
+def test_lines_of_a_text_file_and_of_standard_input(tmp_path, monkeypatch):
+    """One prompt a line, blank ones left out, the system message in front of each."""
+    (tmp_path / "p.txt").write_text("one\n\n  two \n", encoding="utf-8")
+    assert read_prompts(str(tmp_path / "p.txt"), "prompt") == [[user("one")], [user("two")]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("eins\nzwei\n"))
+    assert read_prompts("-", "prompt", "Be brief.") == [[SYSTEM, user("eins")], [SYSTEM, user("zwei")]]
+
+
+def test_rows_with_texts_or_conversations(tmp_path):
+    """A column of a file: texts and lists of messages; other keys of a message are left out."""
+    talk = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
+    rows = [{"q": "one"}, {"q": [SYSTEM, *talk]}, {"q": [{**talk[0], "name": "x"}]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert read_prompts(str(tmp_path / "p.jsonl"), "q") == [[user("one")], [SYSTEM, *talk], [user("a")]]
+    (tmp_path / "p.csv").write_text("q\none\n", encoding="utf-8")
+    assert read_prompts(str(tmp_path / "p.csv"), "q") == [[user("one")]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (['{"questoin": "x"}'], r'no column "question".*found questoin; did you mean questoin\?'),
+        (['{"question": "x"}', "{"], r"line 2"),
+        (['{"question": 7}'], r"found 7, wanted a text or a list of messages"),
+        (['{"question": " "}'], r"wanted a text"),
+        (['{"question": [{"role": "bot", "content": "x"}]}'], r"wanted a text or a list of messages"),
+        (['{"question": [{"role": "assistant", "content": "x"}]}'], r"not the user's"),
+        (['{"question": []}'], r"not the user's"),
+        (
+            ['{"question": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}'],
+            r"--system",
+        ),
+        ([], r"there is no prompt in it"),
+    ],
+)
+def test_what_is_no_prompt_is_told(tmp_path, rows, message):
+    """With the line; a file without any is told as well."""
+    (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_prompts(str(tmp_path / "p.jsonl"), "question", "Be brief.")
+
+
+def test_files_that_are_not_there(tmp_path):
+    """Rows and lines alike."""
+    for name in ("p.jsonl", "p.txt"):
+        with pytest.raises(UserError, match=rf"--prompts .*{name}: "):
+            read_prompts(str(tmp_path / name), "prompt")
