@@ -1,6 +1,6 @@
 """Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ import numpy as np
 from runners.data_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.embedded import DATA_DIR
 from runners.errors import UserError, did_you_mean, show
+from runners.functions import told
 from runners.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
-from runners.reward_functions import told
 from runners.sections import EMBEDDED, DataConfig
+from runners.transforms import Transform, own_transform, transformed
 
 __all__ = [
     "Example",
@@ -21,6 +22,7 @@ __all__ = [
     "epoch_order",
     "gold_answer",
     "load_rows",
+    "load_split",
     "render",
     "reward_columns",
 ]
@@ -33,10 +35,25 @@ class Rows(list[dict[str, Any]]):
     """Usable rows, all columns kept, with the count of those left out and what was wrong with the first."""
 
     skipped: int = 0
+    dropped: int = 0  # by data.transform
     first_fault: str = ""
 
+    def notices(self, split: str, too_long: int, limit: int) -> list[str]:
+        """Lines on what is not used: left-out rows, and `too_long` prompts of more than `limit` tokens."""
+        found = []
+        if self.dropped:
+            found.append(f"{split} data: {self.dropped} rows left out by data.transform")
+        if self.skipped:
+            found.append(f"{split} data: {self.skipped} bad rows left out (the first: {self.first_fault})")
+        if too_long:
+            found.append(
+                f"{split} data: {too_long} of {len(self)} prompts left out as over data.max_prompt_length = "
+                f"{limit} tokens"
+            )
+        return found
 
-def load_rows(config: DataConfig) -> tuple[Rows, Rows]:
+
+def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
     A source is "embedded", a local file or folder (one that exists wins), or a Hub name. A single file is the
@@ -44,33 +61,22 @@ def load_rows(config: DataConfig) -> tuple[Rows, Rows]:
     last tenth of its usable rows, one at least and 1,000 at most, is held out for evaluation and not trained
     on.
 
+    With `data.transform` each row is given to that function first (looked for in `folders`, as
+    `resolve_function` does): it returns the row to use, or None to leave it out.
+
     Every row needs the question, a text, and the answer. A row without is a bad row: `on_bad_row` "raise"
     ends with the place of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
+
+    A row on which the transform fails is a bad row too.
 
     Raises UserError, in one line, for a source or split that is not there (with those found), a field that no
     row has (with those found and the nearest spelling), a bad row, and a split without a usable row.
     """
-    source = DATA_DIR if config.source == EMBEDDED else Path(config.source).expanduser()
-    is_local = source.exists()
-    if not is_local and (config.source == EMBEDDED or _looks_local(config.source)):
-        raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
-    if is_local and config.name:
-        raise UserError(
-            f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
-            f"{show(config.source)} is local; leave data.name out"
-        )
+    source, read = _reader(config, folders)
     if source.is_file() and config.split != "train":
         raise UserError(
             f'data.split is {show(config.split)}, but {source} is a file, which is the split "train"'
         )
-
-    def read(split: str, key: str) -> Rows:
-        if not is_local:
-            return _usable(_hub_rows(config, split, key), config, f"{config.source} ({split})")
-        paths = [source] if source.is_file() else find_split(source, split, key)
-        where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
-        return _usable([raw for path in paths for raw in read_file(path)], config, where)
-
     train = read(config.split, "data.split")
     if source.is_file() or split_name(config.eval_split) == split_name(config.split):
         train, evaluation = _held_out(train, str(source))
@@ -81,9 +87,43 @@ def load_rows(config: DataConfig) -> tuple[Rows, Rows]:
     return train, evaluation
 
 
+def load_split(
+    config: DataConfig, split: str, key: str = "data.eval_split", *, folders: Sequence[Path] = ()
+) -> Rows:
+    """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
+
+    `key` is what messages call the split. Raises UserError as `load_rows` does.
+    """
+    return _reader(config, folders)[1](split, key)
+
+
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which an epoch takes its n examples: an int64 permutation, pure in its arguments."""
     return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable[[str, str], Rows]]:
+    """The source as a path, there or not, and what reads a split (with its key in the config) of it."""
+    source = DATA_DIR if config.source == EMBEDDED else Path(config.source).expanduser()
+    is_local = source.exists()
+    if not is_local and (config.source == EMBEDDED or _looks_local(config.source)):
+        raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
+    if is_local and config.name:
+        raise UserError(
+            f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
+            f"{show(config.source)} is local; leave data.name out"
+        )
+
+    transform = own_transform(config.transform, folders)
+
+    def read(split: str, key: str) -> Rows:
+        if not is_local:
+            return _usable(_hub_rows(config, split, key), config, f"{config.source} ({split})", transform)
+        paths = [source] if source.is_file() else find_split(source, split, key)
+        where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
+        return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)
+
+    return source, read
 
 
 def _looks_local(source: str) -> bool:
@@ -111,10 +151,16 @@ def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> st
     return f"data.source is {show(config.source)}, which the Hub did not give"
 
 
-def _usable(raw_rows: list[RawRow], config: DataConfig, where: str) -> Rows:
+def _usable(
+    raw_rows: list[RawRow], config: DataConfig, where: str, transform: Transform | None = None
+) -> Rows:
     """The rows that have a question and an answer; those that have not end it, or are counted."""
-    _check_fields(raw_rows, config, where)
     rows = Rows()
+    if transform is not None:
+        kept = [raw for raw in (transformed(raw, transform) for raw in raw_rows) if raw is not None]
+        rows.dropped = len(raw_rows) - len(kept)
+        raw_rows = kept
+    _check_fields(raw_rows, config, where)
     for raw in raw_rows:
         fault = raw.fault or _fault(raw.values, config)
         if not fault:
@@ -127,6 +173,7 @@ def _usable(raw_rows: list[RawRow], config: DataConfig, where: str) -> Rows:
         rows.skipped += 1
     if not rows:
         bad = f"; all {rows.skipped} are bad, the first: {rows.first_fault}" if rows.skipped else ""
+        bad += f"; data.transform left out {rows.dropped}" if rows.dropped else ""
         raise UserError(f"{where} has no usable row{bad}")
     return rows
 

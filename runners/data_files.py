@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from runners.errors import UserError, did_you_mean, show
+from runners.inside import check_links
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -63,6 +64,7 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if len(kinds) > 1:
         names = ", ".join(path.name for path in paths)
         raise UserError(f"{key} is {show(split)}, which {folder} holds more than once ({names}); wanted one")
+    check_links(folder, paths)
     return paths
 
 
@@ -155,7 +157,9 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
         raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
     for number, values in enumerate(rows, 1):
         yield RawRow(f"{path}, row {number}", values)

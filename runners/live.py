@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -88,6 +89,15 @@ class LiveReport:
     def note(self, text: str) -> None:
         """See `Report.note`."""
         self._print(Text(text, style="dim"))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """See `Report.table`."""
+        grid = Table(box=SIMPLE, title=Text(title, style="dim"), title_justify="left", header_style="dim")
+        for place, column in enumerate(columns):
+            grid.add_column(column, justify="left" if place in (0, len(columns) - 1) else "right")
+        for row in rows:
+            grid.add_row(*map(Text, row))
+        self._print(grid)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Report.finish`."""

@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from runners.errors import UserError
 from runners.sections import LogConfig
 
+_BLOCK = 1 << 16  # bytes read at a time
 # Characters that end a line for str.splitlines, and so for some readers of JSON lines.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -38,35 +39,61 @@ def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 class JsonLines:
-    """A file of one JSON object a line, each of them written out at once."""
+    """A file of one JSON object a line, each of them written out at once.
 
-    def __init__(self, path: Path, *, append: bool = False):
-        """Opens `path`. An older file is kept as `NAME.previous.jsonl`, or with `append` continued after its
-        last whole line (a killed run may have left half of one)."""
+    A line that the disk does not take is kept, and written before the next one: none is lost or cut in two
+    for as long as the process lives. `fault` is why there is such a line, or None.
+    """
+
+    def __init__(self, path: Path, *, keep: int | None = None):
+        """Opens `path`; OSError where that is refused.
+
+        Args:
+            path: the file; its folder is made.
+            keep: None keeps an older file as `NAME.previous.jsonl`. A number continues it: after so many
+                bytes, or after its last whole line where it is shorter.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if append:
-            _drop_partial_line(path)
+        if keep is not None:
+            _cut(path, keep)
         elif path.exists() and path.stat().st_size:
             os.replace(path, path.with_suffix(".previous.jsonl"))
         self.path = path
-        # A lone surrogate in a completion turns into its JSON escape instead of an error.
-        self._stream: TextIO = open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")  # noqa: SIM115
+        self.fault: OSError | None = None
+        self._waiting = b""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.written = os.fstat(self._file).st_size  # bytes, of whole lines where nothing waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
         line, _ = to_json(record)
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        # A lone surrogate in a completion turns into its JSON escape instead of an error.
+        self._waiting += line.encode("utf-8", "backslashreplace") + b"\n"
+        self.push()
+
+    def push(self) -> None:
+        """Writes what waits, as far as the disk takes it."""
+        try:
+            while self._waiting:
+                count = os.write(self._file, self._waiting)
+                self.written += count
+                self._waiting = self._waiting[count:]
+        except OSError as error:
+            self.fault = error
+        else:
+            self.fault = None
 
     def close(self) -> None:
         """Closes the file; nothing can be written afterwards."""
-        self._stream.close()
+        self.push()
+        os.close(self._file)
 
 
 class MetricsLog:
     """What a run writes about itself, as the config's [log] asks; a context manager.
 
-    Raises UserError at construction where a dashboard is asked for whose package is not installed.
+    Raises UserError at construction where a dashboard is asked for whose package is not installed, or where a
+    file cannot be opened.
     """
 
     def __init__(
@@ -76,19 +103,27 @@ class MetricsLog:
         *,
         name: str = "grpo",
         config: Mapping[str, Any] | None = None,
-        append: bool = False,
+        keep: Mapping[str, int] | None = None,
     ):
-        """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`."""
+        """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
+
+        `keep` has what `positions` gave: the files are continued from there. None: they begin anew.
+        """
         self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
-        self._metrics = JsonLines(run_dir / "training_log.jsonl", append=append) if settings.jsonl else None
-        self._completions = (
-            JsonLines(run_dir / "completions.jsonl", append=append) if settings.completions else None
-        )
+        wanted = {"training_log.jsonl": settings.jsonl, "completions.jsonl": settings.completions}
+        self._files: dict[str, JsonLines] = {}
+        for file in (file for file, asked in wanted.items() if asked):
+            try:
+                place = None if keep is None else keep.get(file, 0)
+                self._files[file] = JsonLines(run_dir / file, keep=place)
+            except OSError as error:
+                raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
+        self.paths = [lines.path for lines in self._files.values()]
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""
-        if self._metrics:
-            self._metrics.write(metrics)
+        if "training_log.jsonl" in self._files:
+            self._files["training_log.jsonl"].write(metrics)
         if not self._sinks:
             return
         nonfinite: list[str] = []
@@ -99,21 +134,37 @@ class MetricsLog:
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line for each completion."""
-        if self._completions:
+        if "completions.jsonl" in self._files:
             for record in records:
-                self._completions.write(record)
+                self._files["completions.jsonl"].write(record)
+
+    def fault(self) -> str | None:
+        """Why a line could not be written yet; None: all of them are."""
+        for lines in self._files.values():
+            if lines.fault:
+                return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
+        return None
+
+    def positions(self) -> dict[str, int]:
+        """Bytes of each file so far; UserError where a line still waits for the disk."""
+        for lines in self._files.values():
+            lines.push()
+        if fault := self.fault():
+            raise UserError(fault)
+        return {name: lines.written for name, lines in self._files.items()}
 
     def close(self) -> None:
         """Closes the files and finishes the dashboards' runs."""
-        for part in (self._metrics, self._completions, *self._sinks):
-            if part:
-                part.close()
+        for part in (*self._files.values(), *self._sinks):
+            part.close()
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         self.close()
+        if kind is None and (fault := self.fault()):
+            raise UserError(f"{fault}; its last lines are lost")
 
 
 def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, Any]) -> list[Sink]:
@@ -207,11 +258,19 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")
 
 
-def _drop_partial_line(path: Path) -> None:
+def _cut(path: Path, most: int) -> None:
+    """Leaves the whole lines within the first `most` bytes of a file, if there is one."""
     if not path.exists():
         return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with open(path, "r+b") as stream:
-            stream.truncate(whole)
+    with open(path, "r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        end = min(most, stream.tell())
+        while end:  # backwards to the end of a line
+            start = max(end - _BLOCK, 0)
+            stream.seek(start)
+            whole = stream.read(end - start).rfind(b"\n") + 1
+            end = start + whole
+            if whole:
+                break
+        stream.truncate(end)
+        os.fsync(stream.fileno())

@@ -19,6 +19,7 @@ from pathlib import Path
 import attrs
 
 from runners.errors import UserError
+from runners.malloc import keep_freed_memory
 
 # In order of preference; LP64 builds only. Fedora names the threaded builds libopenblasp/o.
 _LIBRARIES = (
@@ -119,7 +120,9 @@ def blas() -> Blas:
 
 
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
-    """Loads the BLAS, imports MLX, finds its backend and sets MLX's memory limit (10^9 bytes; 0 leaves it).
+    """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
+
+    On a CPU memory that is freed stays in the process: see `malloc`.
 
     Raises UserError where MLX is not installed, or is installed without a backend.
     """
@@ -131,6 +134,8 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
     backend = _backend(mx)
+    if backend == "cpu":
+        keep_freed_memory()
     notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
     device = str(mx.device_info().get("device_name", "")) or backend
     return Platform(backend=backend, blas=found.library, device=device, notices=notices)

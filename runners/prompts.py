@@ -7,14 +7,15 @@ from typing import Any
 
 import attrs
 
+from runners.chat_format import merge_system, plain_text
 from runners.errors import UserError, show
-from runners.reward_functions import PASSED, told
+from runners.functions import told
+from runners.reward_functions import PASSED
 from runners.sections import DataConfig
 
 Message = dict[str, str]
 
 GOLD_MARK = "####"
-_SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 @attrs.frozen
@@ -106,8 +107,7 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     add_special_tokens=…)`. Raises UserError where the template fails on the messages.
     """
     if not _has_template(tokenizer):
-        text = "\n\n".join(f"{_SPEAKERS[message['role']]}: {message['content']}" for message in messages)
-        text = f"{text}\n\n{_SPEAKERS['assistant']}: {nudge}"
+        text = plain_text(messages) + nudge
         return text, _with_bos(tokenizer, text)
     text = _apply_template(tokenizer, messages) + nudge
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -122,7 +122,7 @@ def _has_template(tokenizer: Any) -> bool:
 
 
 def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
-    def apply(conversation: Sequence[Message]) -> str:
+    def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
         return tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
 
     system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
@@ -134,14 +134,9 @@ def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
         if not system:
             raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
     try:
-        return apply(_merged(messages))
+        return apply(merge_system(messages))
     except Exception as error:
         raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
-
-
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    system, first, *rest = messages
-    return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
 
 
 def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from runners.progress import Progress, count, duration, finite, gigabytes, number, peak_memory, percent
@@ -37,6 +37,10 @@ class Report(Protocol):
         """A line worth reading: a notice, a checkpoint."""
         ...
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A small table of text under a line."""
+        ...
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is over. `summary` is name -> value, shown once."""
         ...
@@ -58,6 +62,8 @@ class Quiet:
     def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -108,6 +114,18 @@ class PlainReport:
         """See `Report.note`."""
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """See `Report.table`: columns in line, names to the left and numbers to the right."""
+        self.note(title)
+        cells = [tuple(columns), *map(tuple, rows)]
+        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+        for row in cells:
+            first, *others = (
+                cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            self._line("  ".join(["", first, *others]).rstrip())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Report.finish`."""

@@ -38,7 +38,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: fl
     if not timeout:
         return _attempt(act)
     outcomes: list[Outcome] = []
-    thread = _start(lambda: outcomes.append(_attempt(act)))
+    thread = _start(lambda: outcomes.append(_attempt(act, everything=True)))
     thread.join(timeout)
     return outcomes[0] if outcomes else Outcome(timed_out=True, thread=thread)
 
@@ -54,7 +54,7 @@ def call_together(calls: Sequence[Call], timeout: float) -> list[Outcome]:
     async def run_one(index: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         try:
             outcomes[index] = Outcome(value=_plain(await function(**arguments)))
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:  # one that is no Exception would end the loop, and the other calls
             outcomes.setdefault(index, Outcome(error=error))
 
     async def run_all() -> None:
@@ -65,7 +65,7 @@ def call_together(calls: Sequence[Call], timeout: float) -> list[Outcome]:
             outcomes[tasks[task]] = Outcome(timed_out=True, thread=threading.current_thread())
 
     ends: list[Outcome] = []
-    thread = _start(lambda: ends.append(_attempt(lambda: asyncio.run(run_all()))))
+    thread = _start(lambda: ends.append(_attempt(lambda: asyncio.run(run_all()), everything=True)))
     thread.join(timeout + _CLOSING_TIME if timeout else None)
     broken = ends[0].error if ends else None
     missing = Outcome(error=broken) if broken else Outcome(timed_out=True, thread=thread)
@@ -93,10 +93,15 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def _attempt(action: Callable[[], Any]) -> Outcome:
+def _attempt(action: Callable[[], Any], everything: bool = False) -> Outcome:
     try:
         return Outcome(value=action())
     except (Exception, SystemExit) as error:
+        return Outcome(error=error)
+    except BaseException as error:
+        # In the caller's thread a KeyboardInterrupt is a person's; in a reward's nothing passes unseen.
+        if not everything:
+            raise
         return Outcome(error=error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -15,6 +16,7 @@ from runners.config import Config
 from runners.prompts import Example, columns_of
 from runners.scoring import Scorer
 from runners.tokenizers import TextDecoder
+from runners.trl_arguments import NO_RUN, TrainerState
 
 
 @attrs.frozen(eq=False)
@@ -31,6 +33,8 @@ class Experience:
     resampled: int  # groups that dynamic sampling replaced
     problems: tuple[str, ...]  # what went wrong in scoring, a line each
     seconds: dict[str, float]  # "rollout", "reward"
+    extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
+    logged: dict[str, list[float]]  # metrics that rewards logged
 
 
 Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
@@ -45,19 +49,26 @@ class Collector:
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
 
-    def collect(self, params: Tree, take: Callable[[int], Sequence[Example]], key: mx.array) -> Experience:
+    def collect(
+        self,
+        params: Tree,
+        take: Callable[[int], Sequence[Example]],
+        key: mx.array,
+        trainer_state: TrainerState = NO_RUN,
+    ) -> Experience:
         """Sample and score `batch_size` prompts with the given parameters.
 
-        `take(n)` hands out the next n prompts. With dynamic sampling, groups without variance are replaced by
-        fresh prompts for at most `max_resample` rounds; whatever is missing then is filled with the last of
-        them, which the learner skips.
+        `take(n)` hands out the next n prompts; `trainer_state` is what rewards are told of the run.
+        With dynamic sampling, groups without variance are replaced by fresh prompts for at most
+        `max_resample` rounds; whatever is missing then is filled with the last of them, which the learner
+        skips.
         """
         wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         kept: list[Experience] = []
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part = self._once(params, take(missing), _folded(key, number))
+            part = self._once(params, take(missing), _folded(key, number), trainer_state)
             spent += part.sampled_tokens
             varied = _varied_groups(part.rewards_pg)
             missing -= len(varied)
@@ -76,7 +87,9 @@ class Collector:
         mx.eval(advantages_pg)
         return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
 
-    def _once(self, params: Tree, examples: Sequence[Example], key: mx.array) -> Experience:
+    def _once(
+        self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
+    ) -> Experience:
         started = time.perf_counter()
         rollout = self.generate(params, examples, key)
         sampled = time.perf_counter()
@@ -89,6 +102,7 @@ class Collector:
             [list(example.messages) for example in examples for _ in range(size)],
             columns_of(examples, size),
             completions,
+            trainer_state,
         )
         rewards_pg = self._combined(scores.values_kb, rollout)
         return Experience(
@@ -102,6 +116,8 @@ class Collector:
             resampled=0,
             problems=tuple(scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
+            extras=scores.extras,
+            logged=scores.metrics,
         )
 
     def _combined(self, values_kb: np.ndarray, rollout: g.Rollout) -> np.ndarray:
@@ -146,6 +162,7 @@ def _some_groups(part: Experience, groups: list[int]) -> Experience:
         values_kb=part.values_kb[:, rows],
         rewards_pg=part.rewards_pg[groups],
         advantages_pg=part.advantages_pg[mx.array(groups)],
+        extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
     )
 
 
@@ -161,4 +178,12 @@ def _joined(parts: list[Experience]) -> Experience:
         rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
         problems=tuple(problem for part in parts for problem in part.problems),
         seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
+        extras={
+            column: [value for part in parts for value in part.extras.get(column, [None] * len(part.texts))]
+            for column in dict.fromkeys(column for part in parts for column in part.extras)
+        },
+        logged={
+            name: [value for part in parts for value in part.logged.get(name, ())]
+            for name in dict.fromkeys(name for part in parts for name in part.logged)
+        },
     )

@@ -13,8 +13,10 @@ import attrs
 import numpy as np
 
 from runners.errors import UserError, did_you_mean, show
+from runners.functions import told
 from runners.reward_calls import Outcome, call, call_together, is_async
-from runners.reward_functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards, told
+from runners.reward_functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards
+from runners.trl_arguments import NO_RUN, RewardLog, TrainerState
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
@@ -29,6 +31,8 @@ class Scores:
 
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
     problems: list[str]  # one line for each thing that went wrong, in the order of the rewards
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
+    metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
 
 @attrs.define(eq=False)
@@ -61,13 +65,14 @@ class Scorer:
         prompts: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState = NO_RUN,
     ) -> Scores:
         """Call every reward on B completions.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
         reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and whichever
-        of `prompts`, `completion_ids` and the columns it takes; each call gets lists of its own. Async
-        rewards are awaited together, the others run one after another.
+        of `prompts`, `completion_ids`, the columns, `trainer_state`, `log_extra` and `log_metric` it takes;
+        each call gets lists of its own. Async rewards are awaited together, the others run one after another.
 
         Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
         reward that needs a column which is not there, and for any problem where `on_error` is "raise".
@@ -83,8 +88,10 @@ class Scorer:
                 raise ValueError(f"{name} has {len(entries)} entries for {len(texts)} completions")
         check_columns(self.rewards, columns)
 
+        log = RewardLog(len(texts))
+        same = {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         calls = [
-            _Called(reward, _copy(reward.pick({"completions": _wrap(texts), **given})))
+            _Called(reward, reward.pick({"completions": _wrap(texts), **_copy(given), **same}))
             for reward in self.rewards
         ]
         outcomes = self._call_all(calls)
@@ -95,7 +102,9 @@ class Scorer:
             if notes and self.on_error == "raise":
                 raise UserError(notes[0]) from (outcome and outcome.error)
             problems.extend(notes)
-        return Scores(values_kb, problems)
+        # Copies: a call that is past its time may still write into the log.
+        metrics = {name: list(values) for name, values in log.metrics.items()}
+        return Scores(values_kb, problems, dict(log.extras), metrics)
 
     def _call_all(self, calls: Sequence["_Called"]) -> list[Outcome | None]:
         """The outcome of each call; None where too many earlier calls of that reward still hang."""

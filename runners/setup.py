@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -11,21 +12,27 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checkpointing import checkpoint_layers
 from grpo_fn.decode import FindStop
-from grpo_fn.precision import quantized_role
 from grpo_fn.sharing import can_share
 from grpo_fn.trees import Tree
+from runners.auto_quantization import Trial, settle_quantization
 from runners.config import Config
 from runners.data import load_rows
 from runners.errors import UserError
 from runners.evaluate import held_out
-from runners.models import LoadedModel, load_model
+from runners.micro_batch import settle_micro_batch
+from runners.models import LoadedModel, load_model, vocabulary_rows
+from runners.plan import outlook, sizes_if_it_can_fit
 from runners.platform import Platform
 from runners.prompts import Example, build_examples, reward_columns
 from runners.reward_functions import Reward, check_columns, resolve_rewards
+from runners.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 from runners.rollout import Collector
 from runners.scoring import Scorer
 from runners.stream import Plan, PromptStream
 from runners.tokenizers import TextDecoder
+from runners.tuning import tuned
+from runners.watch import Condition
+from runners.workload import Workload, sampler_of
 
 Say = Callable[[str], None]
 
@@ -44,14 +51,15 @@ class Learner:
     """The functional core of a run: its policies, its steps, and the state before the first of them."""
 
     policy: g.Policy
-    rollout_policy: g.Policy
-    quantizer: Callable[[Tree], Tree] | None  # learner params -> rollout params; None: the same
+    role: RolloutRole  # who samples
+    reference: ReferenceRole  # who anchors the KL term
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
     logprob_step: Callable[[Tree, g.Batch], mx.array]
-    state: g.TrainState
+    state: g.TrainState | None  # before the first step; None once the loop has taken it over
     share_prompts: bool  # whether a group's prompt is computed once
+    notices: tuple[str, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -68,41 +76,84 @@ class Run:
     collector: Collector
     decoder: TextDecoder
     find_stop: FindStop | None
+    on_gpu: bool
+    memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
+    trial: Trial | None  # what rollout.quantization = "auto" measured
 
 
-def build_run(config: Config, platform: Platform, say: Say = lambda text: None) -> Run:
+def build_run(
+    config: Config,
+    platform: Platform,
+    say: Say = lambda text: None,
+    decided: Mapping[str, Any] | None = None,
+) -> Run:
     """Everything that `train` needs.
 
     Rewards, then data, then the model: a misspelt name costs no waiting. `say` is told what goes on.
+    `decided` has what an earlier process measured for [rollout]: nothing is measured then.
 
     Raises UserError or ConfigError, in one line, for whatever is wrong.
     """
     config = config.check()
     spec = config.loss_spec()
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, _reward_dirs(config))
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     say("reading the data")
-    rows = load_rows(config.data)
+    rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
     say(f"loading the model {config.model.path}")
-    loaded = load_model(config.model, platform, seed=config.run.seed)
+    sizes = sizes_if_it_can_fit(config, platform)
+    loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
     data = _examples(config, rows, loaded)
+    longest = max(len(example.tokens) for example in data.train)
+    config = settle_micro_batch(config, sizes, platform, longest)
+    foretold = outlook(config, platform, sizes, longest)
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
     plan = Plan.of(config, len(data.train))
+    stream, trial = PromptStream(data.train, config.run.seed), None
+    if decided is not None:
+        config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
+    if config.rollout.quantization == "auto":
+        say("measuring quantized samplers")
+        first = attrs.evolve(stream).take(config.optim.batch_size)
+        config, trial = settle_quantization(config, loaded, [example.tokens for example in first], platform)
     learner = build_learner(config, spec, loaded, plan, platform)
+    state = learner.state
+    assert state is not None
+    choice: tuple[str, ...] = ()
+    if decided is None:
+        config, choice = tuned(
+            config,
+            Workload.of(config, learner.role.policy, state.old_params, data.train),
+            model_config=loaded.config,
+            state=state,
+            batch_steps=plan.batch_steps,
+            platform=platform,
+            say=say,
+        )
     return Run(
         config=config,
         folder=Path(config.run.output_dir) / config.run.name,
         loaded=loaded,
         data=data,
         plan=plan,
-        stream=PromptStream(data.train, config.run.seed),
+        stream=stream,
         learner=learner,
-        collector=_collector(config, learner, rewards, decoder, find_stop, loaded, platform),
+        collector=_collector(config, learner, rewards, decoder, find_stop, loaded),
         decoder=decoder,
         find_stop=find_stop,
-        notices=(*data.notices, *loaded.notices, *_warnings(config, learner)),
+        on_gpu=platform.backend != "cpu",
+        memory_key=foretold.key,
+        notices=(
+            *data.notices,
+            *loaded.notices,
+            *learner.notices,
+            *_warnings(config, learner),
+            *foretold.notices,
+            *choice,
+        ),
+        trial=trial,
     )
 
 
@@ -115,46 +166,49 @@ def build_learner(
         checkpoint_layers(loaded.module)
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
-    rollout_policy, quantizer = policy, None
-    if config.rollout.quantization != "none":
-        try:
-            role = quantized_role(policy, config.rollout.quantization, config.rollout.storage)
-        except ValueError as error:
-            raise UserError(f"{config.where('rollout.quantization')}: {error}") from error
-        rollout_policy, quantizer = role.policy, role.transform
+    vocabulary = vocabulary_rows(loaded.module, loaded.config)
+    role, notices = make_rollout_role(config, policy, backend=platform.backend, vocabulary=vocabulary)
+    reference = make_reference_role(config, policy, backend=platform.backend)
     policy = policy.skeleton()
-    if quantizer is None:
-        rollout_policy = policy
+    role.full = policy
 
     optim = config.optim
     schedule = g.warmup_schedule(optim.schedule, optim.learning_rate, plan.updates, optim.warmup_ratio)
-    optimizer = g.adamw(schedule, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    optimizer = g.adamw(
+        schedule,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        moment_dtype=getattr(mx, optim.moments),
+    )
     state = g.init_state(
         params,
         optimizer,
         key=mx.random.key(config.run.seed),
-        ref_params=params if spec.beta > 0 else None,
+        ref_params=reference.params(params) if spec.beta > 0 else None,
     )
     compile_steps = config.system.compile
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,
-        rollout_policy=rollout_policy,
-        quantizer=quantizer,
+        role=role,
+        reference=reference,
         spec=spec,
         grad_step=g.make_grad_step(
             policy,
             spec,
             temperature=temperature,
             max_completion_length=config.rollout.max_new_tokens,
+            ref_policy=reference.policy,
             compile=compile_steps,
         ),
         update_step=g.make_update_step(
             optimizer, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
         ),
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
-        state=g.sync_old(state, quantizer),
+        state=role.sync(state),
         share_prompts=share_prompts,
+        notices=(*notices, *reference.notices),
     )
 
 
@@ -180,13 +234,7 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
     for name, part in zip(("train", "eval"), rows, strict=True):
         examples, too_long = build_examples(part, config.data, loaded.tokenizer)
         built.append(examples)
-        if part.skipped:
-            notices.append(f"{name} data: {part.skipped} bad rows left out (the first: {part.first_fault})")
-        if too_long:
-            notices.append(
-                f"{name} data: {too_long} of {len(part)} prompts left out as over data.max_prompt_length = "
-                f"{config.data.max_prompt_length} tokens"
-            )
+        notices += part.notices(name, too_long, config.data.max_prompt_length)
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
 
 
@@ -197,31 +245,29 @@ def _collector(
     decoder: TextDecoder,
     find_stop: FindStop | None,
     loaded: LoadedModel,
-    platform: Platform,
 ) -> Collector:
-    rollout = config.rollout
-    sampler = g.Sampler(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        with_entropy=config.loss.top_entropy_quantile < 1,
-    )
+    rollout, sampler = config.rollout, sampler_of(config)
+
+    role = learner.role  # the learner itself would keep its first state alive
 
     def generate(params: Tree, examples: Sequence[Example], key: mx.array) -> g.Rollout:
-        return g.generate(
-            learner.rollout_policy,
-            params,
-            [example.tokens for example in examples],
-            key=key,
-            num_generations=rollout.num_generations,
-            max_new_tokens=rollout.max_new_tokens,
-            sampler=sampler,
-            eos_ids=loaded.eos_ids,
-            find_stop=find_stop,
-            max_batch=rollout.max_batch,
-            pipelined=platform.backend != "cpu",
-        )
+        def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+            return g.generate(
+                policy,
+                params,
+                [example.tokens for example in examples],
+                key=key,
+                num_generations=rollout.num_generations,
+                max_new_tokens=rollout.max_new_tokens,
+                sampler=sampler,
+                eos_ids=loaded.eos_ids,
+                find_stop=find_stop,
+                max_batch=rollout.max_batch,
+                check_every=rollout.check_every,
+                pipelined=rollout.launch == "async",
+            )
+
+        return role.draw(sample, params)
 
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
     return Collector(generate, scorer, decoder, config)
@@ -232,15 +278,16 @@ def _warnings(config: Config, learner: Learner) -> list[str]:
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     warnings = []
-    if (truncated or learner.quantizer is not None) and spec.correction == "none":
+    if (truncated or learner.role.transform is not None) and spec.correction == "none":
         cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
         warnings.append(
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
             'difference, or set loss.correction = "token_truncate"'
         )
+    for text in config.stop.when:
+        condition = Condition.parse(text)
+        if condition and condition.metric == "kl" and spec.beta == 0:
+            warnings.append(
+                f"stop.when: {condition} never comes true, as kl is logged with loss.beta > 0 alone"
+            )
     return warnings
-
-
-def _reward_dirs(config: Config) -> list[Path]:
-    """Where modules of rewards are looked for: the current folder, then the config's."""
-    return [Path.cwd(), *([config.settings.folder] if config.settings else [])]

@@ -5,24 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 import grpo_fn as g
 from runners.rollout import Experience
 
 
-def rollout_metrics(experiences: Sequence[Experience], reward_names: Sequence[str]) -> dict[str, float]:
+@attrs.frozen(eq=False)
+class Tally:
+    """What the log needs of a batch step when its completions are gone."""
+
+    rewards_pg: np.ndarray  # float64, combined; NaN = no reward
+    values_kb: np.ndarray  # float64, of each reward function
+    lengths_b: np.ndarray  # tokens
+    finished_b: np.ndarray  # whether a completion ended before the length limit
+    sampled_tokens: int
+    resampled: int
+    logged: dict[str, list[float]]  # metrics that rewards logged
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, experience: Experience) -> Tally:
+        """Of one batch step."""
+        return cls(
+            rewards_pg=experience.rewards_pg,
+            values_kb=experience.values_kb,
+            lengths_b=np.array(experience.rollout.lengths_b),
+            finished_b=np.array(experience.rollout.finished_b),
+            sampled_tokens=experience.sampled_tokens,
+            resampled=experience.resampled,
+            logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
+            seconds=dict(experience.seconds),
+        )
+
+
+def rollout_metrics(tallies: Sequence[Tally], reward_names: Sequence[str]) -> dict[str, float]:
     """Rewards and completions of an update's batch steps.
 
     `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
-    that nothing was there to compute from.
+    that nothing was there to compute from. A metric that a reward logged is there under its own name, unless
+    one of these has it.
     """
-    rewards_pg = np.concatenate([experience.rewards_pg for experience in experiences])
-    values_kb = np.concatenate([experience.values_kb for experience in experiences], axis=1)
-    lengths = np.concatenate([np.array(experience.rollout.lengths_b) for experience in experiences])
-    finished = np.concatenate([np.array(experience.rollout.finished_b) for experience in experiences])
+    rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
+    values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    finished = np.concatenate([tally.finished_b for tally in tallies])
     spread = _spread(rewards_pg)
-    metrics = {
+    logged: dict[str, list[float]] = {}
+    for tally in tallies:
+        for name, values in tally.logged.items():
+            logged.setdefault(name, []).extend(values)
+    metrics = {name: _mean(np.array(values)) for name, values in logged.items()} | {
         "reward": _mean(rewards_pg),
         "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
         "frac_reward_zero_std": float(np.mean(spread == 0)),
@@ -36,11 +70,11 @@ def rollout_metrics(experiences: Sequence[Experience], reward_names: Sequence[st
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - finished.mean()),
     }
-    resampled = sum(experience.resampled for experience in experiences)
+    resampled = sum(tally.resampled for tally in tallies)
     if resampled:
         metrics["dynamic_sampling/resampled_groups"] = float(resampled)
         used = int(lengths.sum())
-        drawn = sum(experience.sampled_tokens for experience in experiences)
+        drawn = sum(tally.sampled_tokens for tally in tallies)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
     return metrics
 

@@ -108,7 +108,7 @@ def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
     """A run killed in the middle of a line leaves a file that is valid again once it is continued."""
     file = tmp_path / "training_log.jsonl"
     file.write_text('{"update": 1}\n' + rest)
-    lines = JsonLines(file, append=True)
+    lines = JsonLines(file, keep=1 << 30)
     lines.write({"update": 2})
     lines.close()
     assert [json.loads(line) for line in file.read_text().splitlines()] == [{"update": 1}, {"update": 2}]

@@ -94,6 +94,31 @@ def test_plain_output_is_plain_and_narrow():
     assert "loss nan" in lines[8]
 
 
+ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
+
+
+def test_a_table_is_in_columns():
+    """Plain: names to the left, numbers to the right, one row a line, the title above."""
+    stream = io.StringIO()
+    PlainReport(stream).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    assert stream.getvalue().splitlines() == [
+        "the choice",
+        "  sampler   tokens/s",
+        "  none         1,234  taken",
+        "  affine-8        99  KL above 0.01",
+    ]
+
+
+def test_a_table_on_a_terminal_has_all_cells():
+    """Rich's table: title, header and every cell in the order given."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=True, color_system=None)
+    LiveReport(console=console).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    shown = stream.getvalue()
+    places = [shown.index(cell) for cell in ("the choice", "sampler", "tokens/s", *ROWS[0], *ROWS[1])]
+    assert places == sorted(places)
+
+
 def test_long_notes_are_wrapped_but_paths_stay_whole():
     """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
     stream = io.StringIO()

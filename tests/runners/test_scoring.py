@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from grpo_fn.rewards import REWARDS
 from runners.errors import UserError
+from runners.reward_functions import PASSED
 from runners.scoring import Reward, Scorer, Scores
 
 TEXTS = ["alpha", "beta", "gamma"]
@@ -54,7 +55,7 @@ def test_arguments_by_name() -> None:
     assert scores.problems == []
     wrapped = [[{"role": "assistant", "content": text}] for text in TEXTS]
     assert seen["two"] == (wrapped, [1, 2, 3])
-    everything = {"completions", "prompts", "completion_ids", "level", "answer"}
+    everything = {*PASSED, "level", "answer"}
     assert set(seen["all"]) == everything
     assert seen["all"]["prompts"] == ["p", "q", "r"]
     assert seen["ids"] == ([[1], [2], [3]], "default")
@@ -198,6 +199,25 @@ def test_exceptions_raise_when_asked() -> None:
     with pytest.raises(UserError, match="completion 1") as caught:
         score(by_completion, on_error="raise")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])
+def test_exceptions_that_are_none_are_told_as_such(kind: type[BaseException]) -> None:
+    """Not as a call that took too long, not as traces of a thread, and without harm to the other rewards."""
+
+    def plain(completions):
+        raise kind("stop")
+
+    async def awaited(completions):
+        raise kind("stop")
+
+    async def sound(completions):
+        await asyncio.sleep(0.05)
+        return [1.0] * len(completions)
+
+    scores = score(plain, awaited, sound)
+    assert scores.problems == [f'reward "f{k}" failed: {kind.__name__}: stop' for k in (0, 1)]
+    assert_row(scores.values_kb[2], [1.0] * 3)
 
 
 def test_notes_are_one_line() -> None:

@@ -48,7 +48,7 @@ def run(tmp_path: Path, *overrides: str, text: str = SMALL) -> tuple[RunResult, 
     """Run a config; its result and its log lines."""
     path = tmp_path / "train.toml"
     path.write_text(text, encoding="utf-8")
-    config = load_config(str(path), [f"run.output_dir={tmp_path / 'out'}", *overrides])
+    config = load_config(str(path), [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides])
     result = run_training(config, report=Quiet())
     lines = (result.folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
     return result, [json.loads(line) for line in lines]
@@ -207,6 +207,23 @@ def test_a_reference_is_kept_and_moves_when_asked(tmp_path: Path) -> None:
     )
     reference, params = named_leaves(synced.state.ref_params), named_leaves(synced.state.params)
     assert all(mx.array_equal(reference[name], params[name]) for name in params)
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -> None:
+    """The first KL is what rounding costs; a reference that is synced is the policy, rounded again."""
+    more = ["loss.beta=0.05", "loss.ref_quantization=affine-4", f"loss.ref_storage={storage}"]
+    result, log = run(tmp_path, *more, "optim.learning_rate=1e-5")
+    kl = [line["kl"] for line in updates_of(log)]
+    assert 1e-5 < kl[0] < 0.5 and abs(kl[1] / kl[0] - 1) < 0.9
+    assert ("scales" in str(named_leaves(result.state.ref_params).keys())) is (storage == "packed")
+    sync = ["loss.ref_sync_every=2", "loss.ref_mixup=1.0"]
+    result, _ = run(tmp_path, *more, *sync)
+    rounded = named_leaves(result.state.ref_params)["model.layers.0.mlp.up_proj.weight"]
+    weight = named_leaves(result.state.params)["model.layers.0.mlp.up_proj.weight"]
+    packed, *rest = mx.quantize(weight, 64, 4)
+    want = packed if storage == "packed" else mx.dequantize(packed, *rest, 64, 4)
+    assert mx.array_equal(rounded, want)
 
 
 def test_lora_trains_adapters_alone(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Folders that strangers made: nothing in them may lead to a file outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runners.errors import UserError, show
+
+_FOLDERS = ("tokenizer", "additional_chat_templates")  # of a model folder, read besides its own files
+
+
+def check_links(folder: Path, files: list[Path] | None = None) -> None:
+    """Raises UserError where a file of the folder is a link that leads out of it.
+
+    The folder itself may be reached by a link. A snapshot in the Hub's cache links to its own repository's
+    files, which lie beside the snapshots.
+
+    Args:
+        folder: a model's, an adapter's or a data set's.
+        files: those that will be read; None: all in it, and in the folders of a model that are read too.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    for path in _entries(folder) if files is None else files:
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError):  # links in a circle
+            target = Path("/")
+        if not target.is_relative_to(root):
+            raise UserError(
+                f"{folder}: {path.relative_to(folder)} is a link that leads out of the folder, where "
+                "nothing is read; copy the file into it"
+            )
+
+
+def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
+    """Raises UserError unless the files that model.safetensors.index.json names are files of the folder."""
+    where = f"{folder}/model.safetensors.index.json"
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{where}: weight_map is no table from tensors to files")
+    missing = sorted(set(weight_map.values()) - names)
+    strange = [name for name in missing if Path(name).name != name]
+    if strange:
+        raise UserError(f"{where}: it names the file {show(strange[0])}; wanted files of the folder itself")
+    if missing:
+        raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
+
+
+def _entries(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if path.is_symlink() or path.name in _FOLDERS]
+    inner = [path for sub in _FOLDERS if (folder / sub).is_dir() for path in (folder / sub).rglob("*")]
+    # A linked folder is followed by nothing, save those that are read.
+    return [path for path in found if path.name in _FOLDERS or not path.is_dir()] + inner

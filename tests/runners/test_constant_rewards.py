@@ -1,0 +1,65 @@
+"""A reward without a second value is pointed out once, after some batch steps."""
+
+import numpy as np
+
+from runners.constant_rewards import ConstantRewards
+
+NAN = float("nan")
+
+
+def spoken(steps, names, after=3):
+    """What is said at each batch step; `steps` has the values of a batch step, [K, B]."""
+    watch = ConstantRewards(names, after)
+    return [watch.read(np.array(values)) for values in steps]
+
+
+def test_one_value_is_pointed_out_once():
+    """At the third step, with name, value and number of completions; then never again."""
+    said = spoken([[[0.5, 0.5], [0, 1]]] * 5, ["flat", "varied"])
+    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0]
+    assert said[2][0].startswith("reward flat gave 0.5 to each of 6 completions in the first 3 batch steps")
+
+
+def test_a_second_value_is_enough():
+    """At any step, in any place, and of any size."""
+    for late in ([[0, 1e-9]], [[1, 0]]):
+        assert spoken([[[0, 0]], [[0, 0]], late], ["r"]) == [[], [], []]
+
+
+def test_nothing_to_say_is_no_value():
+    """None beside one value is still one value; None alone is told apart."""
+    assert "gave 2 to each" in spoken([[[NAN, 2]], [[NAN, NAN]], [[2, 2]]], ["r"])[2][0]
+    (line,) = spoken([[[NAN, NAN]]] * 3, ["silent"])[2]
+    assert line.startswith("reward silent had nothing to say (None) about any of 6 completions")
+
+
+def test_batch_steps_of_different_sizes():
+    """Dynamic sampling can leave fewer groups; each counts as it is."""
+    assert "each of 6 completions" in spoken([[[1]], [[1, 1]], [[1, 1, 1]]], ["r"])[2][0]
+
+
+def test_a_run_says_it(tmp_path):
+    """The line comes from the loop, at the tenth batch step, among the notes."""
+    from runners.config import load_config
+    from runners.report import Quiet
+    from runners.train import run_training
+
+    lines = []
+
+    class Notes(Quiet):
+        def note(self, text):
+            lines.append(text)
+
+    (tmp_path / "flat.py").write_text("def flat(completions, **_):\n    return [0.25] * len(completions)\n")
+    (tmp_path / "train.toml").write_text(
+        f'run = {{name = "r", output_dir = "{tmp_path}/out"}}\nmodel.path = "embedded"\n'
+        'data = {source = "embedded", eval_split = "valid", system_prompt = ""}\n'
+        "rollout = {num_generations = 2, max_new_tokens = 4}\n"
+        "optim = {batch_size = 1, max_steps = 11}\n"
+        "eval = {samples = 1, at_start = false}\ncheckpoint.every = 0\n"
+        'reward.functions = ["flat.py:flat"]\n'
+    )
+    run_training(load_config(str(tmp_path / "train.toml")), report=Notes())
+    found = [line for line in lines if "flat" in line]
+    assert len(found) == 1
+    assert "gave 0.25 to each of 20 completions in the first 10 batch steps" in found[0]

@@ -1,0 +1,109 @@
+"""Rewards to build on: mathematics by math-verify, patterns, lengths; all as the config names them."""
+
+import sys
+
+import pytest
+
+from runners.errors import UserError
+from runners.reward_library import length_reward, math_verify_reward, overlong_reward, regex_reward
+from runners.scoring import Scorer, resolve_rewards
+
+
+def completions(*texts):
+    """As rewards get them."""
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def tagged(answer):
+    """A text with an answer between the tags."""
+    return f"<reasoning>x</reasoning><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "value"),
+    [
+        ("1/2", tagged("0.5"), 1.0),
+        ("1/2", tagged(r"\frac{1}{2}"), 1.0),
+        (r"\frac12", r"so it is $\boxed{\frac{2}{4}}$.", 1.0),
+        ("x^2 + 2x + 1", tagged("(x+1)^2"), 1.0),
+        ("x^2 + 2x + 1", tagged("(x-1)^2"), 0.0),
+        ("18", tagged("$18"), 1.0),
+        ("18", tagged("17"), 0.0),
+        ("18", "The answer is 18", 1.0),  # without tags the whole text is searched
+        ("18", "18 is wrong, so " + tagged("17"), 0.0),  # with tags only what they hold
+        ("18", "", 0.0),
+        ("18", tagged("no idea"), 0.0),
+        (r"\{1, 2\}", tagged(r"\{2, 1\}"), 1.0),
+        ("(1, 2)", tagged("(2, 1)"), 0.0),
+        (None, tagged("1"), None),
+        ("", tagged("1"), None),
+    ],
+)
+def test_mathematics_is_compared_as_mathematics(gold, text, value):
+    """Fractions, LaTeX, expressions, sets; None where the gold answer is none."""
+    assert math_verify_reward(completions(text), [gold]) == [value]
+
+
+def test_mathematics_under_the_scorer_s_time_limit(capfd):
+    """In a thread, where math-verify's own limits cannot work; nothing is said about that."""
+    rewards = resolve_rewards(["runners.reward_library:math_verify_reward"])
+    texts = [tagged("0.5"), tagged("3")]
+    scores = Scorer(rewards, timeout=60.0).score(texts, [[]] * 2, {"answer": ["1/2", "1/2"]})
+    assert scores.problems == [] and scores.values_kb.tolist() == [[1.0, 0.0]]
+    assert rewards[0].name == "math_verify_reward" and "imeout" not in capfd.readouterr().err
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch):
+    """The line says what to install."""
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'grpo-fn\[math\]'"):
+        math_verify_reward(completions("1"), ["1"])
+
+
+def test_patterns():
+    """Found anywhere, or the whole text; over lines; no pattern is refused."""
+    texts = completions("a\nb 12", "12", "b")
+    assert regex_reward(r"a.b", 0.5)(texts) == [0.5, 0.0, 0.0]
+    assert regex_reward(r"\d+", whole=True)(texts) == [0.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="is no regular expression"):
+        regex_reward("(")
+
+
+def test_lengths():
+    """1 within, a line to 0 over `fade` tokens on either side."""
+    ids = [[0] * n for n in (0, 1, 2, 4, 5, 6, 8, 9)]
+    texts = completions(*"abcdefgh")
+    assert length_reward(2, 4, 2.0)(texts, completion_ids=ids) == [0, 0, 2, 2, 0, 0, 0, 0]
+    assert length_reward(2, 4, fade=4)(texts, completion_ids=ids) == [0.5, 0.75, 1, 1, 0.75, 0.5, 0, 0]
+    for numbers in ((3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="wanted 0 <= shortest"):
+            length_reward(*numbers)
+
+
+def test_overlong_is_dapo_s_and_the_loss_s():
+    """0 to limit − buffer, −penalty at the limit, the line between; the same as `g.overlong_penalty`."""
+    import mlx.core as mx
+
+    import grpo_fn as g
+
+    lengths = [0, 6, 7, 8, 10, 12]
+    found = overlong_reward(10, 4, 2.0)(completions(*"abcdef"), completion_ids=[[0] * n for n in lengths])
+    assert found == [0, 0, -0.5, -1.0, -2.0, -2.0]
+    theirs = g.overlong_penalty(mx.array(lengths[:-1]), 10, 4, 2.0)
+    assert theirs.tolist() == found[:-1]
+    for numbers in ((10, 0), (10, 11), (10, 4, -1.0)):
+        with pytest.raises(ValueError, match="wanted 0 < buffer"):
+            overlong_reward(*numbers)
+
+
+def test_they_are_named_from_a_file_of_one_s_own(tmp_path):
+    """As docs/rewards.md shows: made there, found by the file's name, called with what they need."""
+    (tmp_path / "mine.py").write_text(
+        "from runners.reward_library import length_reward, regex_reward\n"
+        "brevity = length_reward(0, 3)\n"
+        "polite = regex_reward(r'please')\n"
+    )
+    rewards = resolve_rewards(["mine.py:brevity", "mine.py:polite"], base_dirs=[tmp_path])
+    scores = Scorer(rewards).score(["please", "no"], [[]] * 2, {}, [[1, 2], [1, 2, 3, 4]])
+    assert [reward.name for reward in rewards] == ["brevity", "polite"]
+    assert scores.values_kb.tolist() == [[1.0, 0.0], [1.0, 0.0]]

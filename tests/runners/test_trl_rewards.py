@@ -1,0 +1,202 @@
+"""Reward functions as TRL's users write them run as they are: parameters, formats, logging, async, None."""
+
+import asyncio
+import math
+import re
+
+import numpy as np
+import pytest
+
+from runners.reward_library import on_texts
+from runners.scoring import Reward, Scorer, resolve_rewards
+from runners.trl_arguments import RewardLog, TrainerState
+
+TEXTS = [
+    "<think>2 and 2</think>\nSo it is 4.",
+    "It is 4.",
+    "<think>one <think>two</think></think> 5",
+]
+IDS = [[1] * 10, [2] * 18, [3] * 30]
+PROMPTS = [[{"role": "user", "content": f"question {n}"}] for n in range(3)]
+COLUMNS = {"solution": ["4", "4", None], "task": ["sum", "sum", "essay"]}
+
+
+def score(*functions, **settings):
+    """Score the three texts under TRL's arguments."""
+    rewards = [Reward(getattr(f, "__name__", "f"), f) for f in functions]
+    state = TrainerState(global_step=30, max_steps=100, epoch=0.5, num_train_epochs=1)
+    return Scorer(rewards, 10.0, **settings).score(TEXTS, PROMPTS, COLUMNS, IDS, state)
+
+
+def think_form(completions, **kwargs):
+    """The whole text is one thought in its tags, then anything."""
+    contents = [completion[0]["content"] for completion in completions]
+    return [
+        1.0 if re.match(r"^<think>(?!.*<think>).*?</think>", text, re.DOTALL) else 0.0 for text in contents
+    ]
+
+
+def right_number(completions, solution, log_extra=None, log_metric=None, **kwargs):
+    """The last number is the solution; None where the row has none."""
+    found = [(re.findall(r"\d+", completion[0]["content"]) or [""])[-1] for completion in completions]
+    given = [None if want is None else float(got == want) for got, want in zip(found, solution, strict=True)]
+    if log_extra:
+        log_extra("found", found)
+    if log_metric:
+        log_metric("solved", sum(value == 1 for value in given) / len(given))
+    return given
+
+
+class SoftOverlong:
+    """A penalty on length as an object, which takes token ids and no completions (TRL makes such ones)."""
+
+    __name__ = "soft_overlong"
+
+    def __init__(self, limit, cache):
+        self.limit, self.cache = limit, cache
+
+    def __call__(self, completion_ids, **kwargs):
+        return [
+            -min(1.0, max(0.0, (len(ids) - self.limit + self.cache) / self.cache)) for ids in completion_ids
+        ]
+
+
+async def judged(prompts, completions, task, **kwargs):
+    """Asks about each completion at once; nothing to say about essays."""
+
+    async def ask(prompt, completion, kind):
+        await asyncio.sleep(0.01)
+        assert prompt[-1]["role"] == "user" and completion[0]["role"] == "assistant"
+        return None if kind == "essay" else float(len(prompt[-1]["content"]))
+
+    return list(await asyncio.gather(*map(ask, prompts, completions, task)))
+
+
+def eager_then_strict(completions, trainer_state, **kwargs):
+    """Grows with the run."""
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [share + trainer_state.epoch * 0 for _ in completions]
+
+
+def test_conversations_columns_and_none():
+    """Conversational completions, a column by name, None for a row, an object, an async function: at once."""
+    scores = score(think_form, right_number, SoftOverlong(20, 4), judged)
+    assert scores.problems == []
+    nan = math.nan
+    np.testing.assert_array_equal(scores.values_kb, [[1, 0, 0], [1, 1, nan], [-0.0, -0.5, -1], [10, 10, nan]])
+
+
+def test_the_state_of_the_run_is_passed():
+    """`trainer_state` as a parameter of its own, not asked for as a column; zeros where there is no run."""
+    assert score(eager_then_strict).values_kb.tolist() == [[0.3] * 3]
+
+    def step(completions, trainer_state):
+        return [float(trainer_state.global_step)] * len(completions)
+
+    scores = Scorer([Reward("step", step)]).score(TEXTS, PROMPTS, {})
+    assert scores.problems == [] and scores.values_kb.tolist() == [[0.0] * 3]
+
+
+def test_a_reward_can_log():
+    """`log_extra` gives a column, `log_metric` a number; a column of another length is the reward's fault."""
+    scores = score(right_number, think_form)
+    assert scores.extras == {"found": ["4", "4", "5"]}
+    assert scores.metrics == {"solved": [2 / 3]}
+
+    def wrong(completions, log_extra, **kwargs):
+        log_extra("half", [1])
+        return [0.0] * 3
+
+    assert "got 1 values for 3 completions" in score(wrong).problems[0]
+
+
+def test_what_is_logged_can_be_written():
+    """Scalars of arrays become numbers, other objects their text."""
+    log = RewardLog(3)
+    log.log_extra("mixed", [np.float32(0.5), {"a": 1}, None])
+    log.log_metric("x", np.float64(2.0))
+    assert log.extras == {"mixed": [0.5, "{'a': 1}", None]} and log.metrics == {"x": [2.0]}
+
+
+def test_functions_of_plain_texts():
+    """TRL's standard format: strings in, sync or async, with the parameters of the function wrapped."""
+
+    def mentions(prompts, completions, task):
+        return [
+            float(f"{p} {c}" == f"question {n} {TEXTS[n]}")
+            for n, (p, c) in enumerate(zip(prompts, completions, strict=True))
+        ]
+
+    async def length(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [len(text) for text in completions]
+
+    scores = score(on_texts(mentions), on_texts(length), think_form)
+    assert scores.problems == []
+    assert scores.values_kb[:2].tolist() == [[1, 1, 1], [len(text) for text in TEXTS]]
+    assert Reward("mentions", on_texts(mentions)).needs == ("prompts", "completions", "task")
+
+
+def test_a_failing_text_reward_names_its_completion():
+    """What failed is found behind the wrapper too."""
+
+    def fails(completions, **kwargs):
+        for text in completions:
+            if "one" in text:
+                raise ValueError("no")
+        return [0.0] * 3
+
+    assert "at completion 2" in score(on_texts(fails)).problems[0]
+
+
+def test_a_column_cannot_take_the_place_of_an_argument():
+    """As of `prompts`, so of `trainer_state`."""
+    with pytest.raises(ValueError, match="a column is named trainer_state"):
+        Scorer([Reward("f", think_form)]).score(["a"], [[]], {"trainer_state": [1]})
+
+
+def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
+    """Updates so far at each batch step; the logged metric and column reach the two logs."""
+    import json
+
+    from runners.config import load_config
+    from runners.report import Quiet
+    from runners.train import run_training
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def spy(completions, trainer_state, log_extra, log_metric, **columns):\n"
+        "    log_metric('spied/step', trainer_state.global_step)\n"
+        "    log_metric('reward', -1)\n"
+        "    log_extra('of', [trainer_state.max_steps] * len(completions))\n"
+        "    return [float(len(c[0]['content'])) for c in completions]\n"
+    )
+    (tmp_path / "train.toml").write_text(
+        'run = {name = "r", output_dir = "out"}\nmodel.path = "embedded"\n'
+        'data = {source = "embedded", eval_split = "valid", system_prompt = ""}\n'
+        "rollout = {num_generations = 2, max_new_tokens = 8}\n"
+        'loss = {preset = "dapo"}\n'
+        "optim = {batch_size = 2, gradient_accumulation_steps = 2, max_steps = 4}\n"
+        "eval = {samples = 2, at_start = false}\ncheckpoint.every = 0\n"
+        'reward.functions = ["mine.py:spy"]\n'
+    )
+    folder = run_training(load_config("train.toml"), report=Quiet()).folder
+    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    updates = [line for line in log if "loss" in line]
+    assert [line["spied/step"] for line in updates] == [0.0, 1.0]
+    assert all(line["reward"] > 0 for line in updates)  # the log's own names stay its own
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and all(row["extra"] == {"of": 2} for row in rows)
+
+
+def test_named_in_a_config(tmp_path):
+    """An object that takes token ids and **kwargs, but no `completions`, is found by its name."""
+    (tmp_path / "r.py").write_text(
+        "class Penalty:\n"
+        "    def __call__(self, completion_ids, **kwargs):\n"
+        "        return [-float(len(ids)) for ids in completion_ids]\n"
+        "penalty = Penalty()\n"
+    )
+    rewards = resolve_rewards(["r.py:penalty"], base_dirs=[tmp_path])
+    scores = Scorer(rewards).score(TEXTS, PROMPTS, COLUMNS, IDS)
+    assert scores.values_kb.tolist() == [[-10, -18, -30]]
