@@ -13,8 +13,8 @@ import click
 from click.core import ParameterSource
 
 from benchmarks.machine import backend, machine, rates
-from benchmarks.record import RESULTS, Figure, load_records, make_record, save_record, table
-from benchmarks.report import README, refresh
+from benchmarks.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
+from benchmarks.report import README, draw_chart, refresh
 from runners import platform
 from runners.errors import UserError
 
@@ -27,16 +27,20 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Command]:
+def benchmark(
+    name: str, *, parts: str | None = None
+) -> Callable[[Callable[..., Sequence[Figure] | Measured]], click.Command]:
     """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
 
     The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
     change from the record that was there, and names the targets that are missed. A result that belongs to
     benchmarks/results (neither --quick, nor other work than the default) goes into the README there as well.
-    Options of the function's own are click decorators below this one.
+    Options of the function's own are click decorators below this one. `parts` names one that takes some of
+    the benchmark's parts (a sequence of names; empty: the default ones), each with figures "PART: ...": of
+    the record that was there, the figures of the other parts stay.
     """
 
-    def decorate(function: Callable[..., Sequence[Figure]]) -> click.Command:
+    def decorate(function: Callable[..., Sequence[Figure] | Measured]) -> click.Command:
         @click.command(name, help=function.__doc__)
         @click.option(
             "--quick", is_flag=True, help="Small sizes, few repeats: shows that it works, not how fast."
@@ -49,7 +53,7 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
         )
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            settings = _given(options)
+            settings = _given({key: value for key, value in options.items() if key != parts})
             folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
                 load_records(folder / f"{name}.json")  # before the minutes of measuring
@@ -57,12 +61,16 @@ def benchmark(name: str) -> Callable[[Callable[..., Sequence[Figure]]], click.Co
                     say(notice)
                 surroundings = machine()  # the load before this benchmark adds its own
                 say(f"{name}: measuring the machine")
-                floor = attrs.asdict(rates(quick))
-                figures = function(quick=quick, **options)
+                floor = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
+                found = function(quick=quick, **options)
+                found = found if isinstance(found, Measured) else Measured(found, {})
                 record = make_record(
-                    name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
+                    name, found.figures, quick=quick, machine=surroundings, rates=floor, settings=settings
                 )
-                last = save_record(folder, backend(), record)
+                last, record = save_record(folder, backend(), record, parts=options[parts] if parts else ())
+                for file, text in found.files.items():
+                    (folder / file).write_text(text, encoding="utf-8")
+                draw_chart(folder, name, say)
                 if folder.resolve() == RESULTS:
                     refresh(README, RESULTS)
             except UserError as error:

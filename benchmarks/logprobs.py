@@ -20,7 +20,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import rates
 from benchmarks.measure import interleaved, largest_error, peak_bytes
 from benchmarks.record import Figure, ratio_figure, time_figure
-from grpo_fn.logprobs import CHUNK_ELEMENTS
+from grpo_fn.logprobs import chunk_rows
 
 PEAK_TARGET, TIME_TARGET = 0.5, 1.15  # of the naive way
 ERROR_TARGET = 1e-5  # of float32 against float64; more only where twice the naive way's own error is more
@@ -110,7 +110,10 @@ def compare(
     rows, width = inputs.hidden_btd.shape[1:]
     vocabulary = inputs.weight_vd.shape[0]
     results = 4 * (rows * width + vocabulary * width)  # the two gradients
-    least = {"naive": results + 2 * 4 * rows * vocabulary, "ours": results + 4 * CHUNK_ELEMENTS}
+    least = {
+        "naive": results + 2 * 4 * rows * vocabulary,
+        "ours": results + 4 * min(chunk_rows(vocabulary), rows) * vocabulary,
+    }
     # Forward, and in the backward dH and dW; ours makes the logits once more.
     products = {"naive": 3, "ours": 4}
     figures = []
@@ -194,7 +197,7 @@ def sweep_chunks(inputs: Inputs, title: str, *, repeats: int) -> list[Figure]:
     figures = []
     for size in calls:
         name = f"{title}, chunks of {size // vocabulary} rows ({4 * size / 2**20:.0f} MiB)"
-        name += ", the default" if size == CHUNK_ELEMENTS else ""
+        name += ", the default" if size // vocabulary == chunk_rows(vocabulary) else ""
         figures += [
             time_figure(f"{name}: time", times[str(size)]),
             Figure(name=f"{name}: peak", value=peaks[size] / 1e6, unit="MB"),

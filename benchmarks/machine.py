@@ -8,12 +8,14 @@ import importlib.metadata
 import os
 import platform as system
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import mlx.core as mx
 
 from benchmarks.measure import timed
+from grpo_fn.elementwise import exp
 from runners import __version__, platform
 
 
@@ -22,24 +24,39 @@ class Rates:
     """What this machine does at best through MLX, float32, measured now: the denominators of every floor."""
 
     matmul: float  # FLOP/s of a large square product
-    exp: float  # elements/s of mx.exp
+    exp: float  # elements/s of the core's exp
     copy: float  # bytes/s, read and written, of a + 1
+    read: float  # bytes/s at which a product with one vector reads its matrix
+    matmul_bf16: float | None = None  # FLOP/s in bfloat16; only on a GPU, no CPU computes in it
+
+    @property
+    def matmul_here(self) -> float:
+        """FLOP/s in the dtype that a run computes in here."""
+        return self.matmul_bf16 or self.matmul
 
 
 @functools.cache
 def rates(quick: bool = False) -> Rates:
-    """Measures the three rates: a second or two (`quick`: small arrays, rough)."""
+    """Measures the rates: a second or two (`quick`: small arrays, rough)."""
     on_gpu = backend() != "cpu"
     n = 256 if quick else 8192 if on_gpu else 1536
     elements = 2**18 if quick else 2**28 if on_gpu else 2**24
     a_nn = mx.random.normal((n, n), key=mx.random.key(0))
+    b_nn = a_nn.astype(mx.bfloat16)
     x_n = mx.random.normal((elements,), key=mx.random.key(1))
-    mx.eval(a_nn, x_n)
-    repeats = 3 if quick else 9
+    wide_rn = x_n.reshape(2 ** (x_n.size.bit_length() // 2), -1)  # far larger than any cache
+    column_n1 = mx.ones((wide_rn.shape[1], 1))
+    mx.eval(a_nn, b_nn, x_n, column_n1)
+
+    def seconds(call: Callable[[], mx.array]) -> float:
+        return timed(call, repeats=3 if quick else 9, warmup=2).median
+
     return Rates(
-        matmul=2 * n**3 / timed(lambda: a_nn @ a_nn, repeats=repeats, warmup=2).median,
-        exp=elements / timed(lambda: mx.exp(x_n), repeats=repeats, warmup=2).median,
-        copy=2 * x_n.nbytes / timed(lambda: x_n + 1, repeats=repeats, warmup=2).median,
+        matmul=2 * n**3 / seconds(lambda: a_nn @ a_nn),
+        exp=elements / seconds(lambda: exp(x_n)),
+        copy=2 * x_n.nbytes / seconds(lambda: x_n + 1),
+        read=x_n.nbytes / seconds(lambda: wide_rn @ column_n1),
+        matmul_bf16=2 * n**3 / seconds(lambda: b_nn @ b_nn) if on_gpu else None,
     )
 
 

@@ -16,7 +16,8 @@ import attrs
 import click
 
 from benchmarks.command import benchmark, say
-from benchmarks.record import Figure
+from benchmarks.headlines import TRANSCRIPT
+from benchmarks.record import Figure, Measured
 from runners.errors import UserError
 
 SECONDS_TARGET = 120.0
@@ -36,6 +37,7 @@ class Outcome:
     mlx_peak: float  # bytes of MLX's arrays
     seconds: float = 0.0
     resident: float = 0.0  # bytes, the process's largest resident set
+    printed: str = ""  # on its standard output
 
 
 def read_log(folder: Path) -> Outcome:
@@ -79,8 +81,13 @@ def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
     settings = [f"run.seed={seed}", f"run.name={name}", f"run.output_dir={folder}", *overrides]
     sets = [word for setting in settings for word in ("--set", setting)]
     started = time.perf_counter()
-    process = subprocess.Popen([*command_line(), "quickstart", *sets], stdout=sys.stderr)
+    process = subprocess.Popen([*command_line(), "quickstart", *sets], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    printed = []
     try:
+        for line in process.stdout:
+            printed.append(line)
+            say(line.rstrip())
         _, status, usage = os.wait4(process.pid, 0)
     except KeyboardInterrupt:
         process.wait()  # it got the interrupt as well, and ends cleanly
@@ -90,7 +97,7 @@ def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
     if process.returncode != 0:
         raise UserError(f"grpo-run quickstart with seed {seed} ended with code {process.returncode}")
     resident = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return attrs.evolve(read_log(folder / name), seconds=seconds, resident=resident)
+    return attrs.evolve(read_log(folder / name), seconds=seconds, resident=resident, printed="".join(printed))
 
 
 def figures_of(label: str, outcome: Outcome, *, judged: bool) -> list[Figure]:
@@ -145,19 +152,20 @@ def _seeds(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 )
 def main(
     quick: bool, seeds: Sequence[int], overrides: Sequence[str], finished: Path | None
-) -> Sequence[Figure]:
+) -> Sequence[Figure] | Measured:
     """The quickstart from command to end: seconds, exact match before and after, memory, for each seed."""
     if finished:
         return figures_of(finished.name, read_log(finished), judged=not quick)
     if quick:
         seeds, overrides = seeds[:1], [*QUICK, *overrides]
-    figures = []
+    figures, printed = [], ""
     with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
         for seed in seeds:
             say(f"quickstart: seed {seed}")
             outcome = run_seed(seed, Path(folder), overrides)
             figures += figures_of(f"seed {seed}", outcome, judged=not quick)
-    return figures
+            printed = printed or outcome.printed
+    return Measured(figures, {TRANSCRIPT: printed})
 
 
 if __name__ == "__main__":

@@ -75,6 +75,14 @@ def ratio_figure(name: str, ratio: Ratio, unit: str = "x", **more: Any) -> Figur
     )
 
 
+@attrs.frozen
+class Measured:
+    """What a benchmark may return in place of figures alone: they, and text files to go beside its result."""
+
+    figures: Sequence[Figure]
+    files: Mapping[str, str]  # name -> text
+
+
 @attrs.frozen(kw_only=True)
 class Record:
     """One run of a benchmark."""
@@ -142,33 +150,71 @@ def load_records(path: Path) -> dict[str, Record]:
         raise UserError(f"{path} is no result of a benchmark ({error}); move it away") from error
 
 
-def save_record(folder: Path, backend: str, record: Record) -> Record | None:
-    """Writes FOLDER/NAME.json, other backends' records kept; returns the record that it replaces."""
+def save_record(
+    folder: Path, backend: str, record: Record, *, parts: Sequence[str] = ()
+) -> tuple[Record | None, Record]:
+    """Writes FOLDER/NAME.json, other backends' records kept.
+
+    With `parts`, `record` has figures named "PART: ..." of these alone: those of the other parts stay as they
+    were in the last record, if it was measured likewise. Machine and rates are then the latest run's.
+
+    Returns:
+        (the record that was there, the one that is there now).
+    """
     path = folder / f"{record.name}.json"
     records = load_records(path)
     last = records.get(backend)
+    if last is not None and parts and _alike(last, record):
+        stay = [f for f in last.figures if not any(f.name.startswith(f"{part}: ") for part in parts)]
+        record = attrs.evolve(record, figures=(*stay, *record.figures))
     records[backend] = record
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
     path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    return last
+    return last, record
+
+
+def _alike(one: Record, other: Record) -> bool:
+    return (one.quick, one.settings) == (other.quick, other.settings)
 
 
 def table(record: Record, last: Record | None = None) -> str:
     """The figures as a Markdown table, with the change from `last` where it was measured likewise."""
-    alike = last is not None and (last.quick, last.settings) == (record.quick, record.settings)
+    alike = last is not None and _alike(last, record)
     before = {figure.name: figure for figure in last.figures} if alike and last else {}
     columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
-    grid = Table(*columns, box=MARKDOWN)
+    lines = Table(*columns, box=MARKDOWN)
     for figure in record.figures:
         floor = "" if figure.predicted is None else _spell(figure.predicted, figure.unit)
         verdict = {True: "PASS", False: "MISS", None: ""}[figure.met]
         row = [figure.name, _spell(figure.value, figure.unit), _span(figure), floor, _target(figure), verdict]
         if before:
             row.append(_change(figure, before.get(figure.name)))
-        grid.add_row(*row)
+        lines.add_row(*row)
+    return _markdown(lines)
+
+
+def grid(record: Record) -> str:
+    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model."""
+    found: dict[str, dict[str, dict[str, Figure]]] = {}
+    for figure in record.figures:
+        model, row, column = figure.name.split(": ")
+        found.setdefault(model, {}).setdefault(row, {})[column] = figure
+    parts = []
+    for model, rows in found.items():
+        units = {column: figure.unit for row in rows.values() for column, figure in row.items()}
+        titles = [name if unit in name else f"{name}, {unit}" for name, unit in units.items()]
+        cross = Table(model, *titles, box=MARKDOWN)
+        for row, columns in rows.items():
+            cells = [_spell(columns[name].value, "") if name in columns else "" for name in units]
+            cross.add_row(row, *cells)
+        parts.append(_markdown(cross))
+    return "\n\n".join(parts)
+
+
+def _markdown(lines: Table) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=1000, color_system=None).print(grid, markup=False)
+    Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
 
 

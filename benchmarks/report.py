@@ -1,20 +1,44 @@
-"""Renders benchmarks/results/*.json into the tables of benchmarks/README.md, between its markers."""
+"""Renders benchmarks/results into charts, tables of benchmarks/README.md and figures of README.md."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
-from benchmarks.record import RESULTS, Record, load_records, table
+from benchmarks import headlines, plots
+from benchmarks.record import RESULTS, Record, grid, load_records, table
 from runners.errors import UserError
 
 README = Path(__file__).resolve().parent / "README.md"
 BEGIN, END = "<!-- results:begin {} -->", "<!-- results:end {} -->"
 VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn")
-NAMES = ("quickstart", "logprobs", "loss", "step")
+RATES = (  # key, words, scale, digits, unit
+    ("matmul", "float32 matmul", 1e9, 0, "GFLOP/s"),
+    ("matmul_bf16", "bfloat16 matmul", 1e9, 0, "GFLOP/s"),
+    ("exp", "exp", 1e6, 0, "M/s"),
+    ("copy", "copy", 1e9, 1, "GB/s"),
+    ("read", "read", 1e9, 1, "GB/s"),
+)
+NAMES = (
+    "quickstart",
+    "rollout",
+    "quant",
+    "sync",
+    "learner",
+    "logprobs",
+    "loss",
+    "step",
+    "peers",
+    "generation",
+    "loading",
+    "memory",
+    "checkpoint",
+    "depth",
+)
+GRIDS = ("quant", "sync", "depth")  # with the same columns for many rows
 
 
 def section(records: dict[str, Record]) -> str:
@@ -25,7 +49,7 @@ def section(records: dict[str, Record]) -> str:
         parts += [
             f"**{backend}**, {record.date}, {_surroundings(backend, record)}.{quick}",
             "",
-            table(record),
+            grid(record) if record.name in GRIDS else table(record),
             "",
         ]
     return "\n".join(parts).strip() or "*Not measured yet.*"
@@ -40,10 +64,12 @@ def _surroundings(backend: str, record: Record) -> str:
     else:
         words.insert(0, found["device"])
     words += [f"load {found['load']:g} at the start", *(f"{name} {found[name]}" for name in VERSIONS)]
-    words.append(
-        f"float32 matmul {speed['matmul'] / 1e9:,.0f} GFLOP/s, exp {speed['exp'] / 1e6:,.0f} M/s, "
-        f"copy {speed['copy'] / 1e9:,.1f} GB/s"
-    )
+    rates = [
+        f"{title} {speed[name] / scale:,.{digits}f} {unit}"
+        for name, title, scale, digits, unit in RATES
+        if name in speed
+    ]
+    words.append(", ".join(rates))
     words += [f"with {name} = {value}" for name, value in record.settings.items()]
     return "; ".join(words)
 
@@ -60,20 +86,34 @@ def rendered(text: str, results: Path) -> str:
         _, closed, tail = rest.partition(end)
         if not found or not closed:
             raise UserError(f"{README.name}: wanted {begin} and, after it, {end}")
-        text = f"{head}{begin}\n{section(load_records(results / f'{name}.json'))}\n{end}{tail}"
+        chart = f"![{name}](results/{name}.svg)\n\n" if (results / f"{name}.svg").is_file() else ""
+        text = f"{head}{begin}\n{chart}{section(load_records(results / f'{name}.json'))}\n{end}{tail}"
     return text
 
 
-def refresh(readme: Path, results: Path, *, write: bool = True) -> bool:
-    """Bring a README up to date with a folder of results, or only look; whether it was out of date.
+def refresh(readme: Path, results: Path, *, write: bool = True) -> list[Path]:
+    """Bring the pages up to date with a folder of results, or only look; those that were out of date.
 
-    Raises UserError as `rendered` does.
+    They are `readme` and, where the results are the project's own, its first page. Raises UserError as
+    `rendered` and `headlines.rendered` do.
     """
-    text = readme.read_text(encoding="utf-8")
-    new = rendered(text, results)
-    if write and new != text:
-        readme.write_text(new, encoding="utf-8")
-    return new != text
+    pages: dict[Path, Callable[[str, Path], str]] = {readme: rendered}
+    if results.resolve() == RESULTS:
+        pages[headlines.FRONT] = headlines.rendered
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    new = {page: render(texts[page], results) for page, render in pages.items()}
+    changed = [page for page in pages if new[page] != texts[page]]
+    for page in changed if write else ():
+        page.write_text(new[page], encoding="utf-8")
+    return changed
+
+
+def draw_chart(folder: Path, name: str, say: Callable[[str], None]) -> None:
+    """FOLDER/NAME.svg from FOLDER/NAME.json; a word to `say` where the library for it is not installed."""
+    try:
+        plots.draw(load_records(folder / f"{name}.json"), folder / f"{name}.svg")
+    except ImportError:
+        say(f"{name}: no chart without matplotlib: pip install -e '.[bench]'")
 
 
 def verdicts(results: Path) -> Iterator[str]:
@@ -91,16 +131,20 @@ def verdicts(results: Path) -> Iterator[str]:
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=RESULTS)
 @click.option("--readme", type=click.Path(path_type=Path, dir_okay=False, exists=True), default=README)
 def main(check: bool, results: Path, readme: Path) -> None:
-    """Put the results into benchmarks/README.md, and print the verdict on every target."""
+    """Put the results into both READMEs, draw them, and print the verdict on every target."""
     try:
         for line in verdicts(results):
             click.echo(line)
+        if not check:
+            for name in NAMES:
+                draw_chart(results, name, lambda text: click.echo(text, err=True))
         changed = refresh(readme, results, write=not check)
     except UserError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
     if changed and check:
-        click.echo(f"{readme.name} is out of date: run python -m benchmarks.report", err=True)
+        names = " and ".join(map(str, changed))
+        click.echo(f"{names}: out of date: run python -m benchmarks.report", err=True)
         sys.exit(1)
     click.echo(f"{readme} is up to date", err=True)
 

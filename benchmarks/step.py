@@ -73,7 +73,7 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     seconds["grad"] = clock.lap(state.accum_grads, state.accum_weight, stats)
     state, update = learner.update_step(state)
     seconds["update"] = clock.lap(state, update)
-    state = g.sync_old(state, learner.quantizer)
+    state = learner.role.sync(state)
     seconds["sync"] = clock.lap(state.old_params)
     return Step(
         seconds,
@@ -99,6 +99,7 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
     config = load_config("quickstart", [*(small if quick else []), *overrides])
     run = build_run(config, prepare(), say)
     state = run.learner.state
+    assert state is not None
     examples = run.stream.take(run.config.optim.batch_size)
     say(f"step: {repeats} steps of {len(examples)} prompts × {config.rollout.num_generations}")
     one_step(run, state, examples)  # traces and compiles

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from benchmarks import measure, record, report
 from benchmarks.command import benchmark
 from benchmarks.quickstart import read_log
-from benchmarks.record import Figure
+from benchmarks.record import Figure, Measured
 from runners.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,9 +108,9 @@ def test_a_figure_knows_whether_it_meets_its_target(bounds, met):
 def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
     """Saving returns the record that it replaces and keeps the other backend's; a table shows the change."""
     slow, fast = made(Figure(name="x", value=2.0, unit="s")), made(Figure(name="x", value=1.0, unit="s"))
-    assert record.save_record(tmp_path, "cpu", slow) is None
-    assert record.save_record(tmp_path, "cuda", fast) is None
-    assert record.save_record(tmp_path, "cpu", fast) == slow
+    assert record.save_record(tmp_path, "cpu", slow) == (None, slow)
+    assert record.save_record(tmp_path, "cuda", fast) == (None, fast)
+    assert record.save_record(tmp_path, "cpu", fast) == (slow, fast)
     assert record.load_records(tmp_path / "loss.json") == {"cpu": fast, "cuda": fast}
     assert "-50 %" in record.table(fast, slow)
     for other in ({"quick": True}, {"settings": {"seeds": "[0]"}}):
@@ -147,7 +147,7 @@ def test_report_fills_the_place_between_the_markers(tmp_path):
 
 
 def test_the_readme_shows_the_results():
-    """benchmarks/README.md has the tables of benchmarks/results/*.json as they are."""
+    """benchmarks/README.md and README.md have what benchmarks/results holds as it is."""
     result = CliRunner().invoke(report.main, ["--check"])
     assert result.exit_code == 0, result.output
 
@@ -190,10 +190,61 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
     assert CliRunner().invoke(measured, options).exit_code == 2
 
 
+def test_files_go_beside_the_result(tmp_path):
+    """What a benchmark hands back besides figures is written where its result is."""
+
+    @benchmark("made")
+    def measured(quick):
+        return Measured([Figure(name="x", value=1.0)], {"made.txt": "printed"})
+
+    assert CliRunner().invoke(measured, ["--quick", "--out", str(tmp_path)]).exit_code == 0
+    assert (tmp_path / "made.txt").read_text() == "printed" and (tmp_path / "made.json").is_file()
+
+
+def test_a_part_measured_again_leaves_the_others(tmp_path):
+    """Figures of the part go, those of other parts stay; not where the last record was of other work."""
+    one, two = Figure(name="one: x", value=1.0), Figure(name="two: x", value=2.0)
+    record.save_record(tmp_path, "cpu", made(one, Figure(name="one: gone", value=1.0), two))
+    again = made(attrs.evolve(one, value=3.0))
+    _, kept = record.save_record(tmp_path, "cpu", again, parts=["one"])
+    assert [(figure.name, figure.value) for figure in kept.figures] == [("two: x", 2.0), ("one: x", 3.0)]
+    assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
+    quick = attrs.evolve(again, quick=True)
+    assert record.save_record(tmp_path, "cpu", quick, parts=["one"])[1] == quick
+
+
+def test_an_option_that_names_parts_is_no_other_work(tmp_path):
+    """`parts` of the command: two runs with one part each leave both, and no setting in the record."""
+
+    @benchmark("made", parts="models")
+    @click.option("--model", "models", multiple=True)
+    def measured(quick, models):
+        return [Figure(name=f"{model}: x", value=1.0) for model in models]
+
+    for model in ("a", "b"):
+        options = ["--quick", "--out", str(tmp_path), "--model", model]
+        assert CliRunner().invoke(measured, options).exit_code == 0
+    (found,) = record.load_records(tmp_path / "made.json").values()
+    assert [figure.name for figure in found.figures] == ["a: x", "b: x"] and not found.settings
+
+
 EXPECTED = {
+    "rollout": {"quick: ours over shared prefill", "quick compaction: dropped over decoded on"},
+    "learner": {"quick: peak, ours / naive", "quick: largest difference of the gradients"},
+    "peers": {"lora: step, mlx-lm-lora / ours", "lora: peak, ours / mlx-lm-lora"},
+    "quant": {"tiny: mxfp4 packed: tokens/s at batch 4", "tiny: mxfp4 dequantized: KL"},
+    "sync": {"tiny: none: time", "tiny: nvfp4 packed: memory of its own"},
     "logprobs": {"64 rows: peak, ours / naive", "256 rows: time, ours / naive"},
     "loss": {"dearest loss / grad step", "dearest preset / cheapest"},
     "step": {"whole step", "rollout rate"},
+    "generation": {"embedded, greedy: ours / mlx-lm, a token", "6 × 256, sampled: ours, rate"},
+    "loading": {"embedded: added", "tiny: training: added", "grpo run --help"},
+    "memory": {"quickstart: measured peak", "LoRA: error"},
+    "checkpoint": {"quickstart: held up by saving", "large state: a save holds the run up for"},
+    "depth": {
+        "2 layers, random: affine-4, product: non-finite updates",
+        "3 layers, trained: bf16, ours: KL",
+    },
     "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
 }
 
@@ -201,6 +252,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", report.NAMES)
 def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
     """--quick --check ends well, prints the table, and leaves a result with this machine and its figures."""
+    if name == "peers":
+        pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--check", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,192 @@
+"""What saving and resuming cost: the quickstart's share, how long a save holds the run up, the first step."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import runners.saving
+from benchmarks.command import benchmark, say
+from benchmarks.memory import CASES, Case, write_case
+from benchmarks.record import Figure
+from grpo_fn.trees import arrays_of
+from runners.config import Config, load_config
+from runners.loop import RunResult
+from runners.report import Quiet
+from runners.train import run_training
+
+SHARE = 3.0  # per cent of the quickstart's time at most
+EVERY = 10
+LATER = 2.0  # seconds by which a resumed run's first step may come later
+LARGE = "weights, hardly any tokens"  # a case of the memory benchmark: 33 million parameters
+SMALL = ("eval.at_start=false", "eval.every=0", "eval.samples=4", "optim.batch_size=4")
+
+
+class Reached(BaseException):
+    """Ends a run as a kill does: nothing handles it."""
+
+
+class Until(Quiet):
+    """Notes when the first rollout begins, and ends the run at the `stop`-th; 0: never."""
+
+    def __init__(self, stop: int = 0) -> None:
+        """The clock starts now."""
+        self.started, self.first, self._left = time.perf_counter(), 0.0, stop
+
+    def status(self, text: str) -> None:
+        """What is done now."""
+        if text == "sampling":
+            self.first = self.first or time.perf_counter() - self.started
+            self._left -= 1
+            if self._left == 0:
+                raise Reached
+
+
+class Writes:
+    """Within the block, the seconds of each checkpoint's writing."""
+
+    def __enter__(self) -> list[float]:
+        seconds: list[float] = []
+        self._write: Callable[..., Any] = runners.saving.write_checkpoint
+
+        def timed(*args: Any) -> Path:
+            started = time.perf_counter()
+            path = self._write(*args)
+            seconds.append(time.perf_counter() - started)
+            return path
+
+        runners.saving.write_checkpoint = timed
+        return seconds
+
+    def __exit__(self, *_: object) -> None:
+        runners.saving.write_checkpoint = self._write
+
+
+def standstill(folder: Path) -> list[float]:
+    """Seconds in each update of a run for which saving held it up."""
+    lines = (folder / "training_log.jsonl").read_text().splitlines()
+    return [line["time/checkpoint"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def copy_seconds(result: RunResult) -> float:
+    """Seconds to copy a run's state to NumPy arrays, the best of three."""
+    arrays = list({id(array): array for array in arrays_of(result.state)}.values())
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for array in arrays:
+            np.array(array)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def share_of_quickstart(folder: Path, quick: bool) -> list[Figure]:
+    """The quickstart with a checkpoint every ten batch steps."""
+    less = ["optim.max_steps=4", *SMALL] if quick else []
+    every = 2 if quick else EVERY
+    config = load_config("quickstart", [f"run.output_dir={folder}", f"checkpoint.every={every}", *less])
+    with Writes() as writes:
+        result = run_training(config, report=Quiet())
+    held = sum(standstill(result.folder))
+    target = None if quick else SHARE
+    note = f"{len(writes)} checkpoints in {result.seconds:.1f} s"
+    return [
+        Figure(
+            name="quickstart: held up by saving",
+            value=100 * held / result.seconds,
+            unit="%",
+            at_most=target,
+            note=note,
+        ),
+        Figure(
+            name="quickstart: writing, were it to hold the run up",
+            value=100 * sum(writes) / result.seconds,
+            unit="%",
+            at_most=target,
+        ),
+        Figure(name="quickstart: writing one checkpoint", value=1e3 * float(np.median(writes)), unit="ms"),
+    ]
+
+
+def large_state(folder: Path, quick: bool) -> list[Figure]:
+    """A state of 400 MB, whose rollouts are much shorter than its saves."""
+    case = Case(model=_smaller(CASES[LARGE].model)) if quick else CASES[LARGE]
+    write_case(folder, case)
+    config = _case_config(folder, case)
+    with Writes() as writes:
+        result = run_training(config, report=Quiet())
+    copy = copy_seconds(result)
+    size = sum(array.nbytes for array in {id(a): a for a in arrays_of(result.state)}.values())
+    return [
+        Figure(name="large state: bytes", value=size / 1e6, unit="MB"),
+        Figure(name="large state: copy to host memory", value=1e3 * copy, unit="ms"),
+        Figure(
+            name="large state: a save holds the run up for",
+            value=1e3 * max(standstill(result.folder)),
+            unit="ms",
+            at_most=None if quick else 1e3 * copy,
+        ),
+        Figure(name="large state: writing one checkpoint", value=1e3 * float(np.median(writes)), unit="ms"),
+    ]
+
+
+def first_step(folder: Path, quick: bool) -> list[Figure]:
+    """From the call to the first rollout: a fresh start, and a resumed one."""
+    settings = [f"run.output_dir={folder}", "checkpoint.every=1", "optim.max_steps=3", *SMALL]
+    config = load_config("quickstart", settings)
+    times: dict[str, list[float]] = {"fresh": [], "resumed": []}
+    for _ in range(1 if quick else 5):
+        for name, resume in (("fresh", False), ("resumed", True)):
+            until = Until(2)
+            try:
+                run_training(config, report=until, resume=resume)
+            except Reached:
+                times[name].append(until.first)
+    fresh, resumed = (float(np.median(found)) for found in times.values())
+    return [
+        Figure(name="start: to the first rollout", value=fresh, unit="s"),
+        Figure(name="resume: to the first rollout", value=resumed, unit="s"),
+        Figure(
+            name="resume: later than a start by", value=max(resumed - fresh, 0.0), unit="s", at_most=LATER
+        ),
+    ]
+
+
+def _case_config(folder: Path, case: Case) -> Config:
+    # Two updates between saves: what the second waits for is no save.
+    return load_config(
+        str(folder / "train.toml"),
+        [
+            "optim.max_steps=4",
+            "checkpoint.every=2",
+            "checkpoint.keep_last=1",
+            "log.jsonl=true",
+            *case.settings,
+        ],
+    )
+
+
+def _smaller(model: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**(model or {}), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+
+
+@benchmark("checkpoint")
+def main(quick: bool) -> Sequence[Figure]:
+    """What checkpoints cost: share of the quickstart's time, standstill of a save, time to resume."""
+    figures: list[Figure] = []
+    parts = {"the quickstart": share_of_quickstart, "a large state": large_state, "resuming": first_step}
+    for name, part in parts.items():
+        say(f"checkpoint: {name}")
+        with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
+            figures += part(Path(folder), quick)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

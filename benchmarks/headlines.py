@@ -1,0 +1,141 @@
+"""The figures of the project's first page, README.md, out of benchmarks/results: none is typed in."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.record import Record, load_records
+from runners.errors import UserError
+
+FRONT = Path(__file__).resolve().parent.parent / "README.md"
+TRANSCRIPT = "quickstart.txt"
+_PATHS = re.compile(r"(run|writes to|log) .*|model .*/.*")  # lines that name this machine's folders
+Line = Callable[[Record], str]
+
+
+def shown(transcript: str) -> str:
+    """What a quickstart prints, cut to its beginning, one evaluation in between, and its end."""
+    lines = [line for line in transcript.splitlines() if not _PATHS.fullmatch(line)]
+    evaluations = [n for n, line in enumerate(lines) if line.startswith("eval ")]
+    if len(evaluations) < 3 or not lines[-1].startswith("tokens sampled"):
+        raise UserError(
+            f"{TRANSCRIPT} is not what a whole quickstart prints: run python -m benchmarks.quickstart"
+        )
+    first, second, last = evaluations[0], evaluations[1], evaluations[-1]
+    parts = [lines[: first + 3], lines[second - 1 : second + 1], lines[last - 1 :]]
+    return "\n…\n".join("\n".join(part) for part in parts)
+
+
+def headlines(results: Path) -> str:
+    """The list of figures: a line for each record that is there.
+
+    Raises UserError where a record lacks a figure of its line.
+    """
+    lines = []
+    for name, backend, line in LINES:
+        record = load_records(results / f"{name}.json").get(backend)
+        if record is not None:
+            words = f"- {line(record)} (`python -m benchmarks.{name}`)"
+            # No line ends inside code or before a unit.
+            kept = re.sub(r"`[^`]*`|\d [%s×]", lambda found: found[0].replace(" ", "\0"), words)
+            lines += textwrap.wrap(kept, 118, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
+
+
+def rendered(text: str, results: Path) -> str:
+    """README.md's text with both places filled.
+
+    Raises:
+        UserError: a place is missing, or what belongs there is.
+    """
+    transcript = results / TRANSCRIPT
+    if not transcript.is_file():
+        raise UserError(f"{transcript} is missing: run python -m benchmarks.quickstart")
+    places = {
+        "quickstart": f"```\n{shown(transcript.read_text(encoding='utf-8'))}\n```",
+        "figures": headlines(results),
+    }
+    for name, content in places.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise UserError(f"{FRONT.name}: wanted {begin} and, after it, {end}")
+        text = f"{head}{begin}\n{content}\n{end}{tail}"
+    return text
+
+
+def _value(record: Record, name: str) -> float:
+    for figure in record.figures:
+        if figure.name == name:
+            return figure.value
+    raise UserError(f"the result of {record.name} has no figure {name!r}, which README.md wants")
+
+
+def _quickstart(record: Record) -> str:
+    seeds = [f.name.partition(":")[0] for f in record.figures if f.name.endswith(": from command to end")]
+    if not seeds:
+        raise UserError("the result of quickstart has no run from command to end, which README.md wants")
+
+    def of(what: str) -> str:
+        values = [_value(record, f"{seed}: {what}") for seed in seeds]
+        low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+        return low if low == high else f"{low}–{high}"
+
+    return (
+        f"quickstart, {_cores(record)}, from command to end: {of('from command to end')} s; greedy exact "
+        f"match on {of('held-out problems')} held-out problems from {of('exact match before')} % to "
+        f"{of('exact match after')} %, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+    )
+
+
+def _rollout(record: Record) -> str:
+    copied = _value(record, "G 32: ours over copied prompts")
+    shared = _value(record, "G 32: ours over shared prefill")
+    return (
+        f"32 completions of one prompt of 512 tokens, {_cores(record)}: {copied:.1f} × the speed of mlx-lm's "
+        f"`BatchGenerator` as one uses it, {shared:.1f} × that of one which is given the prompt's cache"
+    )
+
+
+def _rollout_cuda(record: Record) -> str:
+    rate = _value(record, "G 512: ours")
+    return (
+        f"512 completions of one prompt, 20 layers of nanochat's on {record.machine['device']}: {rate:,.0f} "
+        "tokens a second"
+    )
+
+
+def _learner(record: Record) -> str:
+    time = _value(record, "32 × (128 + 256): time, ours / naive")
+    peak = _value(record, "32 × (128 + 256): peak, ours / naive")
+    return (
+        f"the gradient of 32 completions of 256 tokens, vocabulary 32,768, {_cores(record)}: {time:.2f} of "
+        f"the plain way's time, {peak:.2f} of its peak memory"
+    )
+
+
+def _peers(record: Record) -> str:
+    said = []
+    for tune, words in (("lora", "with LoRA"), ("full", "in full")):
+        speed = _value(record, f"{tune}: step, mlx-lm-lora / ours")
+        peak = _value(record, f"{tune}: peak, ours / mlx-lm-lora")
+        said.append(f"{speed:.1f} × as fast {words}, at {peak:.1f} × its peak memory")
+    return f"a whole step against mlx-lm-lora's, {_cores(record)}: {'; '.join(said)}"
+
+
+LINES: tuple[tuple[str, str, Line], ...] = (
+    ("quickstart", "cpu", _quickstart),
+    ("rollout", "cpu", _rollout),
+    ("rollout", "cuda", _rollout_cuda),
+    ("learner", "cpu", _learner),
+    ("peers", "cpu", _peers),
+)
+"""Benchmark, backend and what is said of its record."""
+
+
+def _cores(record: Record) -> str:
+    return f"{record.machine['cores']} CPU cores"

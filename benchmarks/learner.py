@@ -1,0 +1,317 @@
+"""The learner's gradient: seconds, FLOP/s, peak memory; the naive way against ours and its options.
+
+naive:  logits of all positions at once, gather − logsumexp, value_and_grad of the whole batch, compiled
+ours:   make_grad_step on the batch as a run cuts it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import click
+import mlx.core as mx
+
+import grpo_fn as g
+from benchmarks.command import benchmark, say
+from benchmarks.machine import backend, rates
+from benchmarks.measure import Timing, interleaved, largest_error, peak_bytes
+from benchmarks.record import Figure, ratio_figure, time_figure
+from benchmarks.rooflines import Work
+from benchmarks.shapes import make_module, make_prompts, vocabulary_of
+from grpo_fn.checkpointing import checkpoint_layers
+from grpo_fn.memory import model_shape
+from grpo_fn.sharing import can_share
+from grpo_fn.trees import arrays_of, map_arrays, nbytes
+from runners.micro_batch import usual_tokens
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """Rows × (prompt + completion) tokens through one model, and the targets."""
+
+    model: str
+    changes: dict[str, Any] = attrs.field(factory=dict)  # of its config
+    prompt: int
+    new: int
+    prompts: int
+    generations: int
+    repeats: int = 3
+    time_at_most: float | None = None  # of the naive way's
+    peak_at_most: float | None = None
+    share_at_least: float | None = None  # of the matmul rate
+    held_at_most: float | None = None  # bytes in use at the peak, weights included, in "ours, held back"
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.prompts * self.generations
+
+
+CPU_CASES = {
+    "32 × (128 + 256)": Case(
+        model="qwen2-6x256",
+        changes={"vocab_size": 32768},
+        prompt=128,
+        new=256,
+        prompts=4,
+        generations=8,
+        time_at_most=1.1,
+        peak_at_most=1 / 3,
+    ),
+}
+GPU_CASES = {
+    # One token of prompt: log-probs are wanted at all positions, the dearest there is.
+    "32 × 256, d20": Case(
+        model="nanochat-d20",
+        prompt=1,
+        new=255,
+        prompts=4,
+        generations=8,
+        repeats=5,
+        share_at_least=0.6,
+        held_at_most=28.6e9 / 2,
+    ),
+    "32 × (128 + 256), d20": Case(model="nanochat-d20", prompt=128, new=256, prompts=4, generations=8),
+}
+QUICK_CASES = {"quick": Case(model="tiny", prompt=8, new=8, prompts=2, generations=2, repeats=1)}
+
+
+def make_batch(case: Case, vocabulary: int) -> g.Batch:
+    """Random completions of full length, as a rollout leaves them."""
+    keys = mx.random.split(mx.random.key(1), 3)
+    shape = (case.rows, case.new)
+    rollout = g.Rollout(
+        prompts=tuple(map(tuple, make_prompts(case.prompts, case.prompt, vocabulary))),
+        num_generations=case.generations,
+        tokens_bt=mx.random.randint(8, vocabulary, shape, mx.int32, key=keys[0]),
+        lengths_b=mx.full((case.rows,), case.new, mx.int32),
+        logp_bt=-5 * mx.random.uniform(shape=shape, key=keys[1]),
+        finished_b=mx.zeros((case.rows,), mx.bool_),
+    )
+    batch = g.make_batch(rollout, mx.random.normal((case.prompts, case.generations), key=keys[2]))
+    g.materialize(batch)
+    return batch
+
+
+def ours(policy: g.Policy, state: g.TrainState, batch: g.Batch, **split: Any) -> Callable[[], Any]:
+    """A call that gives the batch's gradient, cut into micro-batches; `split` as in `split_batch`."""
+    width, length = batch.targets_bt.shape[1], batch.tokens_bl.shape[1]
+    shape = model_shape(vars(vars(policy.module)["args"]))
+    itemsize = (policy.compute_dtype or mx.float32).size
+    split = {"max_tokens": usual_tokens(shape, itemsize, length, backend()), **split}  # as a run cuts it
+    grad_step = g.make_grad_step(policy, g.preset("grpo"), max_completion_length=width)
+    pieces = g.split_batch(batch, **split)
+    g.materialize(pieces)
+
+    def run() -> Any:
+        after, stats = grad_step(state, pieces)
+        return after.accum_grads, after.accum_weight, stats
+
+    return run
+
+
+def naive(policy: g.Policy, state: g.TrainState, batch: g.Batch) -> Callable[[], Any]:
+    """The same gradient as one writes it, in the same precisions; it computes no statistics."""
+
+    def loss(params: Any, tokens_bl: mx.array, batch: g.Batch) -> mx.array:
+        z_blv = policy.logits(params, tokens_bl[:, :-1]).astype(mx.float32)
+        chosen_bl = mx.take_along_axis(z_blv, tokens_bl[:, 1:, None], axis=-1)[..., 0]
+        logp_bl = chosen_bl - mx.logsumexp(z_blv, axis=-1)
+        logp_bt = logp_bl[:, -batch.targets_bt.shape[1] :]  # all prompts are of one length
+        ratio_bt = mx.exp(logp_bt - mx.stop_gradient(logp_bt))
+        loss_bt = -ratio_bt * batch.advantages_b[:, None]
+        return (loss_bt * batch.mask_bt).sum(axis=1).mean() / batch.mask_bt.sum(axis=1).mean()
+
+    step = g.compiled(mx.value_and_grad(loss))
+    return lambda: step(state.params, batch.tokens_bl, batch)
+
+
+@attrs.frozen(kw_only=True)
+class Useful:
+    """What a gradient takes at least: products and exponentials."""
+
+    flops: float
+    exps: float
+
+    @classmethod
+    def of(cls, work: Work, head: int, vocabulary: int, case: Case, *, shared: bool, logits: int) -> Useful:
+        """6 FLOP a weight and token for forward and backward, attention likewise; the head at completions.
+
+        Args:
+            head: weights of the head.
+            shared: each group's prompt is computed once.
+            logits: exponentials of each logit.
+        """
+        trunk = attrs.evolve(work, weights=work.weights - head)
+        prompts = case.prompts if shared else case.rows
+        # (tokens, tokens behind each): prompts, and completions after them
+        parts = (
+            (prompts * case.prompt, case.prompt / 2),
+            (case.rows * case.new, case.prompt + case.new / 2),
+        )
+        products = 2 * case.rows * case.new * head + sum(trunk.flops(*part) for part in parts)
+        gates = attrs.evolve(work, exps=work.exps - vocabulary)
+        exps = sum(gates.exponentials(*part) for part in parts)
+        return cls(flops=3 * products, exps=exps + logits * case.rows * case.new * vocabulary)
+
+    def seconds(self, quick: bool) -> float:
+        """The time that it cannot go below here: a GPU computes exponentials beside products."""
+        speed = rates(quick)
+        return self.flops / speed.matmul_here + (self.exps / speed.exp if backend() == "cpu" else 0)
+
+
+def figures_of(title: str, name: str, timing: Timing, peak: int, useful: Useful, quick: bool) -> list[Figure]:
+    """Time, rate and peak of one way."""
+    reached = useful.flops / timing.median / rates(quick).matmul_here
+    return [
+        time_figure(f"{title}: time, {name}", timing, predicted=useful.seconds(quick)),
+        Figure(name=f"{title}: FLOP/s over a matmul's, {name}", value=reached, unit="x"),
+        Figure(name=f"{title}: peak, {name}", value=peak / 1e6, unit="MB"),
+    ]
+
+
+def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figure]:
+    """All ways of one case: naive and ours in turn, then ours with its options."""
+    module = make_module(case.model, **case.changes)
+    vocabulary = vocabulary_of(module)
+    work, head = Work.of(module), vocabulary * vars(module)["args"].hidden_size
+    on_cpu = backend() == "cpu"
+    policy = g.Policy.from_module(module, compute_dtype=None if on_cpu else mx.bfloat16)
+    # The naive way runs mlx-lm's own functions.
+    plain = g.Policy.from_module(
+        make_module(case.model, **case.changes),
+        compute_dtype=policy.compute_dtype,
+        own_functions=False,
+    ).skeleton()
+    masters = map_arrays(lambda a: a.astype(mx.float32), policy.params)
+    state = g.init_state(masters, g.adamw(1e-6), key=mx.random.key(0))
+    g.materialize(state.params)
+    batch = make_batch(case, vocabulary)
+    can = case.prompt > 1 and can_share(module)
+    shared = can and on_cpu  # as `system.share_prompts = "auto"` has it
+
+    def useful(*, shared: bool, logits: int = 3) -> Useful:
+        # Ours: log-prob and entropy forward, the softmax again backward.
+        return Useful.of(work, head, vocabulary, case, shared=shared, logits=logits)
+
+    figures = [agreement(title, case, policy, plain, state, vocabulary)] if with_naive else []
+    calls = {"naive": naive(plain, state, batch)} if with_naive else {}
+    calls["ours"] = ours(policy, state, batch, share_prompts=shared)
+    least = {"naive": useful(shared=False, logits=2), "ours": useful(shared=shared)}
+    say(f"learner: {title}, {' and '.join(calls)}")
+    peaks = {name: peak_bytes(call) for name, call in calls.items()}
+    times = interleaved(calls, repeats=case.repeats, warmup=0)  # the peaks have warmed them up
+    for name in calls:
+        figures += figures_of(title, name, times[name], peaks[name], least[name], quick)
+    held = (peaks["ours"] + nbytes(state.params)) / 1e6
+    figures.append(Figure(name=f"{title}: peak with the float32 weights, ours", value=held, unit="MB"))
+    if case.held_at_most:
+        figures += held_back(title, case, calls["ours"], least["ours"], nbytes(state.params), quick)
+    if with_naive:
+        figures += [
+            ratio_figure(
+                f"{title}: time, ours / naive", times["ours"] / times["naive"], at_most=case.time_at_most
+            ),
+            Figure(
+                name=f"{title}: peak, ours / naive",
+                value=peaks["ours"] / peaks["naive"],
+                unit="x",
+                at_most=case.peak_at_most,
+            ),
+        ]
+    del calls
+
+    quarter = ((case.prompts if shared else case.rows) * case.prompt + case.rows * case.new) // 4
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("4 micro-batches", {"max_tokens": quarter, "share_prompts": shared})
+    ]
+    if can:
+        ways.append(("prompts not shared", {}) if shared else ("shared prompts", {"share_prompts": True}))
+    # Last, as it stays; a run does not share prompts with it.
+    for name, split in [*ways, ("checkpointed layers", {})]:
+        say(f"learner: {title}, {name}")
+        if name == "checkpointed layers":
+            checkpoint_layers(module)
+        call = ours(policy, state, batch, **split)
+        peak = peak_bytes(call)
+        timing = interleaved({name: call}, repeats=max(case.repeats // 2, 1), warmup=0)[name]
+        is_shared = split.get("share_prompts", False)
+        figures += figures_of(title, name, timing, peak, useful(shared=is_shared), quick)
+    return figures
+
+
+def held_back(
+    title: str, case: Case, call: Callable[[], Any], useful: Useful, weights: int, quick: bool
+) -> list[Figure]:
+    """The same with MLX's memory limit at nine tenths of the target, as `system.memory_limit_gb` sets it.
+
+    A GPU's operations are handed out long before they run, and what they write is held from then on; past the
+    limit MLX waits for the oldest first.
+    """
+    most_held = case.held_at_most or 0.0
+
+    def limited() -> Any:
+        before = mx.set_memory_limit(int(0.9 * most_held))
+        try:
+            result = call()
+            g.materialize(result)
+            mx.synchronize()
+            return result
+        finally:
+            mx.set_memory_limit(before)
+
+    say(f"learner: {title}, held back")
+    peak = peak_bytes(limited)
+    timing = interleaved({"held back": limited}, repeats=case.repeats, warmup=0)["held back"]
+    seconds, share, most = figures_of(title, "ours, held back", timing, peak, useful, quick)
+    held = (peak + weights) / 1e6
+    return [
+        seconds,
+        attrs.evolve(share, at_least=case.share_at_least),
+        most,
+        Figure(
+            name=f"{title}: peak with the float32 weights, ours, held back",
+            value=held,
+            unit="MB",
+            at_most=most_held / 1e6,
+        ),
+    ]
+
+
+def agreement(
+    title: str, case: Case, policy: g.Policy, plain: g.Policy, state: g.TrainState, vocabulary: int
+) -> Figure:
+    """How far our gradient and the naive one are apart, on two rows."""
+    batch = make_batch(attrs.evolve(case, prompts=1, generations=2), vocabulary)
+    _, wanted = naive(plain, state, batch)()
+    total, weight, _ = ours(policy, state, batch)()
+    found = [array / weight for array in arrays_of(total)]
+    return Figure(
+        name=f"{title}: largest difference of the gradients",
+        value=largest_error(found, [array.astype(mx.float32) for array in arrays_of(wanted)]),
+        note="relative to the largest entry of each array",
+        at_most=1e-3 if backend() == "cpu" else None,
+    )
+
+
+@benchmark("learner", parts="chosen")
+@click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
+@click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
+@click.option("--naive/--no-naive", "with_naive", default=True, help="The naive way may not fit the memory.")
+def main(quick: bool, chosen: Sequence[str], repeats: int, with_naive: bool) -> Sequence[Figure]:
+    """The learner's gradient: time, FLOP/s and peak memory of the naive way, of ours, and of its options."""
+    cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
+    unknown = [name for name in chosen if name not in cases]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r}: wanted one of {', '.join(cases)}", param_hint="--case")
+    figures: list[Figure] = []
+    for name in chosen or cases:
+        case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
+        figures += measure(name, case, quick, with_naive)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

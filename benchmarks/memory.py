@@ -1,0 +1,261 @@
+"""What a run is foretold to take against what it takes: the peak of two steps of the real loop, by config."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import mlx.core as mx
+
+from benchmarks.command import benchmark, say
+from benchmarks.record import Figure
+from grpo_fn.footprint import Phase
+from runners.config import load_config
+from runners.embedded import MODEL_DIR
+from runners.forecast import Forecast, forecast, longest_prompt
+from runners.model_files import copy_companions
+from runners.platform import prepare
+from runners.report import Quiet
+from runners.train import run_training
+
+WITHIN = 15.0  # per cent
+
+TOML = """
+[run]
+name = "measured"
+output_dir = "{folder}/out"
+[model]
+path = "{folder}/model"
+[data]
+source = "{folder}/rows.jsonl"
+system_prompt = ""
+nudge = ""
+max_prompt_length = 4096
+[reward]
+functions = ["{folder}/reward.py:alternating"]
+[loss]
+preset = "dapo"
+dynamic_sampling = false
+overlong.buffer = 0
+[optim]
+max_steps = 2
+[eval]
+at_start = false
+samples = 1
+[checkpoint]
+every = 0
+[log]
+jsonl = false
+completions = false
+"""
+# Random weights earn nothing: so that every group has a gradient, completions are rewarded in turn.
+REWARD = "def alternating(completions, **_):\n    return [float(i % 2) for i in range(len(completions))]\n"
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One run to be foretold and measured; `model` None: the quickstart, but for its rewards."""
+
+    model: Mapping[str, Any] | None
+    words: int = 0  # of each question, about a token each
+    settings: Sequence[str] = ()
+
+
+def _model(arch: str, layers: int, hidden: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": arch,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        **more,
+    }
+
+
+def _batch(prompts: int, generations: int, new: int) -> list[str]:
+    return [
+        f"optim.batch_size={prompts}",
+        f"rollout.num_generations={generations}",
+        f"rollout.max_new_tokens={new}",
+    ]
+
+
+CASES = {
+    # Cut to a length that every batch reaches: a forecast is for completions of full length.
+    "quickstart": Case(model=None, settings=["rollout.max_new_tokens=24"]),
+    "full, prompts of 400 tokens": Case(
+        model=_model("qwen2", 6, 256, 4096), words=200, settings=_batch(2, 8, 48)
+    ),
+    "LoRA": Case(
+        model=_model("llama", 6, 256, 4096, tie_word_embeddings=False),
+        words=30,
+        settings=[*_batch(4, 8, 48), 'model.tune="lora"'],
+    ),
+    "KL, packed 4-bit rollouts": Case(
+        model=_model("qwen2", 4, 384, 4096),
+        words=30,
+        settings=[
+            *_batch(2, 8, 32),
+            "loss.beta=0.04",
+            "rollout.quantization=affine-4",
+            "rollout.storage=packed",
+            "loss.correction=token_truncate",
+        ],
+    ),
+    "checkpointing, four micro-batches": Case(
+        model=_model("qwen2", 8, 256, 4096),
+        words=30,
+        settings=[*_batch(8, 4, 64), "system.grad_checkpoint=true", "system.micro_batch_tokens=1280"],
+    ),
+    "32,768 words, short completions": Case(
+        model=_model("qwen2", 3, 256, 32768), words=20, settings=_batch(4, 8, 16)
+    ),
+    "weights, hardly any tokens": Case(
+        model=_model("llama", 4, 768, 4096), words=4, settings=_batch(1, 2, 4)
+    ),
+    # Computed in float32, which a CPU is quick at.
+    "the same, weights and moments in bfloat16": Case(
+        model=_model("llama", 4, 768, 4096),
+        words=4,
+        settings=[*_batch(1, 2, 4), "model.master=bfloat16", "optim.moments=bfloat16"],
+    ),
+    "decoding: 128 rows": Case(
+        model=_model("llama", 4, 128, 4096, num_key_value_heads=4),
+        words=10,
+        settings=[*_batch(16, 8, 40), "system.micro_batch_tokens=512"],
+    ),
+}
+QUICK = ("quickstart", "LoRA", "32,768 words, short completions")
+
+
+class PhasePeaks(Quiet):
+    """Notes the peak of MLX's memory in each thing that the loop says it does."""
+
+    def __init__(self) -> None:
+        """Starts with nothing noted."""
+        self.peaks: dict[str, int] = {}
+        self._doing = "start"
+
+    def status(self, text: str) -> None:
+        """What came before has ended: its peak counts, and a new one begins."""
+        self._cut("evaluating" if text == "evaluating" else text.split()[0])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The last thing has ended too."""
+        self._cut("finished")
+
+    def _cut(self, doing: str) -> None:
+        mx.synchronize()
+        self.peaks[self._doing] = max(self.peaks.get(self._doing, 0), mx.get_peak_memory())
+        mx.reset_peak_memory()
+        self._doing = doing
+
+
+@attrs.frozen
+class Outcome:
+    """A config's peak as foretold and as measured, bytes."""
+
+    foretold: Forecast
+    measured: int
+    peaks: Mapping[str, int]  # of each thing that the loop did
+
+    @property
+    def error(self) -> float:
+        """The forecast's, per cent of what was measured."""
+        return 100 * (self.foretold.peak.total / self.measured - 1)
+
+
+def outcome(case: Case, *, steps: int = 2) -> Outcome:
+    """Forecast a case, run it, and compare."""
+    platform = prepare()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if case.model is None:
+            (folder / "reward.py").write_text(REWARD)
+            small = ["eval.samples=16", "eval.at_start=false", "log.jsonl=false", "log.completions=false"]
+            reward = f'reward.functions=["{folder}/reward.py:alternating"]'
+            overrides = [*small, reward, f"run.output_dir={folder}/out", f"optim.max_steps={steps}"]
+            config = load_config("quickstart", [*overrides, *case.settings])
+        else:
+            write_case(folder, case)
+            config = load_config(str(folder / "train.toml"), [f"optim.max_steps={steps}", *case.settings])
+        config = config.check()
+        prompt = longest_prompt(config)
+        foretold = forecast(config, platform, 1 << 40, prompt=prompt)
+        gc.collect()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        report = PhasePeaks()
+        run_training(config, report=report)
+        mx.clear_cache()
+    peaks = {name: peak - before for name, peak in report.peaks.items()}
+    return Outcome(foretold, max(peaks.values()), peaks)
+
+
+def write_case(folder: Path, case: Case) -> None:
+    """A model of random weights with the embedded model's tokenizer, problems, a reward and a config."""
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    assert case.model is not None
+    target = folder / "model"
+    target.mkdir()
+    model_class, args_class = _get_classes(dict(case.model))
+    mx.random.seed(0)
+    weights = dict(tree_flatten(model_class(args_class.from_dict(dict(case.model))).parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
+    copy_companions(MODEL_DIR, target)
+    (target / "config.json").write_text(json.dumps(case.model))
+    rows = [{"question": f"{'7 ' * case.words}{i % 10}", "answer": "1"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "train.toml").write_text(TOML.format(folder=folder))
+
+
+def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
+    phase: Phase = found.foretold.peak
+    largest = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
+    return [
+        Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
+        Figure(
+            name=f"{name}: foretold",
+            value=phase.total / 1e6,
+            unit="MB",
+            note=f"{phase.name}: {parts}",
+        ),
+        Figure(name=f"{name}: error", value=abs(found.error), unit="%", at_most=target),
+    ]
+
+
+@benchmark("memory")
+@click.option("--case", "names", multiple=True, help="Part of a case's name; more than once for several.")
+def main(quick: bool, names: Sequence[str]) -> Sequence[Figure]:
+    """The memory that `grpo plan` foretells, against the peak of a run's real steps."""
+    chosen = QUICK if quick else tuple(CASES)
+    if names:
+        chosen = tuple(name for name in CASES if any(part in name for part in names))
+    figures: list[Figure] = []
+    for name in chosen:
+        say(f"memory: {name}")
+        # How far MLX runs ahead varies by a few per cent: --quick, which only has to work, is not judged.
+        figures += _figures(name, outcome(CASES[name]), None if quick else WITHIN)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""One side of `peers`, in a process of its own: a trainer's own loop, held before each step until told to go.
+
+    python -m benchmarks.peer_sides ours|theirs SETTINGS.json
+
+Each line on stdin lets one step happen; after it, a line of JSON on stdout says what it took. The first line
+on stdout, before any step, says that all is loaded. What the trainers print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+RANK, SCALE = 8, 10.0  # of LoRA, on both sides
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What both sides do; `prompts`, which ours tells when it is ready, is for theirs."""
+
+    folder: str  # of the model
+    work: str  # a folder for data, logs and adapters
+    tune: str  # "full" | "lora"
+    batch_size: int  # prompts a step
+    generations: int
+    max_new_tokens: int
+    beta: float
+    learning_rate: float = 1e-5
+    overrides: list[str] = attrs.field(factory=list)  # SECTION.KEY=VALUE, of our config
+    prompts: list[list[int]] = attrs.field(factory=list)  # token ids
+
+
+class Done(Exception):
+    """There will be no further step."""
+
+
+class Gate:
+    """Stands between two steps: reports the one that has ended, and waits for the word to begin the next."""
+
+    def __init__(self, out: int, ready: dict[str, Any]) -> None:
+        self._out, self._message = out, ready
+        self._started = self.rollout = 0.0  # seconds
+        self.rollout_peak = 0  # bytes
+        self.tokens = self.rows = 0  # of the step's completions
+
+    def turn(self) -> None:
+        """To be called by a trainer's loop whenever it asks for prompts.
+
+        Raises:
+            Done: stdin has ended.
+        """
+        if self._started:
+            usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._message = {
+                "seconds": time.perf_counter() - self._started,
+                "rollout": self.rollout,
+                "tokens": self.tokens,
+                "rows": self.rows,
+                "peak": max(self.rollout_peak, mx.get_peak_memory()),
+                "rollout_peak": self.rollout_peak,
+                "rest_peak": mx.get_peak_memory(),
+                "resident": usage * (1 if sys.platform == "darwin" else 1024),
+            }
+        os.write(self._out, (json.dumps(self._message) + "\n").encode())
+        if not sys.stdin.readline():
+            raise Done
+        mx.reset_peak_memory()
+        self.rollout, self.tokens, self.rows, self.rollout_peak = 0.0, 0, 0, 0
+        self._started = time.perf_counter()
+
+    def timed(self, generate: Callable[..., Any], lengths: Callable[[Any], list[int]]) -> Callable[..., Any]:
+        """The trainer's own function for rollouts, watched."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = generate(*args, **kwargs)
+            self.rollout += time.perf_counter() - started
+            self.rollout_peak = max(self.rollout_peak, mx.get_peak_memory())
+            mx.reset_peak_memory()
+            found = lengths(result)
+            self.tokens += sum(found)
+            self.rows += len(found)
+            return result
+
+        return run
+
+
+class _Gated:
+    """A stream of prompts behind a gate."""
+
+    def __init__(self, stream: Any, gate: Gate) -> None:
+        self._stream, self._gate = stream, gate
+
+    def take(self, number: int) -> Any:
+        self._gate.turn()
+        return self._stream.take(number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def letters(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A reward for both sides, which hand texts over differently: no two completions are likely to tie."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(map(ord, text)) % 97 / 97 for text in texts]
+
+
+def ours(settings: Settings, out: int) -> None:
+    """`grpo-run` with a config, its prompts behind the gate."""
+    from runners import train
+    from runners.config import load_config
+
+    work = Path(settings.work)
+    config = work / "train.toml"
+    config.write_text(
+        f"""
+        [run]
+        output_dir = "{work}"
+        overwrite = true
+        [model]
+        path = "{settings.folder}"
+        tune = "{settings.tune}"
+        lora = {{rank = {RANK}, scale = {SCALE}}}
+        [data]
+        source = "{work}"
+        system_prompt = ""
+        nudge = ""
+        [rollout]
+        num_generations = {settings.generations}
+        max_new_tokens = {settings.max_new_tokens}
+        [reward]
+        functions = ["benchmarks.peer_sides:letters"]
+        [loss]
+        beta = {settings.beta}
+        [optim]
+        learning_rate = {settings.learning_rate}
+        schedule = "constant"
+        warmup_ratio = 0.0
+        batch_size = {settings.batch_size}
+        max_steps = 1000000
+        [eval]
+        at_start = false
+        [checkpoint]
+        every = 0
+        """
+    )
+    build = train.build_run
+
+    def gated(*args: Any) -> Any:
+        run = build(*args)
+        prompts = [list(example.tokens) for example in run.stream.examples]
+        gate = Gate(out, {"ready": True, "prompts": prompts})
+        watched = gate.timed(run.collector.generate, lambda rollout: rollout.lengths_b.tolist())
+        collector = attrs.evolve(run.collector, generate=watched)
+        return attrs.evolve(run, stream=_Gated(run.stream, gate), collector=collector)
+
+    train.build_run = gated
+    train.run_training(load_config(str(config), settings.overrides))
+
+
+def theirs(settings: Settings, out: int) -> None:
+    """mlx-lm-lora's `train_grpo` on a model as its command line loads it, its batches behind the gate."""
+    import mlx.optimizers as optim
+    from mlx_lm_lora.trainer import grpo_trainer  # pyright: ignore
+    from mlx_lm_lora.utils import from_pretrained  # pyright: ignore
+
+    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "num_layers": -1}  # -1: all, as on our side
+    model, tokenizer = from_pretrained(
+        settings.folder, lora_config=lora if settings.tune == "lora" else None
+    )[:2]
+    reference = None
+    if settings.beta:  # without it the loss has no use for one, though the command line loads it all the same
+        reference = from_pretrained(settings.folder)[0].freeze()
+    gate = Gate(out, {"ready": True})
+    # The answer is only for rewards that look at it.
+    rows = [(tokens, tokens[:1], "prompt", "answer") for tokens in settings.prompts]
+
+    def batches(**kwargs: Any) -> Iterator[Any]:
+        for batch in grpo_trainer.iterate_grpo_batches(**kwargs):
+            gate.turn()
+            yield batch
+
+    grpo_trainer.generate_grpo = gate.timed(
+        grpo_trainer.generate_grpo, lambda result: [completion.size for completion in result[0]]
+    )
+    never = 1_000_000
+    grpo_trainer.train_grpo(
+        model,
+        reference,
+        tokenizer,
+        optim.AdamW(learning_rate=settings.learning_rate),
+        rows,
+        reward_funcs=[letters],  # pyright: ignore
+        args=grpo_trainer.GRPOTrainingArgs(
+            batch_size=settings.batch_size,
+            iters=never,
+            steps_per_report=never,
+            steps_per_eval=never,
+            steps_per_save=never,
+            adapter_file=str(Path(settings.work) / "adapters.safetensors"),
+            group_size=settings.generations,
+            max_completion_length=settings.max_new_tokens,
+            beta=settings.beta,
+            epsilon=0.2,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+        ),
+        iterate_batches=batches,
+        end_answer_token="",
+    )
+
+
+def main() -> None:
+    """Runs the side that the command line names."""
+    side, path = sys.argv[1:]
+    out = os.dup(1)
+    os.dup2(2, 1)  # stdout is for the reports alone
+    settings = Settings(**json.loads(Path(path).read_text()))
+    with contextlib.suppress(Done):
+        {"ours": ours, "theirs": theirs}[side](settings, out)
+
+
+if __name__ == "__main__":
+    # The module under its own name as well: the reward is looked up there.
+    main()

@@ -1,0 +1,225 @@
+"""`generate` against mlx-lm's BatchGenerator, with copied prompts and with a shared prefill; and its parts.
+
+Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import click
+import mlx.nn as nn
+
+import grpo_fn as g
+from benchmarks.command import benchmark, say
+from benchmarks.generators import Case, Options, ours, theirs
+from benchmarks.machine import backend, rates
+from benchmarks.measure import Timing, interleaved, peak_bytes
+from benchmarks.record import Figure, ratio_figure
+from benchmarks.rooflines import Work, decode_seconds
+from benchmarks.shapes import make_module, make_prompts, vocabulary_of
+
+CPU_CASES = {
+    "G 32": Case(kind="peers", model="qwen2-6x256", prompt=512, new=64, generations=32, at_least=(1.1, 3.5)),
+    "compaction": Case(
+        kind="compaction", model="qwen2-6x256", prompt=512, new=64, generations=128, at_least=(1.7,)
+    ),
+    "ragged": Case(kind="ragged", model="qwen2-6x256", prompt=128, new=64, generations=8, prompts=16),
+}
+GPU_CASES = {
+    "G 128": Case(
+        kind="peers", model="nanochat-d20", prompt=128, new=128, generations=128, at_least=(2.0, None)
+    ),
+    "G 512": Case(kind="rate", model="nanochat-d20", prompt=128, new=128, generations=512, at_least=(55e3,)),
+    "ragged": Case(
+        kind="ragged", model="nanochat-d20", prompt=128, new=128, generations=8, prompts=16, at_least=(0.8,)
+    ),
+    "compaction": Case(kind="compaction", model="nanochat-d20", prompt=128, new=256, generations=256),
+    "qwen2.5-0.5b": Case(kind="peers", model="qwen2.5-0.5b", prompt=128, new=128, generations=128),
+}
+QUICK_CASES = {
+    "quick": Case(kind="peers", model="tiny", prompt=32, new=8, generations=4, repeats=1),
+    "quick compaction": Case(kind="compaction", model="tiny", prompt=16, new=16, generations=8, repeats=1),
+    "quick ragged": Case(kind="ragged", model="tiny", prompt=16, new=8, generations=2, prompts=3, repeats=1),
+}
+
+
+def rate_figure(name: str, tokens: int, timing: Timing, **more: Any) -> Figure:
+    """Tokens per second of the call that draws them, prefill included."""
+    return Figure(
+        name=name,
+        value=tokens / timing.median,
+        unit="tokens/s",
+        low=tokens / timing.high,
+        high=tokens / timing.low,
+        samples=len(timing.samples),
+        **more,
+    )
+
+
+def floor_seconds(policy: g.Policy, case: Case, quick: bool) -> float:
+    """Decoding alone, without the prefill: see `decode_seconds`."""
+    shared = policy.shares_prefix and backend() != "metal"  # as `generate` has it by itself
+    return decode_seconds(
+        Work.of(policy.module),
+        rates(quick),
+        rows=case.rows,
+        steps=case.new,
+        prompt=case.prompt,
+        prefixes=case.prompts if shared else case.rows,
+        on_cpu=backend() == "cpu",
+    )
+
+
+def ours_figures(
+    title: str, policy: g.Policy, case: Case, timing: Timing, quick: bool, **target: Any
+) -> list[Figure]:
+    """Our rate, with the floor, and how much of the floor's rate is reached."""
+    tokens, floor = case.tokens, floor_seconds(policy, case, quick)
+    return [
+        rate_figure(f"{title}: ours", tokens, timing, predicted=tokens / floor, **target),
+        Figure(
+            name=f"{title}: share of the roofline",
+            value=100 * floor / timing.median,
+            unit="%",
+            note="decoding's, of the time with prefill",
+        ),
+    ]
+
+
+def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
+    """Against BatchGenerator; targets: over a shared prefill, over copied prompts."""
+    policy = g.Policy.from_module(module)
+    plain = make_module(case.model)  # whose layers call mlx-lm's own functions
+    prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
+    calls = {
+        "ours": ours(policy, prompts, case),
+        "shared prefill": theirs(plain, prompts, case, shared=True),
+        "copied prompts": theirs(plain, prompts, case, shared=False),
+    }
+    tokens = case.tokens
+    times = interleaved(calls, repeats=case.repeats)
+    figures = ours_figures(title, policy, case, times["ours"], quick)
+    for name, least in zip(("shared prefill", "copied prompts"), case.at_least, strict=True):
+        figures += [
+            rate_figure(f"{title}: BatchGenerator, {name}", tokens, times[name]),
+            ratio_figure(f"{title}: ours over {name}", times[name] / times["ours"], at_least=least),
+        ]
+    peaks = {name: peak_bytes(call, warm=False) / 1e6 for name, call in calls.items()}
+    return [*figures, *(Figure(name=f"{title}: peak, {n}", value=p, unit="MB") for n, p in peaks.items())]
+
+
+def rate(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
+    """Ours alone; target: tokens per second."""
+    policy = g.Policy.from_module(module)
+    call = ours(policy, make_prompts(case.prompts, case.prompt, vocabulary_of(module)), case)
+    timing = interleaved({"ours": call}, repeats=case.repeats)["ours"]
+    figures = ours_figures(title, policy, case, timing, quick, at_least=case.at_least[0])
+    peak = Figure(name=f"{title}: peak", value=peak_bytes(call, warm=False) / 1e6, unit="MB")
+    return [*figures, peak]
+
+
+def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
+    """Three quarters of the rows end at a quarter of the length; target: over never dropping a row.
+
+    Which rows end is known by what they begin with: the same key draws the same tokens again.
+    """
+    policy = g.Policy.from_module(module)
+    prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
+    early = case.new // 4
+    first = ours(policy, prompts, attrs.evolve(case, new=early))().completions()
+    ending = {tuple(tokens) for row, tokens in enumerate(first) if row % 4}
+
+    def find_stop(tokens: Sequence[int]) -> int | None:
+        return early if len(tokens) >= early and tuple(tokens[:early]) in ending else None
+
+    calls = {
+        "with": ours(policy, prompts, case, find_stop=find_stop),
+        "without": ours(policy, prompts, case, find_stop=find_stop, compact=False),
+    }
+    tokens = sum(map(len, calls["with"]().completions()))
+    rows = case.rows
+    wanted = sum(early if row % 4 else case.new for row in range(rows))
+    if tokens != wanted:
+        raise RuntimeError(f"{title}: {tokens} tokens were drawn, wanted {wanted}")
+    times = interleaved(calls, repeats=case.repeats)
+    ideal = case.tokens / wanted
+    return [
+        rate_figure(f"{title}: finished rows dropped", tokens, times["with"]),
+        rate_figure(f"{title}: finished rows decoded on", tokens, times["without"]),
+        ratio_figure(
+            f"{title}: dropped over decoded on",
+            times["without"] / times["with"],
+            predicted=ideal,
+            note="the floor column: if time went with rows",
+            at_least=case.at_least[0],
+        ),
+    ]
+
+
+def ragged(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
+    """Prompts of different lengths against equal ones of the same total; target: their rates' ratio."""
+    policy = g.Policy.from_module(module)
+    vocabulary = vocabulary_of(module)
+    lots = {
+        "equal": make_prompts(case.prompts, case.prompt, vocabulary),
+        "ragged": make_prompts(case.prompts, case.prompt, vocabulary, spread=case.prompt // 4),
+    }
+    calls = {name: ours(policy, prompts, case) for name, prompts in lots.items()}
+    tokens = case.tokens
+    times = interleaved(calls, repeats=case.repeats)
+    lengths = [len(prompt) for prompt in lots["ragged"]]
+    figures = [rate_figure(f"{title}: {name}", tokens, times[name]) for name in lots]
+    figures[1] = attrs.evolve(figures[1], note=f"prompts of {min(lengths)} to {max(lengths)} tokens")
+    relative = ratio_figure(
+        f"{title}: ragged over equal", times["equal"] / times["ragged"], at_least=case.at_least[0]
+    )
+    return [*figures, relative]
+
+
+def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
+    """Time over the ways to launch, the steps between looks, and the rows decoded together."""
+    policy = g.Policy.from_module(module)
+    prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
+    grid: list[Options] = [{"pipelined": value} for value in (False, True)]
+    grid += [{"check_every": value} for value in (1, 4, 16, 64)]
+    grid += [{"share_prefix": value} for value in (False, True)]
+    grid += [{"max_batch": case.generations}] if case.prompts > 1 else []
+    calls = {", ".join(f"{k} = {v}" for k, v in o.items()): ours(policy, prompts, case, **o) for o in grid}
+    times = interleaved(calls, repeats=case.repeats)
+    tokens = case.tokens
+    return [rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()]
+
+
+KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged}
+
+
+@benchmark("rollout", parts="chosen")
+@click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
+@click.option("--sweep", is_flag=True, help="Also over the options of generate.")
+@click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
+def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Sequence[Figure]:
+    """Rollouts against mlx-lm's BatchGenerator; rows that end early; prompts of different lengths."""
+    cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
+    unknown = [name for name in chosen if name not in cases]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r}: wanted one of {', '.join(cases)}", param_hint="--case")
+    figures: list[Figure] = []
+    modules: dict[str, nn.Module] = {}
+    for name in chosen or cases:
+        case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
+        if case.model not in modules:
+            modules.clear()
+            modules[case.model] = make_module(case.model)
+        say(f"rollout: {name} ({case.model})")
+        figures += KINDS[case.kind](name, case, modules[case.model], quick)
+        if sweep:
+            say(f"rollout: {name}, options")
+            figures += sweep_options(name, case, modules[case.model])
+    return figures
+
+
+if __name__ == "__main__":
+    main()

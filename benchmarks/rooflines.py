@@ -1,0 +1,74 @@
+"""What a forward pass of a transformer must do: its bytes, products and exponentials, from its own leaves."""
+
+from __future__ import annotations
+
+import attrs
+import mlx.nn as nn
+
+from benchmarks.machine import Rates
+from grpo_fn.trees import named_leaves, nbytes
+
+
+@attrs.frozen
+class Work:
+    """Of one token through a model, and of what it keeps of it."""
+
+    weights: int  # in matrices that a token is multiplied with: all but an embedding that is only looked up
+    weight_bytes: int
+    cache_bytes: int  # of one token's keys and values in all layers
+    scores: int  # heads × layers: attention scores a token and token behind it
+    score_flops: int  # FLOP of each: a product with the key and one with the value
+    exps: int  # of gates and logits; a score is one more
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Work:
+        """Read off a module of SHAPES or the embedded one."""
+        args = vars(module.args)
+        leaves = named_leaves(module.parameters())
+        matrices = {name: leaf for name, leaf in leaves.items() if leaf.ndim == 2}
+        if "lm_head.weight" in matrices:  # then the embedding is no head
+            matrices = {
+                name: leaf for name, leaf in matrices.items() if "wte" not in name and "embed" not in name
+            }
+        layers, heads = args["num_hidden_layers"], args["num_attention_heads"]
+        head = args.get("head_dim") or args["hidden_size"] // heads
+        size = next(iter(leaves.values())).itemsize
+        gated = any("gate_proj" in name for name in leaves)
+        return cls(
+            weights=sum(leaf.size for leaf in matrices.values()),
+            weight_bytes=nbytes(matrices),
+            cache_bytes=2 * layers * args["num_key_value_heads"] * head * size,
+            scores=heads * layers,
+            score_flops=4 * head,
+            exps=args["vocab_size"] + (layers * args["intermediate_size"] if gated else 0),
+        )
+
+    def flops(self, tokens: float, behind: float) -> float:
+        """Of a forward over `tokens` tokens that have `behind` tokens before them on average."""
+        return tokens * (2 * self.weights + self.scores * behind * self.score_flops)
+
+    def exponentials(self, tokens: float, behind: float) -> float:
+        """Likewise."""
+        return tokens * (self.exps + self.scores * behind)
+
+
+def decode_seconds(
+    work: Work, speed: Rates, *, rows: int, steps: int, prompt: int, prefixes: int, on_cpu: bool
+) -> float:
+    """The time that decoding cannot go below.
+
+    Each step reads all matrices once, `prefixes` copies of a prompt's keys and values and those of each row's
+    own tokens. On a CPU products and exponentials do not overlap, and mostly take longer than the bytes.
+
+    Args:
+        rows: decoded together, all to the end.
+        steps: tokens of each.
+        prompt: tokens in the cache before the first.
+        prefixes: how often a prompt's cache is held: once a row, or once for all of its rows.
+    """
+    moved = steps * (work.weight_bytes + work.cache_bytes * (prefixes * prompt + rows * steps / 2))
+    if not on_cpu:
+        return moved / speed.read
+    tokens, behind = rows * steps, prompt + steps / 2
+    computed = work.flops(tokens, behind) / speed.matmul + work.exponentials(tokens, behind) / speed.exp
+    return max(moved / speed.read, computed)
