@@ -3,17 +3,19 @@
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from typing import get_args
 
 import attrs
+import click
 import pytest
 
 import grpo_fn as g
 from grpo_fn.rewards import REWARDS
-from runners import rules
+from runners import cli, rules
 from runners.config import KEYS, SECTIONS, load_config
 from runners.flat_keys import FLAT_KEYS, translate
 from runners.scoring import resolve_rewards
@@ -82,12 +84,33 @@ def test_a_python_snippet_runs(snippet, folder):
     assert done.returncode == 0, done.stderr
 
 
+COMMANDS = [
+    (f"{snippet.page.name}: {line}", line)
+    for snippet in SNIPPETS
+    if snippet.language == "sh"
+    for line in snippet.text.splitlines()
+    if re.match(r"(\S*/)?grpo(-run)? ", line)
+]
+
+
+@pytest.mark.parametrize("line", [line for _, line in COMMANDS], ids=[name for name, _ in COMMANDS])
+def test_a_command_of_the_pages_has_these_options(line):
+    """Each `grpo` line is parsed as far as its command and options."""
+    program, *words = shlex.split(line, comments=True)
+    name, *arguments = ["run", *words] if program.endswith("-run") else words
+    with click.Context(cli.main) as group:
+        command = cli.main.get_command(group, name)
+        assert command is not None, f"grpo has no command {name}"
+        command.make_context(name, arguments, parent=group)
+
+
 def test_there_is_something_to_test():
     """The readers of pages find what is there: comments above a block belong to it alone."""
     assert {page.name for page in PAGES} >= {"CONTRIBUTING.md", "CHANGELOG.md", "config.md", "algorithms.md"}
     counts = {language: sum(s.language == language for s in SNIPPETS) for language in ("toml", "python")}
     assert counts["toml"] >= 20 and counts["python"] >= 5
     assert 2 <= sum("run" in s.comments for s in SNIPPETS) < counts["python"]
+    assert len(COMMANDS) >= 20
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -231,6 +254,48 @@ def test_the_flat_keys_are_as_the_page_says(tmp_path):
     assert {
         codes(key)[0]: tomllib.loads(f"x = {codes(value)[0]}")["x"] for key, value in fixed.rows
     } == wanted
+
+
+DEFAULTS = {f"{section}.{key}": f for section, kind in SECTIONS.items() for key, f in fields_of(kind)}
+MOVING = [
+    (page, row)
+    for page in ("from-trl.md", "from-mlx-lm-lora.md")
+    for table in tables(DOCS / page)
+    if table.header[1:3] == ("here", "default there")
+    for row in table.rows
+]
+
+
+def test_the_pages_for_movers_have_their_tables():
+    """Both pages have rows; what the second column names is a key of the config."""
+    assert {page: sum(p == page for p, _ in MOVING) > 30 for page, _ in MOVING} == {
+        "from-trl.md": True,
+        "from-mlx-lm-lora.md": True,
+    }
+    for _, row in MOVING:
+        keys = [code for code in codes(row[1]) if "." in code and not code.startswith('"')]
+        assert set(keys) <= set(DEFAULTS), row
+        assert row[1] == "–" or keys, row  # a dash, or something to set
+
+
+@pytest.mark.parametrize(("page", "row"), MOVING, ids=lambda part: part if isinstance(part, str) else part[0])
+def test_our_defaults_are_as_the_pages_for_movers_say(page, row):
+    """The fourth column has the default of each key in the second, in its order."""
+    wanted = []
+    for key in (code for code in codes(row[1]) if code in DEFAULTS):
+        default = DEFAULTS[key].default
+        if default is attrs.NOTHING or default is None:
+            wanted.append("required" if default is attrs.NOTHING else "preset's")
+        elif default == SYSTEM_PROMPT:
+            wanted.append("[text](config.md#data)")
+        else:
+            wanted.append(list(default) if isinstance(default, tuple) else default)
+    found = [
+        tomllib.loads(f"x = {code}")["x"] if code else word
+        for code, word in re.findall(r"`([^`]+)`|(required|preset's|\[text\]\S+)", row[3])
+    ]
+    assert found == wanted
+    assert wanted or row[3] == "–"
 
 
 def test_the_rewards_are_as_the_page_says():
