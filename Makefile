@@ -1,9 +1,9 @@
 # Needs Python 3.11 or newer and, on Linux, a C++ compiler; everything else is installed into .venv.
 #
-## make quickstart   set up, and train the shipped model: a few minutes the first time, two after that
+## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
 ## make test         set up, and run the tests
 ## make lint         ruff and pyright
-## make bench        all measurements, about a quarter of an hour, into benchmarks/README.md
+## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make clean        remove .venv, caches and builds; outputs/ stays
 ##
@@ -17,7 +17,7 @@ ARGS ?=
 EXTRA ?=
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
-BENCHMARKS := logprobs loss step quickstart
+BENCHMARKS := logprobs loss step rollout learner peers quant sync generation loading memory depth checkpoint quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.platform import blas; import sys; \
@@ -40,7 +40,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: $(VENV)/.ready
+bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 	$(BIN)/python -m benchmarks.report
 
@@ -74,6 +74,11 @@ $(VENV)/.ready: pyproject.toml
 		$(BIN)/python -m pip install --quiet mkl || true; \
 	fi
 	@$(BIN)/python -c 'from runners.platform import prepare; [print(line) for line in prepare().notices]'
+	@touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	@echo "installing what the measurements are drawn and compared with"
+	@$(BIN)/python -m pip install --quiet --editable ".[bench,peers]"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from runners.platform import load_blas
@@ -16,6 +17,14 @@ settings.register_profile(
 settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
 # `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """What runs measure goes into a folder of the session: nothing comes from the user's, or goes there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_FN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_configure(config):

@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant("kl-direction", "kl", "clamp_log(ref_logp - logp)", "clamp_log(logp - ref_logp)"),
     Mutant("kl-unclamped", "kl", "clamp_log(ref_logp - logp)", "(ref_logp - logp)"),
     Mutant("clamp-at-40", "guards", "LOG_RATIO_LIMIT = 20.0", "LOG_RATIO_LIMIT = 40.0"),
-    Mutant("ratio-unclamped", "ratios", "mx.exp(clamp_log(log_ratio))", "mx.exp(log_ratio)"),
+    Mutant("ratio-unclamped", "ratios", "exp(clamp_log(log_ratio))", "exp(log_ratio)"),
     Mutant("ratio-inverted", "ratios", "logp_bt - old_logp_bt", "old_logp_bt - logp_bt"),
     Mutant("sequence-product", "ratios", "keepdims=True) / length", "keepdims=True)"),
     Mutant(
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant("sapo-one-tau", "surrogates", "spec.sapo_tau_pos, spec.sapo_tau_neg", "spec.sapo_tau_pos, 1.0"),
     Mutant("sapo-unscaled", "surrogates", "-(4 / tau)", "-4"),
     Mutant("sapo-off-centre", "surrogates", "tau * (ratio - 1)", "tau * ratio"),
-    Mutant("none-with-ratio", "surrogates", "-mx.exp(logp - mx.stop_gradient(logp))", "-ratio"),
+    Mutant("none-with-ratio", "surrogates", "-exp(logp - mx.stop_gradient(logp))", "-ratio"),
     Mutant("old-not-held", "losses", "mx.stop_gradient(logp_bt if old_logp_bt", "(logp_bt if old_logp_bt"),
     Mutant(
         "old-differentiated",

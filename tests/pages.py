@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).resolve().parent.parent
-_TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
+_TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY"))
 PAGES = sorted(path for path in (*_TOP, *ROOT.glob("docs/*.md")) if path.is_file())
 
 _COMMENT = re.compile(r"<!--\s*([a-z]+)(?::\s*(.*?))?\s*-->")
