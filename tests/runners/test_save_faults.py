@@ -269,8 +269,8 @@ class Vandal(Killer):
         """What is done now."""
         if text == self.what:
             self.left -= 1
-            if self.left == 0:
-                shutil.rmtree(self.folder)
+            if self.left == 0:  # moved first: the thread that saves may be writing into it
+                shutil.rmtree(self.folder.rename(self.folder.with_name("gone")))
 
     def note(self, text):
         """A line."""
