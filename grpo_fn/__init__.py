@@ -6,7 +6,8 @@ from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.decode import Sampler, generate
 from grpo_fn.kl import kl_estimate
 from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
-from grpo_fn.losses import LossStats, merge_stats, policy_loss
+from grpo_fn.loss_stats import LossStats, merge_stats
+from grpo_fn.losses import policy_loss
 from grpo_fn.microbatches import halved, shape_of, split_batch
 from grpo_fn.optim import Optimizer, adamw, warmup_schedule
 from grpo_fn.packing import Shape

@@ -10,7 +10,7 @@ from grpo_fn.elementwise import exp
 from grpo_fn.guards import clamp_log
 
 if TYPE_CHECKING:
-    from grpo_fn.losses import LossSpec
+    from grpo_fn.specs import LossSpec
 
 LEVELS = ("token", "sequence")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_mask")

@@ -11,7 +11,8 @@ from grpo_fn.batches import Batch
 from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.kept import kept_hidden, kept_targets, spread
 from grpo_fn.logprobs import token_logprobs, token_logprobs_and_entropy
-from grpo_fn.losses import LossStats, empty_stats, loss_sum, merge_stats
+from grpo_fn.loss_stats import LossStats, merge_stats
+from grpo_fn.losses import empty_stats, loss_sum
 from grpo_fn.optim import Optimizer
 from grpo_fn.policy import Policy
 from grpo_fn.rounding import UPDATES, rounding_key, storing

@@ -15,7 +15,7 @@ import mlx.core as mx
 from grpo_fn.elementwise import exp, sigmoid
 
 if TYPE_CHECKING:
-    from grpo_fn.losses import LossSpec
+    from grpo_fn.specs import LossSpec
 
 
 def clip(ratio: mx.array, advantage: mx.array, logp: mx.array, spec: LossSpec) -> mx.array:

@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant("mismatch-k1-sign", "losses", "mean(-d_bt)", "mean(d_bt)"),
     Mutant("mismatch-clamped", "losses", "mean(mx.abs(difference_bt))", "mean(mx.abs(d_bt))"),
     Mutant("ess-unsquared", "losses", "mean(mx.square(is_ratio_bt))", "mean(is_ratio_bt)"),
-    Mutant("merge-by-rows", "losses", "(column * tokens).sum()", "(column * denominator).sum()"),
+    Mutant("merge-by-rows", "loss_stats", "(column * tokens).sum()", "(column * denominator).sum()"),
     Mutant("std-biased", "advantages", "keepdims=True) - 1, 1)", "keepdims=True), 1)"),
     Mutant("std-floor", "advantages", "STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6"),
     Mutant("leave-one-out-of-all", "advantages", "mx.maximum(count_p1 - 1, 1)", "mx.maximum(count_p1, 1)"),

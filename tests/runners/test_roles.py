@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.losses import LossStats
+from grpo_fn.loss_stats import LossStats
 from grpo_fn.precision import quantized_role
 from runners.config import load_config
 from runners.report import Quiet
