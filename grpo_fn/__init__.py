@@ -3,7 +3,7 @@
 from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
 from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches
 from grpo_fn.compiled import Compiled, compiled
-from grpo_fn.decode import Sampler, generate
+from grpo_fn.decode import generate
 from grpo_fn.kl import kl_estimate
 from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.loss_stats import LossStats, merge_stats
@@ -14,7 +14,7 @@ from grpo_fn.packing import Shape
 from grpo_fn.policy import Policy
 from grpo_fn.rollouts import Rollout, join_rollouts, take_groups
 from grpo_fn.rounding import stochastic_round
-from grpo_fn.sampling import fold_in, sample
+from grpo_fn.sampling import Sampler, fold_in, sample
 from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
 from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from grpo_fn.decode import PREFILL_TOKENS
 from grpo_fn.memory import CACHE_STEP, FLOAT, PREFILL, MicroBatch, ModelShape, Pass, kv_bytes
+from grpo_fn.prefill import PREFILL_TOKENS
 
 # Bytes for each weight whose update is in flight: measured, as in `memory`; and those of its random bits.
 _UPDATED, _RANDOM_BITS = 16, 2

@@ -15,8 +15,8 @@ import mlx.nn as nn
 
 from grpo_fn.caches import takes_ragged
 from grpo_fn.compiled import Compiled, compiled
-from grpo_fn.decode_step import kernel_forward, takes_kernel
 from grpo_fn.heads import HeadSplit, split_head
+from grpo_fn.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.logprobs import Head
 from grpo_fn.prefixes import shares_prefix
 from grpo_fn.substitutes import use_own_functions

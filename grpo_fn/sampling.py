@@ -1,9 +1,12 @@
 """Sampling with explicit keys: one key a row and step, so that a row's draw depends on nothing beside it."""
 
+import functools
 from collections.abc import Sequence
 
+import attrs
 import mlx.core as mx
 
+from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.elementwise import exp, logsumexp, softmax
 from grpo_fn.guards import check_rank
 
@@ -123,3 +126,36 @@ def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     z_bv = logits_bv.astype(mx.float32) / temperature
     logp_bv = z_bv - logsumexp(z_bv)[:, None]
     return -(exp(logp_bv) * logp_bv).sum(axis=-1)
+
+
+@attrs.frozen(kw_only=True)
+class Sampler:
+    """How tokens are drawn; see `sample` for the first four, `penalize` for the fifth."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # on tokens of the prompt and the completion so far; 1: none
+    with_entropy: bool = False  # also give the entropy of the whole distribution at each position
+
+    def __call__(self, logits_bv: mx.array, keys_b2: mx.array) -> dict[str, mx.array]:
+        """Token and log-prob of each row, and its entropy where asked for."""
+        token_b, logp_b = sample(
+            logits_bv,
+            keys_b2,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+        )
+        drawn = {"tokens": token_b, "logp": logp_b}
+        if self.with_entropy:
+            drawn["entropy"] = entropy(logits_bv, self.temperature or 1.0)
+        return drawn
+
+
+@functools.cache
+def drawing(sampler: Sampler) -> Compiled:
+    """`draw(logits_bv, keys_b2, n_b)`: each row's n-th token. One value a sampler, so traced once a shape."""
+    return compiled(lambda logits_bv, keys_b2, n_b: sampler(logits_bv, fold_in(keys_b2, n_b)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grpo_fn.decode import FindStop
+from grpo_fn.decode_loop import FindStop
 from runners.generation import Completion, Sampling, Speed, stream
 from runners.inference import InferenceModel
 from runners.prompts import Message, render

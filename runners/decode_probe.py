@@ -13,9 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
-from grpo_fn.decode import drawing, shared_steps
-from grpo_fn.decode_step import CacheSteps, Steps
-from grpo_fn.sampling import completion_keys
+from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.sampling import completion_keys, drawing
 from grpo_fn.trees import arrays_of, on_host
 from runners.workload import Workload
 

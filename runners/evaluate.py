@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.decode import FindStop
+from grpo_fn.decode_loop import FindStop
 from grpo_fn.rewards import extract_answer, numbers_equal
 from grpo_fn.trees import Tree
 from runners.data import epoch_order

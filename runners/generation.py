@@ -11,8 +11,8 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.decode import FindStop, drawing
-from grpo_fn.sampling import completion_keys, mark_seen, penalize, seen_tokens
+from grpo_fn.decode_loop import FindStop
+from grpo_fn.sampling import completion_keys, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.inference import InferenceModel
 from runners.tokenizers import TextDecoder

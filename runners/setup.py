@@ -11,7 +11,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.checkpointing import checkpoint_layers
-from grpo_fn.decode import FindStop
+from grpo_fn.decode_loop import FindStop
 from grpo_fn.sharing import can_share
 from grpo_fn.trees import Tree
 from runners.auto_quantization import Trial, settle_quantization

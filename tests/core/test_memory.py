@@ -8,9 +8,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn import caches as cache_rows
-from grpo_fn.decode import prefill
 from grpo_fn.footprint import Sampling, Weights, floor, phases
 from grpo_fn.memory import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
+from grpo_fn.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 
 LLAMA = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn import decode_step
+from grpo_fn import kernel_steps
 from grpo_fn.prefix_kernel import append_and_attend, has_kernel
 from tests.tiny_policies import tiny_policy
 
@@ -62,8 +62,8 @@ def test_it_is_attention_and_keeps_the_new_token(dtype, tolerance, width, heads,
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypatch):
     """Buffers that are outgrown twice, rows that leave; and no new program for the same shapes."""
-    monkeypatch.setattr(decode_step, "FIRST_ROOM", 16)
-    monkeypatch.setattr(decode_step, "_ROOM_STEP", 8)
+    monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 16)
+    monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 8)
     policy = tiny_policy(name, hidden_size=64, head_dim=32)
     assert policy.takes_kernel
 

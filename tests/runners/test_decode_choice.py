@@ -7,8 +7,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn import caches as cache_rows
-from grpo_fn import decode
-from grpo_fn.prefixes import PrefixCache
+from grpo_fn import decode_step
+from grpo_fn.prefill import prefill, prefill_once
+from grpo_fn.prefixes import PrefixCache, fork
 from runners import decode_choice, decode_probe
 from runners.decode_choice import Candidates, Times, choose, hopeless, measure, usual
 from runners.decode_probe import Probe
@@ -116,10 +117,10 @@ def test_a_probe_has_the_caches_of_the_real_thing(name, drawn):
     work = work_of(name, lengths=(5, 5))
     with work.policy.bound(work.params) as model:
         if work.shares_prefix:
-            _, plain = decode._prefill_once(work.policy, model, PROMPTS[:2])
-            real = decode.fork(plain, [5, 5], 2)
+            _, plain = prefill_once(work.policy, model, PROMPTS[:2])
+            real = fork(plain, [5, 5], 2)
         else:
-            _, real = decode.prefill(model, PROMPTS[:2])
+            _, real = prefill(model, PROMPTS[:2])
             cache_rows.keep_rows(real, [0, 0, 1, 1])
         for _ in range(drawn):
             model(mx.zeros((4, 1), mx.int32), cache=real)
@@ -146,9 +147,7 @@ def test_a_probe_has_the_caches_of_the_real_thing(name, drawn):
 def test_a_probe_keeps_prompts_as_generate_does(name, monkeypatch):
     """`generate` forks one copy of the prompts exactly where the workload says so."""
     work, forks = work_of(name), []
-    monkeypatch.setattr(decode, "fork", lambda *args: forks.append(args) or fork(*args))
-    from grpo_fn.prefixes import fork
-
+    monkeypatch.setattr(decode_step, "fork", lambda *args: forks.append(args) or fork(*args))
     g.generate(work.policy, work.params, PROMPTS, key=mx.random.key(0), num_generations=2, max_new_tokens=2)
     assert bool(forks) == work.shares_prefix
 

@@ -1,0 +1,50 @@
+"""Rollouts of tiny policies, and the model run on each completion by itself to compare them with."""
+
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+
+EQUAL = [[1, 2, 3], [4, 5, 6]]
+RAGGED = [list(range(3, 17)), [7], [9, 8, 2, 5, 1]]
+EOS = (3, 17, 40)
+
+
+def roll(policy, prompts=RAGGED, *, seed=0, generations=3, limit=12, **options):
+    """A rollout with the policy's own parameters."""
+    key = mx.random.key(seed)
+    return g.generate(
+        policy, policy.params, prompts, key=key, num_generations=generations, max_new_tokens=limit, **options
+    )
+
+
+def teacher_forced(policy, prompt, completion, sampler=None):
+    """(log-probs, entropies) of a completion by one forward over prompt + completion, nothing cached."""
+    logits = policy.logits(policy.params, mx.array([[*prompt, *completion]]))[0].astype(mx.float32)
+    z = np.array(logits, np.float64)[len(prompt) - 1 : -1] / (sampler.temperature if sampler else 1.0)
+    whole = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+    if sampler is not None and sampler.top_k:
+        least = np.sort(z, axis=-1)[:, -sampler.top_k, None]
+        z = np.where(z >= least, z, -np.inf)
+    logp = z - z.max(-1, keepdims=True) - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return logp[np.arange(len(completion)), completion], -(np.exp(whole) * whole).sum(-1)
+
+
+def assert_teacher_forced(policy, rollout, sampler=None):
+    """Every log-prob (and entropy) of the rollout is the model's own, to 1e-4; zeros after the end."""
+    for row, completion in enumerate(rollout.completions()):
+        logp, entropy = teacher_forced(
+            policy, rollout.prompts[row // rollout.num_generations], completion, sampler
+        )
+        got = np.array(rollout.logp_bt[row])
+        assert np.abs(got[: len(completion)] - logp).max() < 1e-4, f"row {row}"
+        assert not got[len(completion) :].any() and not rollout.tokens_bt[row, len(completion) :].any().item()
+        if rollout.entropy_bt is not None:
+            assert np.abs(np.array(rollout.entropy_bt[row])[: len(completion)] - entropy).max() < 1e-4
+
+
+def assert_same(one, other):
+    """Two rollouts have the same tokens, ends and (to rounding) log-probs."""
+    assert one.completions() == other.completions()
+    assert one.finished_b.tolist() == other.finished_b.tolist()
+    assert mx.abs(one.logp_bt - other.logp_bt).max().item() < 1e-5
