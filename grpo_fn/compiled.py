@@ -47,10 +47,14 @@ class Compiled:
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
         """What computes the function for arguments like these from their arrays, and these arrays in order.
 
-        For a loop: looking through large trees takes longer than launching a small program.
+        For a loop: looking through large trees takes longer than launching a small program. Where compiling
+        is disabled, it calls the function as it is.
         """
         leaves: list[mx.array] = []
         structure = structure_of(args, leaves)
+        if not self._enabled:
+            arguments = map_arrays(lambda _: _HOLE, args)
+            return (lambda leaves: self._function(*_fill(arguments, leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         if key not in self._programs:
             self._programs[key] = self._compile_for(args)

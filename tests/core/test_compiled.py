@@ -181,6 +181,32 @@ def test_disabled_runs_the_function_itself():
     assert plain.traces == 0 and len(calls) == 2
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_program_takes_the_arrays_in_their_order(enabled):
+    """It computes what the call computes, from any arrays of these shapes; what is no array it keeps."""
+    f = g.compiled(described, enabled=enabled)
+    args = {"b": one(1), "a": [one(2), "note"]}, State(one(3), 5)
+    program, leaves = f.program(*args)
+    assert [leaf.item() for leaf in leaves] == [1, 2, 3]
+    assert_same(program(leaves), described(*args))
+    others = {"b": one(7), "a": [one(8), "note"]}, State(one(9), 5)
+    assert_same(program([one(7), one(8), one(9)]), described(*others))
+    assert f.traces == enabled
+
+
+def test_a_disabled_program_runs_the_function_itself():
+    """Which may look at numbers, has Python's side effects each time, and pins no argument."""
+    seen = []
+    f = g.compiled(lambda tree: seen.append(tree["x"].sum().item()), enabled=False)
+    before = memory_in_use()
+    program, leaves = f.program({"x": mx.ones((1 << 18,))})
+    program(leaves)
+    del leaves
+    program([mx.zeros((3,))])
+    assert seen == [1 << 18, 0] and f.traces == 0
+    assert memory_in_use() - before < 1 << 12
+
+
 def test_an_error_in_the_function_reaches_the_caller_and_leaves_no_trace_behind():
     """The exception is the function's own; the same call works once its cause has gone."""
     broken = [True]

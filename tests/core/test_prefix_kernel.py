@@ -7,32 +7,12 @@ import pytest
 import grpo_fn as g
 from grpo_fn import kernel_steps
 from grpo_fn.prefix_kernel import append_and_attend, has_kernel
+from tests.in_place_kernel import attention
 from tests.tiny_policies import tiny_policy
 
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], 5
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
-
-
-def attention(q, new_k, new_v, prompt_k, prompt_v, own_k, own_v, scale):
-    """The definition, row by row and head by head."""
-    q, new_k, new_v, prompt_k, prompt_v, own_k, own_v = (
-        np.array(a.astype(mx.float32), np.float64)
-        for a in (q, new_k, new_v, prompt_k, prompt_v, own_k, own_v)
-    )
-    out = np.zeros(q.shape)
-    repeats = q.shape[1] // own_k.shape[1]
-    for row, p in enumerate(PROMPT_OF):
-        for head in range(q.shape[1]):
-            h = head // repeats
-            k, v = (
-                np.concatenate([prompt[p, h, : LENGTHS[p]], own[row, h, :OWN], new[row, h]])
-                for prompt, own, new in ((prompt_k, own_k, new_k), (prompt_v, own_v, new_v))
-            )
-            scores = k @ q[row, head, 0] * scale
-            weights = np.exp(scores - scores.max())
-            out[row, head, 0] = weights / weights.sum() @ v
-    return out
 
 
 @needs_cuda
@@ -46,7 +26,7 @@ def test_it_is_attention_and_keeps_the_new_token(dtype, tolerance, width, heads,
     shapes = [(6, heads, 1, width), new, new, prompt, prompt, own, own]
     arrays = [mx.random.normal(s, key=mx.random.key(n)).astype(dtype) for n, s in enumerate(shapes)]
     mx.eval(arrays)
-    wanted = attention(*arrays, width**-0.5)
+    wanted = attention(*arrays, PROMPT_OF, LENGTHS, OWN, width**-0.5)
     kept = [np.array(a.astype(mx.float32)) for a in arrays]
     index, lengths = mx.array(PROMPT_OF, mx.int32), mx.array(LENGTHS, mx.int32)
     found = append_and_attend(*arrays, index, lengths, mx.array(OWN, mx.int32), width**-0.5)

@@ -1,0 +1,88 @@
+"""What the kernel of `grpo_fn.prefix_kernel` has to do, in NumPy: its specification, and a stand-in."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+
+def attention(
+    q: mx.array,
+    new_k: mx.array,
+    new_v: mx.array,
+    prompt_k: mx.array,
+    prompt_v: mx.array,
+    own_k: mx.array,
+    own_v: mx.array,
+    prompt_of: Sequence[int],
+    lengths: Sequence[int],
+    used: int,
+    scale: float,
+) -> np.ndarray:
+    """The definition, row by row and head by head, float64 [B,H,1,D], of `append_and_attend`'s arguments."""
+    q, new_k, new_v, prompt_k, prompt_v, own_k, own_v = (
+        np.array(a.astype(mx.float32), np.float64)
+        for a in (q, new_k, new_v, prompt_k, prompt_v, own_k, own_v)
+    )
+    out = np.zeros(q.shape)
+    repeats = q.shape[1] // own_k.shape[1]
+    for row, p in enumerate(prompt_of):
+        for head in range(q.shape[1]):
+            h = head // repeats
+            k, v = (
+                np.concatenate([prompt[p, h, : lengths[p]], own[row, h, :used], new[row, h]])
+                for prompt, own, new in ((prompt_k, own_k, new_k), (prompt_v, own_v, new_v))
+            )
+            scores = k @ q[row, head, 0] * scale
+            weights = np.exp(scores - scores.max())
+            out[row, head, 0] = weights / weights.sum() @ v
+    return out
+
+
+class InPlaceKernel:
+    """Stands in for `append_and_attend` where nothing is compiled, and writes through as it does.
+
+    Attributes:
+        calls: rows, room for own tokens and own tokens so far, at each call of a layer.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(
+        self,
+        queries: mx.array,
+        new_keys: mx.array,
+        new_values: mx.array,
+        prompt_keys: mx.array,
+        prompt_values: mx.array,
+        own_keys: mx.array,
+        own_values: mx.array,
+        prompt_of_b: mx.array,
+        lengths_p: mx.array,
+        own_length: mx.array,
+        scale: float,
+    ) -> mx.array:
+        """As `append_and_attend`."""
+        rows, _, room, _ = own_keys.shape
+        used = int(own_length.item())
+        assert prompt_of_b.shape == (rows,) and 0 <= used < room
+        self.calls.append((rows, room, used))
+        found = attention(
+            queries,
+            new_keys,
+            new_values,
+            prompt_keys,
+            prompt_values,
+            own_keys,
+            own_values,
+            prompt_of_b.tolist(),
+            lengths_p.tolist(),
+            used,
+            scale,
+        )
+        for buffer, new in ((own_keys, new_keys), (own_values, new_values)):
+            held = np.array(buffer, copy=False)  # a view of the array's own memory
+            assert held.flags.c_contiguous, "MLX would hand a kernel a copy of it"
+            held[:, :, used] = np.array(new)[:, :, 0]
+        return mx.array(found.astype(np.float32))
