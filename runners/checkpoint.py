@@ -19,13 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from grpo_fn.trees import nbytes
+from grpo_fn.trees import named_leaves, nbytes
 from runners.durable import new_folder, remove_folder, save_arrays, save_text
 from runners.errors import UserError
 from runners.manifest import write_manifest
 from runners.metrics import to_json
 from runners.model_files import copy_companions, read_json
-from runners.models import LoadedModel, flat
+from runners.models import LoadedModel
 from runners.state_files import PackedState, load_state, pack_state, save_state
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel) -> Path:
     with new_folder(folder) as temporary:
         config = read_json(loaded.path / "config.json")
         if loaded.adapter is None:
-            weights = flat(params) | loaded.frozen
+            weights = named_leaves(params) | loaded.frozen
             config.pop("quantization_config", None)  # unpacked while it was loaded
         else:
             _write_weights(temporary, _trained(params, loaded), loaded)
@@ -158,12 +158,12 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
         layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
         weights = {
             name: array
-            for name, array in flat(module.parameters()).items()
+            for name, array in named_leaves(module.parameters()).items()
             if not any(name.startswith(f"{layer}.") for layer in layers)
         }
         for name, layer in layers.items():
             fused: nn.Module = layer.fuse(dequantize=True)  # pyright: ignore[reportCallIssue]
-            weights |= {f"{name}.{leaf}": array for leaf, array in flat(fused.parameters()).items()}
+            weights |= {f"{name}.{leaf}": array for leaf, array in named_leaves(fused.parameters()).items()}
         mx.eval(weights)
     return weights, list(layers)
 
@@ -212,7 +212,7 @@ def _score(folder: Path) -> tuple[float, float]:
 
 def _trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
     """What a weights file of the trained parameters holds: adapters alone, or the whole model."""
-    return flat(params) if loaded.adapter is not None else flat(params) | loaded.frozen
+    return named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
 
 
 def _write_weights(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:

@@ -16,8 +16,8 @@ from runners.config import Config
 from runners.data import load_rows
 from runners.micro_batch import settle_micro_batch
 from runners.model_files import read_json, resolve_model
+from runners.model_reading import load_tokenizer
 from runners.model_sizes import ModelSizes, model_sizes
-from runners.models import load_tokenizer
 from runners.platform import Platform
 from runners.prompts import build_examples
 from runners.sections import EMBEDDED

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.sections import LogConfig
 
 _BLOCK = 1 << 16  # bytes read at a time
@@ -180,8 +180,9 @@ def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, 
             try:
                 sinks.append(kind(run_dir, name, config))
             except Exception as error:  # each package has errors of its own: no login, no network, no disk
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise UserError(f"log.{key} = true, but {kind.package} does not start: {reason}") from error
+                raise UserError(
+                    f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
+                ) from error
     return sinks
 
 

@@ -20,7 +20,8 @@ from runners.data import load_rows
 from runners.errors import UserError
 from runners.evaluate import held_out
 from runners.micro_batch import settle_micro_batch
-from runners.models import LoadedModel, load_model, vocabulary_rows
+from runners.model_reading import vocabulary_rows
+from runners.models import LoadedModel, load_model
 from runners.plan import outlook, sizes_if_it_can_fit
 from runners.platform import Platform
 from runners.prompts import Example, build_examples, reward_columns

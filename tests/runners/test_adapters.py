@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
 from runners.config import load_config
-from runners.models import flat, load_model
+from runners.models import load_model
 from runners.platform import Platform
 from runners.report import Quiet
 from runners.setup import build_run
@@ -128,7 +128,7 @@ def test_the_reference_stays_where_it_was(tmp_path, tune):
     config, _ = config_of(tmp_path, tune, None)
     result = run_training(config, report=Quiet())
     first = load_model(config.model, CPU, seed=config.run.seed)
-    start = flat(first.module.trainable_parameters())
+    start = named_leaves(first.module.trainable_parameters())
     reference = named_leaves(result.state.ref_params)
     assert reference.keys() == start.keys()
     assert all(mx.array_equal(reference[name], start[name]) for name in start)
