@@ -8,10 +8,11 @@ import attrs
 import pytest
 
 from runners import auto_quantization as auto
-from runners.auto_quantization import Measured, choose, settle_quantization
+from runners.auto_quantization import settle_quantization
 from runners.config import load_config
 from runners.models import load_model
 from runners.platform import Platform
+from runners.quantization_choice import Measured, choose
 from runners.report import Quiet
 from runners.train import run_training
 from tests.tiny_models import make_model_folder

@@ -12,9 +12,9 @@ from grpo_fn.trees import named_leaves, nbytes
 from runners import cli, forecast, plan, platform
 from runners.config import load_config
 from runners.errors import UserError
+from runners.learner import build_learner
 from runners.model_sizes import _from_config, model_sizes
 from runners.models import load_model
-from runners.setup import build_learner
 from runners.stream import Plan
 from tests.tiny_models import make_config, make_model_folder
 
