@@ -16,7 +16,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from runners.bad_updates import BadUpdates
-from runners.checkpoint import Snapshot, save_final, take_snapshot
+from runners.checkpoint import Snapshot, take_snapshot
 from runners.constant_rewards import ConstantRewards
 from runners.errors import NumbersError, UserError
 from runners.evaluate import evaluate
@@ -25,6 +25,7 @@ from runners.interrupts import Stopped, StopSignals
 from runners.loop_state import LoopState
 from runners.memory_watch import MemoryWatch
 from runners.metrics import MetricsLog
+from runners.model_writing import save_final
 from runners.records import completion_records, header, summary
 from runners.report import Report
 from runners.rollout import Experience

@@ -15,7 +15,7 @@ from runners.bad_updates import KEPT, BadUpdates, save_bad_batch
 from runners.config import load_config
 from runners.embedded import MODEL_DIR
 from runners.errors import NumbersError
-from runners.metrics import to_json
+from runners.json_lines import to_json
 from runners.prompts import Example
 from runners.report import Quiet
 from runners.rollout import Experience

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from benchmarks.memory import CASES, WITHIN, outcome
 from grpo_fn.trees import named_leaves, nbytes
-from runners import cli, forecast, plan, platform
+from runners import cli, forecast, plan, platform, remedies
 from runners.config import load_config
 from runners.errors import UserError
 from runners.learner import build_learner
@@ -143,7 +143,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
     found = forecast.forecast(checked, CPU, 40_000_000, prompt=30)
-    best = forecast.largest_batch(found, CPU)
+    best = remedies.largest_batch(found, CPU)
     assert best > 1
     sizes = [
         forecast.forecast(
@@ -160,7 +160,7 @@ def test_each_remedy_that_is_named_would_do(config):
     free = forecast.forecast(checked, CPU, 10**12, prompt=30)
     totals = {phase.name: phase.total for phase in free.phases}
     found = forecast.forecast(checked, CPU, totals["gradient"] - 1, prompt=30)
-    ways = forecast.remedies(found, CPU)
+    ways = remedies.remedies(found, CPU)
     assert any(way.startswith("system.micro_batch_tokens = ") for way in ways)
     assert any(way.startswith("optim.batch_size = ") for way in ways)
     for way in ways:
