@@ -21,8 +21,9 @@ from runners.manifest import check_manifest
 from runners.run_folder import locked
 from runners.state_files import load_state
 from runners.train import run_training
-from tests.resuming import Killer, Notes, config_in, lines_of, outcome
+from tests.resuming import Killer, config_in, lines_of, outcome
 from tests.tiny_models import make_model_folder
+from tests.tiny_runs import Notes
 from tests.tiny_states import load, make_state, same_bits
 
 # Everything that a save asks of the disk.
