@@ -17,7 +17,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import backend
 from benchmarks.measure import peak_bytes, run_once
 from benchmarks.record import Figure
-from benchmarks.shapes import SHAPES, make_module, make_prompts, vocabulary_of
+from benchmarks.shapes import MODELS, make_module, make_prompts, vocabulary_of
 from grpo_fn.precision import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host
 from runners.roles import UNPACK_ROWS
@@ -163,13 +163,7 @@ def models_here(quick: bool) -> list[str]:
 
 
 @benchmark("quant", parts="models")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Choice([*SHAPES, EMBEDDED]),
-    help="Only this one; the others' figures stay.",
-)
+@MODELS
 @click.option("--mode", "modes", multiple=True, type=click.Choice(list(MODES)), help="Only this mode.")
 def main(quick: bool, models: Sequence[str], modes: Sequence[str]) -> Sequence[Figure]:
     """Quantized roles of each mode and storage: tokens/s, weight bytes, peak, KL and mean |Δ log p|."""

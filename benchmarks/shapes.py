@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -62,6 +63,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+MODELS = click.option(
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Choice([*SHAPES, EMBEDDED]),
+    help="Only this one; the others' figures stay.",
+)
+"""A benchmark's option `models`."""
 END, END_ID = "<|endoftext|>", 0
 _TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"

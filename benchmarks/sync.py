@@ -13,7 +13,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import backend, rates
 from benchmarks.measure import interleaved, peak_bytes
 from benchmarks.record import Figure, time_figure
-from benchmarks.shapes import SHAPES, make_module
+from benchmarks.shapes import MODELS, make_module
 from grpo_fn.precision import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, map_arrays, nbytes
 from runners.sections import EMBEDDED
@@ -68,13 +68,7 @@ def measure(model: str, modes: Sequence[str], repeats: int, quick: bool) -> list
 
 
 @benchmark("sync", parts="models")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Choice([*SHAPES, EMBEDDED]),
-    help="Only this one; the others' figures stay.",
-)
+@MODELS
 @click.option("--repeats", default=7, show_default=True, help="Samples of each.")
 def main(quick: bool, models: Sequence[str], repeats: int) -> Sequence[Figure]:
     """A sync through each mode's quantizer: time, and the bytes that the role then has of its own."""

@@ -14,7 +14,7 @@ import numpy as np
 import grpo_fn as g
 from runners.durable import new_folder, remove_folder, save_arrays
 from runners.errors import NumbersError, UserError, count_in
-from runners.metrics import to_json
+from runners.json_lines import to_json
 from runners.records import completion_records
 from runners.rollout import Experience
 

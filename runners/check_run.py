@@ -18,7 +18,7 @@ from runners.config import Config
 from runners.data import load_rows
 from runners.errors import UserError
 from runners.model_files import read_json, resolve_model
-from runners.models import load_tokenizer
+from runners.model_reading import load_tokenizer
 from runners.prompts import Example, build_examples, columns_of, reward_columns
 from runners.reward_functions import Reward, check_columns, resolve_rewards
 from runners.scoring import Scorer

@@ -1,54 +1,36 @@
-"""Checkpoints and the final model: folders that mlx-lm opens, written whole or not at all.
+"""Checkpoints: folders that mlx-lm opens, written whole or not at all; and which of them stay.
 
-A checkpoint keeps the master weights (float32, exact) and the rest of the state; `final/` holds the model in
-the dtype it came in, adapters merged, beside the adapters themselves.
+A checkpoint keeps the master weights (float32, exact) and the rest of the state.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import nbytes
-from runners.durable import new_folder, remove_folder, save_arrays, save_text
+from runners.durable import new_folder, remove_folder, save_text
 from runners.errors import UserError
+from runners.json_lines import to_json
 from runners.manifest import write_manifest
-from runners.metrics import to_json
-from runners.model_files import copy_companions, read_json
-from runners.models import LoadedModel, flat
-from runners.state_files import PackedState, load_state, pack_state, save_state
+from runners.model_files import read_json
+from runners.model_writing import trained, write_trained
+from runners.models import LoadedModel
+from runners.state_files import PackedState, pack_state, save_state
 
 if TYPE_CHECKING:
     from grpo_fn.state import TrainState
 
-__all__ = [
-    "LATEST",
-    "Snapshot",
-    "checkpoint_folders",
-    "list_checkpoints",
-    "load_state",
-    "prune_checkpoints",
-    "save_checkpoint",
-    "save_final",
-    "save_model",
-    "take_snapshot",
-    "write_checkpoint",
-]
 
 LATEST = "latest"  # a file with the name of the newest checkpoint
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
 @attrs.frozen(eq=False)
@@ -83,7 +65,7 @@ def take_snapshot(
         trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
         loop: trees of arrays that belong to the state.
     """
-    weights = _trained(state.params, loaded)
+    weights = trained(state.params, loaded)
     packed = pack_state(state, weights, loop or {})
     weights = {name: mx.contiguous(array) for name, array in weights.items()}
     mx.eval(weights)
@@ -97,7 +79,7 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
     """
     target = run_dir / f"checkpoint-{snapshot.step}"
     with new_folder(target) as folder:
-        _write_weights(folder, snapshot.weights, snapshot.loaded)
+        write_trained(folder, snapshot.weights, snapshot.loaded)
         save_state(folder, snapshot.state)
         line, _ = to_json(snapshot.trainer_state)
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
@@ -121,51 +103,6 @@ def save_checkpoint(
 ) -> Path:
     """`take_snapshot` and `write_checkpoint` in one."""
     return write_checkpoint(run_dir, take_snapshot(step, state, loaded, trainer_state, loop))
-
-
-def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel) -> Path:
-    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it."""
-    return save_model(run_dir / "final", state.params, loaded)
-
-
-def save_model(folder: Path, params: Any, loaded: LoadedModel) -> Path:
-    """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
-
-    With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
-    beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
-    unquantized, since rounding them to few bits again would undo much of a small update.
-    """
-    with new_folder(folder) as temporary:
-        config = read_json(loaded.path / "config.json")
-        if loaded.adapter is None:
-            weights = flat(params) | loaded.frozen
-            config.pop("quantization_config", None)  # unpacked while it was loaded
-        else:
-            _write_weights(temporary, _trained(params, loaded), loaded)
-            weights, merged = merge_adapters(params, loaded)
-            if loaded.quantized:
-                config.pop("quantization_config", None)
-                config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
-        weights = {name: _own(name, array, loaded) for name, array in weights.items()}
-        save_arrays(temporary / "model.safetensors", weights, _MLX)
-        _write_companions(temporary, config, loaded)
-    return folder
-
-
-def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
-    """The flat weights with the adapters folded into them, and the names of the layers that changed."""
-    with _bound(loaded, params) as module:
-        layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
-        weights = {
-            name: array
-            for name, array in flat(module.parameters()).items()
-            if not any(name.startswith(f"{layer}.") for layer in layers)
-        }
-        for name, layer in layers.items():
-            fused: nn.Module = layer.fuse(dequantize=True)  # pyright: ignore[reportCallIssue]
-            weights |= {f"{name}.{leaf}": array for leaf, array in flat(fused.parameters()).items()}
-        mx.eval(weights)
-    return weights, list(layers)
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
@@ -208,54 +145,3 @@ def _score(folder: Path) -> tuple[float, float]:
         for name in ("em", "reward")
     )
     return em, reward
-
-
-def _trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """What a weights file of the trained parameters holds: adapters alone, or the whole model."""
-    return flat(params) if loaded.adapter is not None else flat(params) | loaded.frozen
-
-
-def _write_weights(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:
-    """Weights as `_trained` gives them, with what mlx-lm needs to load them."""
-    if loaded.adapter is None:
-        save_arrays(folder / "model.safetensors", weights, _MLX)
-    else:
-        save_arrays(folder / "adapters.safetensors", weights, _MLX)
-        adapter_config = {"fine_tune_type": loaded.tune, "model": _base(loaded), **loaded.adapter}
-        _write_json(folder / "adapter_config.json", adapter_config)
-    config = read_json(loaded.path / "config.json")
-    if loaded.adapter is None:
-        config.pop("quantization_config", None)
-    _write_companions(folder, config, loaded)
-
-
-def _base(loaded: LoadedModel) -> str:
-    return str(loaded.path) if Path(loaded.source).exists() else loaded.source
-
-
-def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
-    _write_json(folder / "config.json", config)
-    copy_companions(loaded.path, folder)
-
-
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _own(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
-    if not mx.issubdtype(array.dtype, mx.floating):
-        return array
-    dtype = loaded.own_dtypes.get(name, loaded.own_dtype)
-    return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.own_dtype)
-
-
-@contextmanager
-def _bound(loaded: LoadedModel, params: Any) -> Iterator[nn.Module]:
-    """The module with its frozen leaves and these parameters in it; whatever was in it comes back."""
-    saved = loaded.module.parameters()
-    try:
-        loaded.module.update(tree_unflatten(list(loaded.frozen.items())))
-        loaded.module.update(params)
-        yield loaded.module
-    finally:
-        loaded.module.update(saved)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from runners.durable import new_folder
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.model_files import copy_companions, resolve_model, tokenizer_pickle
 from runners.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.vision import convert_vision, sees
@@ -147,8 +147,7 @@ def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[
         with contextlib.redirect_stdout(sys.stderr):
             mlx_lm.convert(str(path), str(target), trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path}: mlx-lm cannot convert it: {line}") from error
+        raise UserError(f"{path}: mlx-lm cannot convert it: {first_line(error)}") from error
 
 
 def _check_packed(folder: Path) -> None:

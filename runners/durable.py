@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.tensor_header import check_header
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-\d+")
@@ -53,7 +53,7 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         arrays, metadata = cast(Any, mx.load(str(file), format="safetensors", return_metadata=True))
         mx.eval(arrays)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{file}: cannot be read as safetensors ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{file}: cannot be read as safetensors ({first_line(error)})") from error
     return arrays, metadata
 
 

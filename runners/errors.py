@@ -124,3 +124,14 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
 def _printable(line: str) -> str:
     """`line` without line breaks or terminal escapes, which a quoted TOML key may bring."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a foreign exception's message; its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def first_lines(message: str) -> str:
+    """The first three lines of a foreign error's message as one."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")

@@ -9,10 +9,11 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from runners.adapters import base_of, read_adapters
 from runners.convert import Quantization, pack, write_weights
+from runners.dtypes import cast_floating
 from runners.durable import new_folder
-from runners.errors import UserError
-from runners.inference import add_adapters, base_of
+from runners.errors import UserError, first_line
 from runners.model_card import model_card, run_facts
 from runners.model_files import (
     HUB_NAME,
@@ -22,7 +23,7 @@ from runners.model_files import (
     resolve_model,
     tokenizer_pickle,
 )
-from runners.models import cast_floating, read_model
+from runners.model_reading import read_model
 
 
 @attrs.frozen
@@ -130,7 +131,7 @@ def fuse(module: nn.Module, source: Source) -> list[str]:
     """Folds a source's adapters into its module, in place; the names of the layers that changed."""
     from mlx.utils import tree_unflatten
 
-    add_adapters(module, source.folder, source.model)
+    read_adapters(module, source.folder, source.model)
     layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
     fused: list[tuple[str, Any]] = [(name, part.fuse(dequantize=True)) for name, part in layers]  # type: ignore[attr-defined]
     module.update_modules(tree_unflatten(fused))
@@ -165,8 +166,9 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     except LocalTokenNotFoundError as error:
         raise UserError(f'--upload-repo "{repo}": nobody is logged in; `hf auth login` does') from error
     except (HfHubHTTPError, HTTPError, OSError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f'--upload-repo "{repo}": the upload failed ({line}); {folder} is whole') from error
+        raise UserError(
+            f'--upload-repo "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
+        ) from error
     return str(done.commit_url)
 
 

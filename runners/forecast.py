@@ -1,4 +1,4 @@
-"""The memory that a config's run will take, against what the machine has; and the largest batch that fits."""
+"""The memory that a config's run will take, phase by phase, against what the machine has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from runners.config import Config
 from runners.data import load_rows
 from runners.micro_batch import settle_micro_batch
 from runners.model_files import read_json, resolve_model
+from runners.model_reading import load_tokenizer
 from runners.model_sizes import ModelSizes, model_sizes
-from runners.models import load_tokenizer
 from runners.platform import Platform
 from runners.prompts import build_examples
 from runners.sections import EMBEDDED
-
-MOST = 1 << 16  # prompts a batch step that are looked at
 
 
 @attrs.frozen(kw_only=True)
@@ -104,65 +102,7 @@ def forecast(
     )
 
 
-def largest_batch(found: Forecast, platform: Platform) -> int:
-    """The largest `optim.batch_size` whose peak is within the memory; 0 where not even one prompt is."""
-
-    def fits(prompts: int) -> bool:
-        return _with(found, platform, "optim", batch_size=prompts).fits
-
-    return _largest(fits, most=MOST)
-
-
-def remedies(found: Forecast, platform: Platform) -> list[str]:
-    """What would bring the peak within the memory, as `section.key = value`, the mildest first."""
-    config = found.config
-    size = config.rollout.num_generations
-    rows = size * config.optim.batch_size
-
-    def part(groups: int) -> Forecast:
-        return _with(found, platform, "rollout", max_batch=groups * size)
-
-    def tokens(power: int) -> Forecast:
-        return _with(found, platform, "system", micro_batch_tokens=1 << power)
-
-    def checkpointed() -> Forecast:
-        return _with(found, platform, "system", grad_checkpoint=True)
-
-    candidates: list[str] = []
-    groups = _largest(lambda n: part(n).fits, most=max(rows // size - 1, 0))
-    if groups:
-        candidates.append(f"rollout.max_batch = {groups * size}")
-    power = _largest(
-        lambda n: tokens(n).fits, most=max(config.system.micro_batch_tokens - 1, 1).bit_length() - 1
-    )
-    if power:
-        candidates.append(f"system.micro_batch_tokens = {1 << power}")
-    if not config.system.grad_checkpoint and checkpointed().fits:
-        candidates.append("system.grad_checkpoint = true")
-    prompts = largest_batch(found, platform)
-    if 0 < prompts < config.optim.batch_size:
-        candidates.append(f"optim.batch_size = {prompts}")
-    return candidates
-
-
-def key_to_turn(found: Forecast) -> str:
-    """The config's key that lowers the peak phase."""
-    name = found.peak.name
-    if name in ("prompts", "rollout"):
-        return "rollout.max_batch" if found.config.optim.batch_size > 1 else "rollout.num_generations"
-    if name.startswith("evaluation"):
-        return "rollout.max_batch"
-    if name in ("gradient", "log-probs"):
-        return "system.micro_batch_tokens"
-    return "model.tune"
-
-
-def _with(found: Forecast, platform: Platform, section: str, **changes: object) -> Forecast:
-    config = attrs.evolve(found.config, **{section: attrs.evolve(getattr(found.config, section), **changes)})
-    return forecast(config, platform, found.total, prompt=found.prompt, sizes=found.sizes)
-
-
-def _largest(fits: Callable[[int], bool], *, most: int) -> int:
+def largest(fits: Callable[[int], bool], *, most: int) -> int:
     """The largest n in 1..most with fits(n), 0 for none; fits holds up to some n and not beyond."""
     if most < 1 or not fits(1):
         return 0
@@ -243,7 +183,7 @@ def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
 
     found = []
     for shape in (alone, together) if shares else (alone,):
-        count = _largest(lambda n, of=shape: of(n).tokens <= most, most=rows) or 1
+        count = largest(lambda n, of=shape: of(n).tokens <= most, most=rows) or 1
         found.append((shape(count).tokens / count, count, shape(count)))
     _, count, fullest = min(found, key=lambda choice: choice[0])
     first = (fullest.prompts or fullest.rows, fullest.length)

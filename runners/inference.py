@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
+from runners.adapters import base_of, read_adapters
+from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
-from runners.inside import check_links
-from runners.model_files import is_adapter_folder, read_json, resolve_model
-from runners.models import cast_floating, choose_dtype, own_loader, read_model
-from runners.tensor_header import check_header
+from runners.model_files import is_adapter_folder, resolve_model
+from runners.model_reading import own_loader, read_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -69,7 +69,7 @@ def load_inference(
     path = resolve_model(model, "MODEL", own_loader=function is not None)
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapter:
-        add_adapters(module, Path(adapter).expanduser(), path)
+        read_adapters(module, Path(adapter).expanduser(), path)
     module.freeze()
     module.eval()
     cast_floating(module, choose_dtype(dtype, platform, module))
@@ -84,31 +84,3 @@ def load_inference(
         pipelined=platform.backend != "cpu",
         notices=notices,
     )
-
-
-def base_of(folder: Path) -> str:
-    """The base model that a folder of adapters names; UserError where it names none."""
-    base = read_json(folder / "adapter_config.json").get("model")
-    if not isinstance(base, str) or not base:
-        raise UserError(
-            f"{folder}: these are adapters, and their adapter_config.json does not name the base model; "
-            f"wanted the base model as MODEL, and --adapter {folder}"
-        )
-    return base
-
-
-def add_adapters(module: nn.Module, folder: Path, path: Path) -> None:
-    """Puts a folder's adapters into the module of `path`; UserError where they are missing or do not fit."""
-    from mlx_lm.tuner.utils import load_adapters
-
-    check_links(folder)
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: {name} is missing; wanted a folder of adapters as mlx-lm writes them")
-    check_header(folder / "adapters.safetensors")
-    read_json(folder / "adapter_config.json")
-    try:
-        load_adapters(module, str(folder))
-    except Exception as error:  # of mlx-lm, for a config that anyone may have written
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"{folder}: the adapters do not fit {path}: {' '.join(lines[:3])}") from error

@@ -18,14 +18,15 @@ from runners.progress import (
     Progress,
     count,
     duration,
+    eval_line,
     finite,
     gigabytes,
     number,
     peak_memory,
     percent,
     sparkline,
+    spell,
 )
-from runners.report import eval_line, exact_match, spell
 
 MAX_WIDTH = 100  # wider terminals leave the rest free
 _SMALL = (
@@ -160,7 +161,7 @@ def _numbers(progress: Progress, width: int) -> RenderableType:
     reward = Text(f"{number(progress.metrics.get('reward')):<6}", style="bold")
     bars = max((width - 60) // 2, 8)
     reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
-    score = Text(percent(exact_match(progress)), style="bold")
+    score = Text(percent(progress.exact_match), style="bold")
     if len(progress.scores) > 1 or (progress.scores and finite(progress.metrics.get("em"))):
         score.append(f" from {percent(progress.scores[0])}", style="not bold dim")
     grid.add_row("reward", reward, "exact match", score)

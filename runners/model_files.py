@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.inside import check_links, check_weight_map
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle
 
@@ -191,8 +191,7 @@ def hub_errors(where: str) -> Iterator[None]:
             f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{where}: the download failed ({first_line})") from error
+        raise UserError(f"{where}: the download failed ({first_line(error)})") from error
 
 
 def _download(name: str, where: str) -> Path:

@@ -20,10 +20,13 @@ from grpo_fn.precision import QuantMode, quant_mode, quantizable, quantize
 from grpo_fn.prefixes import shares_prefix, sharing_pays
 from grpo_fn.sharing import can_share
 from grpo_fn.substitutes import use_own_functions
+from grpo_fn.trees import named_leaves
+from runners.adapters import new_adapters
 from runners.config import Config
-from runners.errors import UserError
+from runners.dtypes import choose_dtype
+from runners.errors import UserError, first_lines
 from runners.model_files import hub_errors, read_json, resolve_model
-from runners.models import _add_adapters, _one_line, choose_dtype, flat, load_module, own_loader
+from runners.model_reading import load_module, own_loader
 from runners.platform import Platform
 from runners.sections import EMBEDDED, ModelConfig
 
@@ -52,10 +55,10 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     compute = choose_dtype(settings.dtype, platform, module)
     master = getattr(mx, settings.master)
     if settings.tune != "full":
-        _add_adapters(module, settings.tune, settings.lora, config.run.seed)
+        new_adapters(module, settings.tune, settings.lora, config.run.seed)
     use_own_functions(module)
-    trained = flat(module.trainable_parameters())
-    frozen = {name: leaf for name, leaf in flat(module.parameters()).items() if name not in trained}
+    trained = named_leaves(module.trainable_parameters())
+    frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trained}
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
@@ -85,7 +88,7 @@ def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module
     try:
         return _from_config(stated), stated
     except Exception as error:  # of mlx-lm's module for a config that anyone may have written
-        raise UserError(f"{path}: the model cannot be built: {_one_line(str(error))}") from error
+        raise UserError(f"{path}: the model cannot be built: {first_lines(str(error))}") from error
 
 
 def _fetched_config(name: str) -> Path:
@@ -124,7 +127,7 @@ def _shape(stated: dict[str, Any], path: str) -> ModelShape:
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]}; its memory cannot be foretold") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{path}: config.json describes no model ({_one_line(str(error))})") from error
+        raise UserError(f"{path}: config.json describes no model ({first_lines(str(error))})") from error
 
 
 def _held(leaf: mx.array, dtype: mx.Dtype) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.model_files import read_json
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 
@@ -143,8 +143,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle's, zip's and torch's own errors, which share no class
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({line})") from error
+        raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
     if not isinstance(content, Mapping) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a table of tensors")
     return {str(name).removeprefix(_COMPILED): tensor for name, tensor in content.items()}

@@ -10,9 +10,10 @@ import attrs
 
 from runners.config import Config
 from runners.errors import UserError
-from runners.forecast import Forecast, forecast, key_to_turn, largest_batch, longest_prompt, remedies
+from runners.forecast import Forecast, forecast, longest_prompt
 from runners.model_sizes import ModelSizes, model_sizes
 from runners.platform import Platform, memory
+from runners.remedies import key_to_turn, largest_batch, remedies
 
 WIDTH = 100
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import attrs
 
+from runners import install_hints
 from runners.errors import UserError
 from runners.malloc import keep_freed_memory
 
@@ -32,22 +33,6 @@ _LIBRARIES = (
     "libmkl_rt.so",
 )
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
-_INSTALL_BLAS = {
-    "debian": "apt-get install libopenblas0-pthread",
-    "fedora": "dnf install openblas-threads",
-    "rhel": "dnf install openblas-threads",
-    "arch": "pacman -S openblas",
-    "suse": "zypper install libopenblas_pthreads0",
-    "alpine": "apk add openblas",
-}
-_INSTALL_COMPILER = {
-    "debian": "apt-get install g++",
-    "fedora": "dnf install gcc-c++",
-    "rhel": "dnf install gcc-c++",
-    "arch": "pacman -S gcc",
-    "suse": "zypper install gcc-c++",
-    "alpine": "apk add g++",
-}
 
 
 @attrs.frozen
@@ -159,7 +144,7 @@ def _backend(mx) -> str:
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
     notices = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
-        install = _distribution_line(_INSTALL_BLAS)
+        install = install_hints.blas()
         if "imported" in found.reason:
             notices.append(f"matrix products are slow: {found.reason}")
         else:
@@ -167,26 +152,17 @@ def _cpu_notices(found: Blas) -> tuple[str, ...]:
                 f"matrix products are some 30x slower than they could be: {found.reason}; `{install}`"
             )
     if shutil.which("g++") is None:
-        install = _distribution_line(_INSTALL_COMPILER)
+        install = install_hints.compiler()
         notices.append(f"g++ is not installed, so compiled steps run uncompiled; `{install}`")
     return tuple(notices)
 
 
 def _explain_import(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"MLX is not installed ({error}): {_install_line()}"
+        return f"MLX is not installed ({error}): {install_hints.mlx()}"
     if "libmlx" in str(error):
-        return f"MLX is installed without a backend ({error}): {_install_line()}"
+        return f"MLX is installed without a backend ({error}): {install_hints.mlx()}"
     return f"MLX cannot be imported: {error}"
-
-
-def _install_line() -> str:
-    if sys.platform == "darwin":
-        return "pip install grpo-fn"
-    return (
-        "pip install 'grpo-fn[cpu]' for the CPU, 'grpo-fn[cuda12]' or 'grpo-fn[cuda13]' for an NVIDIA GPU "
-        "(one of them: these wheels exclude each other)"
-    )
 
 
 def _installed(*distributions: str) -> bool:
@@ -233,16 +209,6 @@ def _mapped_blas() -> str | None:
     except OSError:
         return None
     return "already loaded" if hasattr(program, "cblas_sgemm") else None
-
-
-def _distribution_line(lines: dict[str, str]) -> str:
-    release = Path("/etc/os-release")
-    words = release.read_text().replace('"', "").split("\n") if release.is_file() else []
-    values = dict(line.split("=", 1) for line in words if "=" in line)
-    for name in [values.get("ID", ""), *values.get("ID_LIKE", "").split()]:
-        if name.split("-")[0] in lines:  # opensuse-leap says "suse" in ID_LIKE
-            return lines[name.split("-")[0]]
-    return lines["debian"]
 
 
 def _total_ram() -> int:

@@ -81,6 +81,14 @@ class Progress:
         pace = sum(self._intervals) / len(self._intervals)
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
 
+    @property
+    def exact_match(self) -> float | None:
+        """The latest: of the update if its metrics have one, else of the last evaluation."""
+        em = self.metrics.get("em")
+        if finite(em):
+            return em
+        return self.scores[-1] if self.scores else None
+
     def _rate(self, metrics: Mapping[str, Any], interval: float) -> float | None:
         told = metrics.get("tokens_per_second")
         if finite(told):
@@ -138,6 +146,16 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spell(value: Any) -> str:
+    """A header's or a summary's value as text."""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def eval_line(name: str, score: float, correct: int, total: int, seconds: float) -> str:
+    """An evaluation in one line."""
+    return f"eval {name}: exact match {percent(score)} ({correct} of {total}) in {seconds:.1f} s"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

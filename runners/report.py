@@ -9,7 +9,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
-from runners.progress import Progress, count, duration, finite, gigabytes, number, peak_memory, percent
+from runners.progress import (
+    Progress,
+    count,
+    duration,
+    eval_line,
+    gigabytes,
+    number,
+    peak_memory,
+    percent,
+    spell,
+)
 
 WIDTH = 100  # columns of a plain line
 
@@ -168,7 +178,7 @@ def step_line(progress: Progress) -> str:
     parts = [
         f"update {progress.done:>{digits}}/{progress.total}",
         f"reward {number(metrics.get('reward'))}",
-        f"em {percent(exact_match(progress))}",
+        f"em {percent(progress.exact_match)}",
     ]
     if progress.tokens_per_second is not None:
         parts.append(f"{count(progress.tokens_per_second)} tok/s")
@@ -183,21 +193,3 @@ def step_line(progress: Progress) -> str:
         if len(line) + 2 + len(part) <= WIDTH:
             line += f"  {part}"
     return line
-
-
-def eval_line(name: str, score: float, correct: int, total: int, seconds: float) -> str:
-    """An evaluation in one line."""
-    return f"eval {name}: exact match {percent(score)} ({correct} of {total}) in {seconds:.1f} s"
-
-
-def exact_match(progress: Progress) -> float | None:
-    """The latest exact match: of the update if its metrics have one, else of the last evaluation."""
-    em = progress.metrics.get("em")
-    if finite(em):
-        return em
-    return progress.scores[-1] if progress.scores else None
-
-
-def spell(value: Any) -> str:
-    """A header's or a summary's value as text."""
-    return number(value) if isinstance(value, float) else str(value)

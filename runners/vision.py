@@ -15,10 +15,10 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
 from runners.generation import Completion, Sampling, Speed, draws, follow, penalty
 from runners.model_files import read_json, resolve_model
-from runners.models import cast_floating, choose_dtype
 from runners.prompts import Message
 from runners.tokenizers import TextDecoder
 

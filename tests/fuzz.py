@@ -217,7 +217,7 @@ class Weights(Target):
 
     def feed(self, value: tuple[str, bytes]) -> None:
         from runners.model_files import resolve_model
-        from runners.models import read_model
+        from runners.model_reading import read_model
 
         name, content = value
         try:

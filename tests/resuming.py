@@ -76,22 +76,6 @@ class Killer(Quiet):
         self._tick("eval")
 
 
-class Notes(Quiet):
-    """Keeps the lines worth reading."""
-
-    def __init__(self):
-        """None yet."""
-        self.lines, self.tables = [], []
-
-    def note(self, text):
-        """A line."""
-        self.lines.append(text)
-
-    def table(self, title, columns, rows):
-        """A table under a line."""
-        self.tables.append((title, list(rows)))
-
-
 def config_in(folder, *overrides, text=TINY):
     """The config of a tiny run in a folder."""
     folder.mkdir(parents=True, exist_ok=True)

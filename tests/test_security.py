@@ -14,7 +14,7 @@ from runners.cli import main
 from runners.config import load_config
 from runners.errors import UserError, one_line
 from runners.inside import check_links
-from runners.models import load_tokenizer, read_model
+from runners.model_reading import load_tokenizer, read_model
 from runners.prompts import render
 from runners.report import Quiet
 from runners.train import run_training

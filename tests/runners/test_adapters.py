@@ -9,60 +9,30 @@ from mlx.utils import tree_flatten
 
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
 from runners.config import load_config
-from runners.models import flat, load_model
+from runners.models import load_model
 from runners.platform import Platform
 from runners.report import Quiet
 from runners.setup import build_run
 from runners.train import run_training
 from tests.tiny_models import make_model_folder
+from tests.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
 QUANTIZED = {"group_size": 32, "bits": 4}
-CONFIG = """
-[run]
-name = "small"
-[model]
-lora = {rank = 4, scale = 8.0}
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 8
-[reward]
-functions = ["letters.py:letters"]
-[loss]
-beta = 0.05
-[optim]
-learning_rate = 5e-3
-batch_size = 2
-max_steps = 3
-[eval]
-samples = 2
-at_start = false
-[checkpoint]
-every = 3
-"""
-
-
-class Notes(Quiet):
-    """Keeps the lines of a run."""
-
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
+CONFIG = small(
+    model={"lora": {"rank": 4, "scale": 8.0}},
+    reward=BY_LETTERS,
+    loss={"beta": 0.05},
+    optim={"learning_rate": 5e-3, "max_steps": 3},
+    checkpoint={"every": 3},
+)
 
 
 def config_of(tmp_path: Path, tune: str, quantize: dict | None, *overrides: str):
     """A run's config, and the folder of its random model."""
     folder = make_model_folder(tmp_path / "model", "llama", quantize=quantize)
-    (tmp_path / "letters.py").write_text(
-        "def letters(completions, **_):\n    return [float(len(set(c[0]['content']))) for c in completions]\n"
-    )
+    (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(CONFIG)
     more = [f"run.output_dir={tmp_path / 'out'}", f"model.path={folder}", f"model.tune={tune}", *overrides]
     return load_config(str(tmp_path / "train.toml"), more), folder
@@ -128,7 +98,7 @@ def test_the_reference_stays_where_it_was(tmp_path, tune):
     config, _ = config_of(tmp_path, tune, None)
     result = run_training(config, report=Quiet())
     first = load_model(config.model, CPU, seed=config.run.seed)
-    start = flat(first.module.trainable_parameters())
+    start = named_leaves(first.module.trainable_parameters())
     reference = named_leaves(result.state.ref_params)
     assert reference.keys() == start.keys()
     assert all(mx.array_equal(reference[name], start[name]) for name in start)

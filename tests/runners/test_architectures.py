@@ -15,34 +15,15 @@ from runners.sections import ModelConfig
 from runners.tokenizers import TextDecoder
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import ARCHITECTURES, make_model_folder
+from tests.tiny_runs import BY_LETTERS, LETTERS, small
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])  # longer than gemma3's window here
-CONFIG = """
-[run]
-name = "two"
-output_dir = "."
-[model]
-path = "model"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 12
-[reward]
-functions = ["letters.py:letters"]
-[optim]
-learning_rate = 1e-3
-batch_size = 2
-max_steps = 2
-[eval]
-samples = 2
-at_start = false
-"""
-LETTERS = (
-    "def letters(completions, **_):\n    return [float(len(set(c[0]['content']))) for c in completions]\n"
+CONFIG = small(
+    run={"name": "two", "output_dir": "."},
+    model={"path": "model"},
+    rollout={"max_new_tokens": 12},
+    reward=BY_LETTERS,
 )
 
 

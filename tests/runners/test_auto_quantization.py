@@ -8,37 +8,20 @@ import attrs
 import pytest
 
 from runners import auto_quantization as auto
-from runners.auto_quantization import Measured, choose, settle_quantization
+from runners.auto_quantization import settle_quantization
 from runners.config import load_config
 from runners.models import load_model
 from runners.platform import Platform
+from runners.quantization_choice import Measured, choose
 from runners.report import Quiet
 from runners.train import run_training
 from tests.tiny_models import make_model_folder
+from tests.tiny_runs import Notes, small
 
 CPU = Platform(backend="cpu")
-CONFIG = """
-[run]
-name = "small"
-[model]
-path = "embedded"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-quantization = "auto"
-num_generations = 4
-max_new_tokens = 12
-[optim]
-batch_size = 2
-max_steps = 1
-[eval]
-samples = 2
-at_start = false
-[checkpoint]
-every = 0
-"""
+CONFIG = small(
+    rollout={"quantization": "auto", "max_new_tokens": 12}, optim={"learning_rate": 1e-6, "max_steps": 1}
+)
 
 
 @pytest.fixture(name="config")
@@ -193,25 +176,12 @@ def test_a_lucky_timing_does_not_decide(config, monkeypatch):
     assert seen[-4:] == ["none", "packed", "packed", "none"]
 
 
-class Shown(Quiet):
-    """Keeps a run's tables and lines."""
-
-    def __init__(self):
-        self.tables, self.lines = [], []
-
-    def table(self, title, columns, rows):
-        self.tables.append((title, columns, rows))
-
-    def note(self, text):
-        self.lines.append(text)
-
-
 def test_the_choice_goes_on_as_if_it_had_been_written(config, monkeypatch):
     """The run samples with it, warns about the correction, shows the table and keeps the choice on disk."""
     monkeypatch.setattr(
         auto._Bench, "rate", lambda bench, policy, params: 2000.0 if "scales" in str(params) else 1000.0
     )
-    shown = Shown()
+    shown = Notes()
     result = run_training(config("rollout.auto_kl_limit=100"), report=shown)
     ((title, columns, rows),) = shown.tables
     assert 'rollout.quantization = "auto" takes affine-8' in title

@@ -15,52 +15,23 @@ from runners.bad_updates import KEPT, BadUpdates, save_bad_batch
 from runners.config import load_config
 from runners.embedded import MODEL_DIR
 from runners.errors import NumbersError
-from runners.metrics import to_json
+from runners.json_lines import to_json
 from runners.prompts import Example
-from runners.report import Quiet
 from runners.rollout import Experience
 from runners.state_files import load_state
 from runners.train import run_training
 from runners.watch import unknown_metric
 from tests.tiny_policies import tiny_rollout
+from tests.tiny_runs import Notes, small
 
-SMALL = """
-[run]
-name = "small"
-[model]
-path = "embedded"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 16
-[optim]
-learning_rate = 2e-4
-batch_size = 2
-max_steps = 4
-[eval]
-samples = 4
-at_start = false
-[checkpoint]
-every = 0
-"""
-
-
-class Notes(Quiet):
-    """Keeps the lines of a run."""
-
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
+CONFIG = small(
+    rollout={"max_new_tokens": 16}, optim={"learning_rate": 2e-4, "max_steps": 4}, eval={"samples": 4}
+)
 
 
 def start(tmp_path, *overrides):
     """Run a config: its result (or what it raised), its notes, its log and its folder."""
-    (tmp_path / "train.toml").write_text(SMALL)
+    (tmp_path / "train.toml").write_text(CONFIG)
     config = load_config(str(tmp_path / "train.toml"), [f"run.output_dir={tmp_path}", *overrides])
     notes, result = Notes(), None
     try:

@@ -10,10 +10,10 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from grpo_fn.trees import map_arrays
-from runners.checkpoint import list_checkpoints, prune_checkpoints, save_checkpoint, save_final
+from grpo_fn.trees import map_arrays, named_leaves
+from runners.checkpoint import list_checkpoints, prune_checkpoints, save_checkpoint
 from runners.errors import UserError
-from runners.models import flat
+from runners.model_writing import save_final
 from runners.sections import LoraConfig
 from runners.state_files import load_state
 from tests.tiny_models import make_model_folder
@@ -50,7 +50,8 @@ def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_
     }
     module, tokenizer = mlx_lm.load(str(folder))
     assert all(
-        mx.array_equal(flat(module.parameters())[name], leaf) for name, leaf in tree_flatten(state.params)
+        mx.array_equal(named_leaves(module.parameters())[name], leaf)
+        for name, leaf in tree_flatten(state.params)
     )
     assert tokenizer.encode("<answer>9") == llama.tokenizer.encode("<answer>9")
 
@@ -60,7 +61,7 @@ def test_final_has_the_dtypes_of_the_source(llama, tmp_path):
     state = make_state(llama)
     final = save_final(tmp_path, state, llama)
     module, _ = mlx_lm.load(str(final))
-    weights = flat(module.parameters())
+    weights = named_leaves(module.parameters())
     assert {leaf.dtype for leaf in weights.values()} == {mx.bfloat16}
     assert all(
         mx.array_equal(weights[name], leaf.astype(mx.bfloat16)) for name, leaf in tree_flatten(state.params)
@@ -75,11 +76,11 @@ def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune,
     base = make_model_folder(tmp_path / "base", arch, quantize=quantize)
     loaded = load(base, tune=tune, lora=LoraConfig(rank=4, layers=1))
     state = make_state(loaded)
-    before = flat(loaded.module.parameters())
+    before = named_leaves(loaded.module.parameters())
     wanted = logits(loaded, state)
     checkpoint = save_checkpoint(tmp_path / "run", 1, state, loaded, {})
     final = save_final(tmp_path / "run", state, loaded)
-    assert all(leaf is before[name] for name, leaf in flat(loaded.module.parameters()).items())
+    assert all(leaf is before[name] for name, leaf in named_leaves(loaded.module.parameters()).items())
 
     for folder in (checkpoint, final):
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -121,7 +122,7 @@ def test_a_folder_may_be_saved_over_the_one_it_was_loaded_from(tmp_path):
     second = load(final)
     state = make_state(second, seed=2)
     save_final(tmp_path / "run", state, second)
-    weights = flat(mlx_lm.load(str(final))[0].parameters())
+    weights = named_leaves(mlx_lm.load(str(final))[0].parameters())
     assert all(mx.array_equal(weights[name], leaf) for name, leaf in tree_flatten(state.params))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
 

@@ -8,21 +8,9 @@ import attrs
 import pytest
 
 from runners import sections
-from runners.config import KEYS, ConfigError, load_config
+from runners.config import KEYS, ConfigError
 from runners.rules import is_text
 from runners.settings import PRESET_FOLDER
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Loads the text of a config, which is train.toml in the current folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def load_text(text, *overrides):
-        (tmp_path / "train.toml").write_text(text, encoding="utf-8")
-        return load_config("train.toml", overrides)
-
-    return load_text
 
 
 def test_defaults_are_the_documented_ones(load):

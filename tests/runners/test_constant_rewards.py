@@ -41,25 +41,21 @@ def test_batch_steps_of_different_sizes():
 def test_a_run_says_it(tmp_path):
     """The line comes from the loop, at the tenth batch step, among the notes."""
     from runners.config import load_config
-    from runners.report import Quiet
     from runners.train import run_training
-
-    lines = []
-
-    class Notes(Quiet):
-        def note(self, text):
-            lines.append(text)
+    from tests.tiny_runs import Notes, small
 
     (tmp_path / "flat.py").write_text("def flat(completions, **_):\n    return [0.25] * len(completions)\n")
     (tmp_path / "train.toml").write_text(
-        f'run = {{name = "r", output_dir = "{tmp_path}/out"}}\nmodel.path = "embedded"\n'
-        'data = {source = "embedded", eval_split = "valid", system_prompt = ""}\n'
-        "rollout = {num_generations = 2, max_new_tokens = 4}\n"
-        "optim = {batch_size = 1, max_steps = 11}\n"
-        "eval = {samples = 1, at_start = false}\ncheckpoint.every = 0\n"
-        'reward.functions = ["flat.py:flat"]\n'
+        small(
+            run={"output_dir": str(tmp_path / "out")},
+            rollout={"num_generations": 2, "max_new_tokens": 4},
+            optim={"batch_size": 1, "max_steps": 11},
+            eval={"samples": 1},
+            reward={"functions": ["flat.py:flat"]},
+        )
     )
-    run_training(load_config(str(tmp_path / "train.toml")), report=Notes())
-    found = [line for line in lines if "flat" in line]
+    notes = Notes()
+    run_training(load_config(str(tmp_path / "train.toml")), report=notes)
+    found = [line for line in notes.lines if "flat" in line]
     assert len(found) == 1
     assert "gave 0.25 to each of 20 completions in the first 10 batch steps" in found[0]

@@ -3,7 +3,7 @@
 import attrs
 import pytest
 
-from runners.config import KEYS, ConfigError, load_config
+from runners.config import KEYS, ConfigError
 from runners.flat_keys import FLAT_KEYS, PAIRS
 from runners.sections import RunConfig
 
@@ -76,18 +76,6 @@ PLACES = {
 }
 DEFAULTS = {key: default for key, (default, _) in PLACES.items()}
 EXPECTED = {key: value for key, (_, value) in PLACES.items()}
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Loads the text of a config, which is train.toml in the current folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def load_text(text, *overrides):
-        (tmp_path / "train.toml").write_text(text, encoding="utf-8")
-        return load_config("train.toml", overrides)
-
-    return load_text
 
 
 def values(config, keys):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.errors import UserError
-from runners.metrics import JsonLines, MetricsLog, to_json
+from runners.json_lines import JsonLines, to_json
+from runners.metrics import MetricsLog
 from runners.sections import LogConfig
 
 NAN, INF = math.nan, math.inf

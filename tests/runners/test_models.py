@@ -7,9 +7,11 @@ import attrs
 import mlx.core as mx
 import pytest
 
+from grpo_fn.trees import named_leaves
 from runners.errors import UserError
 from runners.model_files import resolve_model
-from runners.models import _finite, flat, load_model
+from runners.model_reading import _finite
+from runners.models import load_model
 from runners.platform import Platform
 from runners.sections import LoraConfig, ModelConfig
 from tests.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
@@ -47,7 +49,7 @@ def load(path, platform=CPU, **changes):
 def test_full_tuning_trains_every_leaf_in_float32(llama, platform, dtype, compute):
     """Masters are float32 whatever the file and the computation have; the file's dtypes are remembered."""
     loaded = load(llama, platform, dtype=dtype)
-    leaves = flat(loaded.module.trainable_parameters())
+    leaves = named_leaves(loaded.module.trainable_parameters())
     assert {leaf.dtype for leaf in leaves.values()} == {mx.float32}
     assert loaded.compute_dtype == compute
     assert loaded.frozen == {} and loaded.adapter is None
@@ -58,7 +60,7 @@ def test_full_tuning_trains_every_leaf_in_float32(llama, platform, dtype, comput
 
 def test_masters_may_be_bfloat16(llama):
     """model.master is obeyed."""
-    leaves = flat(load(llama, master="bfloat16").module.trainable_parameters())
+    leaves = named_leaves(load(llama, master="bfloat16").module.trainable_parameters())
     assert {leaf.dtype for leaf in leaves.values()} == {mx.bfloat16}
 
 
@@ -80,7 +82,7 @@ def test_adapters_train_alone_and_change_nothing_at_first(tmp_path, arch, tune, 
     path = make_model_folder(tmp_path / "model", arch, dtype="bfloat16", quantize=quantize)
     base = load(path, tune="lora", lora=LoraConfig(layers=1)).module
     loaded = load(path, tune=tune, lora=LoraConfig(rank=4, layers=1))
-    names = flat(loaded.module.trainable_parameters())
+    names = named_leaves(loaded.module.trainable_parameters())
     assert {name.rsplit(".", 1)[1] for name in names} == (
         {"lora_a", "lora_b"} | ({"m"} if tune == "dora" else set())
     )
@@ -97,7 +99,7 @@ def test_adapters_are_drawn_from_the_seed(llama):
     settings = ModelConfig(path=str(llama), tune="lora")
     name = "model.layers.0.self_attn.q_proj.lora_a"
     first, again, other = (
-        flat(load_model(settings, CPU, seed=s).module.parameters())[name] for s in (3, 3, 4)
+        named_leaves(load_model(settings, CPU, seed=s).module.parameters())[name] for s in (3, 3, 4)
     )
     assert mx.array_equal(first, again) and not mx.array_equal(first, other)
 
@@ -120,7 +122,7 @@ def test_unknown_adapter_keys_and_too_many_layers_are_refused(llama):
 def test_adapter_keys_choose_the_layers(llama):
     """lora.keys is obeyed and recorded for mlx-lm's own loader."""
     loaded = load(llama, tune="lora", lora=LoraConfig(rank=2, scale=4.0, keys=("self_attn.q_proj",)))
-    assert {name.split(".", 3)[3] for name in flat(loaded.module.trainable_parameters())} == {
+    assert {name.split(".", 3)[3] for name in named_leaves(loaded.module.trainable_parameters())} == {
         "self_attn.q_proj.lora_a",
         "self_attn.q_proj.lora_b",
     }

@@ -22,33 +22,17 @@ from runners.sections import ModelConfig
 from runners.train import run_training
 from tests.pages import ROOT, snippets
 from tests.tiny_models import make_tokenizer, write_tokenizer
+from tests.tiny_runs import BY_LETTERS, LETTERS, small
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
 SIZES = {"width": 32, "heads": 2, "blocks": 2, "vocab_size": 320}
-CONFIG = """
-[run]
-name = "own"
-[model]
-path = "wide"
-loader = "parallel.py:load"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 8
-[reward]
-functions = ["letters.py:letters"]
-[optim]
-learning_rate = 5e-3
-batch_size = 2
-max_steps = 2
-[eval]
-samples = 2
-at_start = false
-"""
+CONFIG = small(
+    run={"name": "own"},
+    model={"path": "wide", "loader": "parallel.py:load"},
+    reward=BY_LETTERS,
+    optim={"learning_rate": 5e-3},
+)
 
 
 @pytest.fixture
@@ -58,9 +42,7 @@ def folder(tmp_path, monkeypatch):
     page = ROOT / "docs" / "own-model.md"
     (text,) = [s.text for s in snippets(page) if s.comments.get("file") == "parallel.py"]
     (tmp_path / "parallel.py").write_text(text)
-    (tmp_path / "letters.py").write_text(
-        "def letters(completions, **_):\n    return [float(len(set(c[0]['content']))) for c in completions]\n"
-    )
+    (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(CONFIG)
     model = tmp_path / "wide"
     model.mkdir()

@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.memory import CASES, WITHIN, outcome
-from grpo_fn.trees import nbytes
-from runners import cli, forecast, plan, platform
+from grpo_fn.trees import named_leaves, nbytes
+from runners import cli, forecast, plan, platform, remedies
 from runners.config import load_config
 from runners.errors import UserError
+from runners.learner import build_learner
 from runners.model_sizes import _from_config, model_sizes
-from runners.models import flat, load_model
-from runners.setup import build_learner
+from runners.models import load_model
 from runners.stream import Plan
 from tests.tiny_models import make_config, make_model_folder
 
@@ -99,7 +99,7 @@ def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):
     """Names, shapes and dtypes of the weights, packed ones too, are those in the files that were not read."""
     packing = {"group_size": 32, "bits": 4}
     folder = make_model_folder(tmp_path, "qwen2", quantize=packing, dtype="float16")
-    built = flat(
+    built = named_leaves(
         _from_config(
             json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float16"}
         ).parameters()
@@ -108,7 +108,7 @@ def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):
     assert {n: (a.shape, a.dtype) for n, a in built.items()} == {
         n: (a.shape, a.dtype) for n, a in stored.items()
     }
-    plain = flat(_from_config(make_config("llama", vocab_size=320, layers=2, tie=True)).parameters())
+    plain = named_leaves(_from_config(make_config("llama", vocab_size=320, layers=2, tie=True)).parameters())
     assert {leaf.dtype for leaf in plain.values()} == {mx.bfloat16}
 
 
@@ -143,7 +143,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
     found = forecast.forecast(checked, CPU, 40_000_000, prompt=30)
-    best = forecast.largest_batch(found, CPU)
+    best = remedies.largest_batch(found, CPU)
     assert best > 1
     sizes = [
         forecast.forecast(
@@ -160,7 +160,7 @@ def test_each_remedy_that_is_named_would_do(config):
     free = forecast.forecast(checked, CPU, 10**12, prompt=30)
     totals = {phase.name: phase.total for phase in free.phases}
     found = forecast.forecast(checked, CPU, totals["gradient"] - 1, prompt=30)
-    ways = forecast.remedies(found, CPU)
+    ways = remedies.remedies(found, CPU)
     assert any(way.startswith("system.micro_batch_tokens = ") for way in ways)
     assert any(way.startswith("optim.batch_size = ") for way in ways)
     for way in ways:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runners import platform
+from runners import install_hints, platform
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
@@ -64,7 +64,7 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
     monkeypatch.setattr(platform, "_candidates", list)
     monkeypatch.setattr(platform, "_mapped_blas", lambda: None)
     monkeypatch.delitem(sys.modules, "mlx.core")  # as before its import
-    monkeypatch.setattr(platform, "_distribution_line", lambda lines: lines["debian"])
+    monkeypatch.setattr(install_hints, "_of_distribution", lambda lines: lines["debian"])
     monkeypatch.setenv("PATH", str(tmp_path))
     found = platform.blas.__wrapped__()
     notices = platform._cpu_notices(found)
@@ -144,8 +144,8 @@ def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, c
     """/etc/os-release chooses the package manager, by ID and then by what the distribution is like."""
     file = tmp_path / "os-release"
     file.write_text(release)
-    monkeypatch.setattr(platform, "Path", lambda name: file)
-    assert platform._distribution_line(platform._INSTALL_BLAS).startswith(command)
+    monkeypatch.setattr(install_hints, "Path", lambda name: file)
+    assert install_hints.blas().startswith(command)
 
 
 @linux_cpu

@@ -16,7 +16,8 @@ from runners.manifest import MANIFEST, Damaged, check_manifest, digest
 from runners.report import Quiet
 from runners.run_folder import locked
 from runners.train import run_training
-from tests.resuming import SHORT, Notes, config_in, killed, lines_of, outcome
+from tests.resuming import SHORT, config_in, killed, lines_of, outcome
+from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits
 
 
@@ -191,7 +192,7 @@ def test_what_does_not_change_the_weights_may_differ(copy, finished):
     changes = ["log.every=2", "checkpoint.every=0", "eval.every=1"]
     shutil.rmtree(copy.folder / "checkpoint-3")
     result = run_training(copy(*changes), report=notes, resume=True)
-    ((title, rows),) = notes.tables
+    ((title, _, rows),) = notes.tables
     assert "checkpoint-2" in title
     assert [row for row in rows if row[0] != "run.output_dir"] == [
         ("checkpoint.every", "1", "0"),

@@ -10,21 +10,11 @@ import grpo_fn as g
 from grpo_fn.loss_stats import LossStats
 from grpo_fn.precision import quantized_role
 from runners.config import load_config
-from runners.report import Quiet
 from runners.roles import RolloutRole
 from runners.train import run_training
 from tests.tiny_models import make_model_folder
 from tests.tiny_policies import same_tree, tiny_policy, tiny_rollout
-
-
-class Notes(Quiet):
-    """Keeps the lines of a run."""
-
-    def __init__(self) -> None:
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
+from tests.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
 
 def role_of(policy, **options):
@@ -134,38 +124,18 @@ def overflowing_folder(path: Path) -> Path:
     return folder
 
 
-RUN = """
-[run]
-name = "small"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 12
-group_size = 32
-[reward]
-functions = ["letters.py:letters"]
-[optim]
-learning_rate = 1e-3
-batch_size = 2
-max_steps = 3
-[eval]
-samples = 2
-at_start = false
-[checkpoint]
-every = 3
-[loss]
-correction = "token_truncate"
-"""
+RUN = small(
+    rollout={"max_new_tokens": 12, "group_size": 32},
+    reward=BY_LETTERS,
+    optim={"max_steps": 3},
+    checkpoint={"every": 3},
+    loss={"correction": "token_truncate"},
+)
 
 
 def run(tmp_path: Path, *overrides: str):
     """A short run; its log's updates, its lines and its folder."""
-    (tmp_path / "letters.py").write_text(
-        "def letters(completions, **_):\n    return [float(len(set(c[0]['content']))) for c in completions]\n"
-    )
+    (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(RUN)
     notes = Notes()
     settings = [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides]

@@ -16,13 +16,14 @@ import pytest
 from runners import durable
 from runners.checkpoint import LATEST, list_checkpoints, save_checkpoint
 from runners.errors import UserError
+from runners.json_lines import JsonLines
 from runners.manifest import check_manifest
-from runners.metrics import JsonLines
 from runners.run_folder import locked
 from runners.state_files import load_state
 from runners.train import run_training
-from tests.resuming import Killer, Notes, config_in, lines_of, outcome
+from tests.resuming import Killer, config_in, lines_of, outcome
 from tests.tiny_models import make_model_folder
+from tests.tiny_runs import Notes
 from tests.tiny_states import load, make_state, same_bits
 
 # Everything that a save asks of the disk.
@@ -203,7 +204,7 @@ def refuse(monkeypatch, times):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(file, arrays, metadata)
 
-    monkeypatch.setattr("runners.checkpoint.save_arrays", full)
+    monkeypatch.setattr("runners.model_writing.save_arrays", full)
 
 
 def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import pytest
 from runners.interrupts import Stopped
 from runners.report import Quiet
 from runners.train import run_training
-from tests.resuming import SHORT, Killer, Notes, config_in, outcome
+from tests.resuming import SHORT, Killer, config_in, outcome
+from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,34 +17,16 @@ from runners.config import load_config
 from runners.report import Quiet
 from runners.train import RunResult, run_training
 from tests.tiny_models import make_model_folder
+from tests.tiny_runs import LETTERS, small
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 
-SMALL = """
-[run]
-name = "small"
-[model]
-path = "embedded"
-[data]
-source = "embedded"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 24
-[optim]
-learning_rate = 2e-4
-batch_size = 4
-max_steps = 2
-[eval]
-samples = 8
-at_start = false
-[checkpoint]
-every = 0
-"""
+CONFIG = small(
+    rollout={"max_new_tokens": 24}, optim={"learning_rate": 2e-4, "batch_size": 4}, eval={"samples": 8}
+)
 
 
-def run(tmp_path: Path, *overrides: str, text: str = SMALL) -> tuple[RunResult, list[dict]]:
+def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> tuple[RunResult, list[dict]]:
     """Run a config; its result and its log lines."""
     path = tmp_path / "train.toml"
     path.write_text(text, encoding="utf-8")
@@ -293,9 +275,7 @@ max_steps = 2
 [eval]
 samples = 4
 """
-    (tmp_path / "mine.py").write_text(
-        "def letters(completions, **_):\n    return [float(len(set(c[0]['content']))) for c in completions]\n"
-    )
+    (tmp_path / "mine.py").write_text(LETTERS)
     result, log = run(tmp_path, text=text)
     lines = updates_of(log)
     assert len(lines) == 2 and all(line["grad_norm"] > 0 for line in lines)
@@ -325,7 +305,7 @@ def test_reward_rises(tmp_path: Path) -> None:
 def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
     """SIGINT after the first update: exit code 130, no traceback, the state saved, the log whole."""
     path = tmp_path / "train.toml"
-    path.write_text(SMALL, encoding="utf-8")
+    path.write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "runners.cli", "run", str(path), "--set", f"run.output_dir={tmp_path}"]
     process = subprocess.Popen(
         [*command, "--set", "optim.max_steps=100000"],
