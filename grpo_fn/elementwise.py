@@ -1,4 +1,4 @@
-"""exp, sigmoid, softmax, log-sum-exp and the SwiGLU gate, as fast on a CPU as its vector units are.
+"""exp, sigmoid, softmax, log-sum-exp, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
 
 MLX's CPU kernels call the C library's `exp` one element at a time: 12 ns each on x86, where a small model
 spends most of its time. The exponential below is sums and products alone, which `mx.compile` turns into
@@ -6,8 +6,9 @@ vector instructions: 2 to 3 ns. Elsewhere, and in other precisions than float32,
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
-e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9); 2^n is n written into
-the exponent's bits.
+e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed as G. Estrin
+did: few steps one after the other, so that it and r are one pass over memory. 2^n is n written into the
+exponent's bits.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-_COEFFICIENTS = (0.0013751408, 0.0083689163, 0.0416695331, 0.1666651846, 0.4999998860, 1.0, 1.0)
+_COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; n · high is exact (Cody and Waite)
@@ -32,9 +33,9 @@ def _parts(x: mx.array) -> tuple[mx.array, mx.array]:
     x = mx.clip(x, -88.1, 89.0)
     n = (x * _LOG2_E + _ROUNDER) - _ROUNDER
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    power = mx.array(_COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
-        power = power * r + coefficient
+    c, square = _COEFFICIENTS, r * r
+    low = (c[0] + c[1] * r) + square * (c[2] + c[3] * r)
+    power = low + (square * square) * ((c[4] + c[5] * r) + square * c[6])
     return power, mx.left_shift(n.astype(mx.int32) + 127, mx.array(23))
 
 
@@ -138,3 +139,30 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if on_cpu(gate, x):
         return cast(mx.array, _swiglu(gate, x))
     return gate * mx.sigmoid(gate) * x
+
+
+@mx.custom_function
+def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
+    return x * _inverse_rms(x, eps) * weight
+
+
+@_rms_norm.vjp
+def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # Beside the input nothing is kept for this pass.
+    x, weight, eps = primals
+    inverse = _inverse_rms(x, eps)
+    scaled = cotangent * weight
+    along = (scaled * x).mean(axis=-1, keepdims=True)
+    slopes = inverse * scaled - x * (inverse * inverse * inverse * along)
+    return slopes, (cotangent * (x * inverse)).reshape(-1, x.shape[-1]).sum(axis=0), mx.zeros_like(eps)
+
+
+def _inverse_rms(x: mx.array, eps: mx.array) -> mx.array:
+    return mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
+    if on_cpu(x, weight):
+        return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
+    return mx.fast.rms_norm(x, weight, eps)

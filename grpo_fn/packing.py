@@ -6,6 +6,7 @@ shape that no step was compiled for yet costs more, so that a bigger one that is
 """
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import attrs
@@ -135,15 +136,13 @@ class Packer:
         return self._cheapest(units, shape, _row_counts(len(units)))
 
     def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """A group, cut where its rows are too many tokens for one run."""
-        units: list[tuple[Row, ...]] = [()]
-        for row in group:
-            more = (*units[-1], row)
-            if units[-1] and self._shared_shape(more).tokens > self._max_tokens:
-                units.append((row,))
-            else:
-                units[-1] = more
-        return units
+        """A group, cut evenly where its rows are too many tokens for one run."""
+        for number in range(1, len(group) + 1):
+            bounds = [len(group) * i // number for i in range(number + 1)]
+            units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
+            if max(self._shared_shape(unit).tokens for unit in units) <= self._max_tokens:
+                return units
+        return [(row,) for row in group]
 
     def _shared_shape(self, rows: Sequence[Row]) -> Shape:
         return Shape(

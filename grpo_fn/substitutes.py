@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.elementwise import on_cpu, softmax, swiglu
+from grpo_fn.elementwise import on_cpu, rms_norm, softmax, swiglu
 
 
 def use_own_functions(module: nn.Module) -> int:
@@ -104,6 +104,13 @@ def _masked(scores: mx.array, mask: mx.array | str) -> mx.array:
 _OWN: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention, "swiglu": swiglu}
 
 
+class _RMSNorm(nn.RMSNorm):
+    own_functions = ("rms_norm",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self["weight"], self.eps)
+
+
 @functools.cache
 def _originals() -> dict[str, Callable[..., Any]]:
     from mlx_lm.models import activations, base
@@ -120,6 +127,8 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
         return kind
+    if kind is nn.RMSNorm:
+        return _RMSNorm
     names = [
         name
         for name, original in _originals().items()

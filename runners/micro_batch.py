@@ -10,8 +10,10 @@ from runners.model_sizes import ModelSizes
 from runners.platform import Platform
 
 # On a CPU more rows at a time make no product faster once a micro-batch has filled the caches; they only take
-# memory. On a GPU each launch costs, and memory is wider.
-CPU_ACTIVATIONS = 160e6  # bytes that the backward pass waits for
+# memory. But a prompt that is shared is computed once a micro-batch. On a GPU each launch costs, and memory is
+# wider.
+CPU_ACTIVATIONS = 75e6  # bytes that the backward pass waits for
+CPU_COMPLETIONS = 3  # with their prompt are taken together, whatever they need
 GPU_TOKENS = 16384
 LEAST_TOKENS, USUAL_TOKENS = 256, 4096  # USUAL: a model whose sizes are not known
 
@@ -26,16 +28,17 @@ def settle_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platfo
     if isinstance(sizes, str):
         tokens = USUAL_TOKENS if platform.backend == "cpu" else GPU_TOKENS
     else:
-        length = prompt + config.rollout.max_new_tokens
-        tokens = usual_tokens(sizes.shape, sizes.weights.compute, length, platform.backend)
+        new = config.rollout.max_new_tokens
+        tokens = usual_tokens(sizes.shape, sizes.weights.compute, prompt, new, platform.backend)
     return attrs.evolve(config, system=attrs.evolve(config.system, micro_batch_tokens=tokens))
 
 
-def usual_tokens(shape: ModelShape, itemsize: int, length: int, backend: str) -> int:
-    """Tokens whose activations, in rows of this length, are CPU_ACTIVATIONS on a CPU: a multiple of 64."""
+def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
+    """Tokens whose activations, in rows of prompt + new tokens, are CPU_ACTIVATIONS on a CPU; in steps of 64."""
     if backend != "cpu":
         return GPU_TOKENS
+    length = prompt + new
     row = Pass(rows=1, length=length, attended=length)
     nbytes = shape.layers * row.nbytes(shape, KEPT, itemsize) / length
     tokens = int(CPU_ACTIVATIONS / nbytes) // 64 * 64
-    return min(max(tokens, LEAST_TOKENS), GPU_TOKENS)
+    return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), GPU_TOKENS)

@@ -32,10 +32,11 @@ def test_same_model(name):
 def test_only_this_instance():
     """The class and other models of it keep mlx-lm's functions; a second call changes nothing more."""
     one, other = tiny_module("qwen2"), tiny_module("qwen2")
-    assert substitutes.use_own_functions(one) == substitutes.use_own_functions(one) == 2 * len(one.layers)
+    assert substitutes.use_own_functions(one) == substitutes.use_own_functions(one) == 4 * len(one.layers) + 1
     assert type(other.layers[0].self_attn) is qwen2.Attention
     assert type(one.layers[0].self_attn) is not qwen2.Attention
     assert isinstance(one.layers[0].self_attn, qwen2.Attention)
+    assert type(other.norm if hasattr(other, "norm") else other.model.norm) is nn.RMSNorm
     assert qwen2.scaled_dot_product_attention is base.scaled_dot_product_attention
 
 
