@@ -274,7 +274,7 @@ def test_the_shell_earns_all_and_each_tag_counts(reasoning: str, answer: str, ga
     ],
 )
 def test_hostile_texts_take_linear_time(unit: str) -> None:
-    """A megabyte of repeats, bare or inside an answer, is scored by all five in under a second of the thread's own time."""
+    """A megabyte of repeats, bare or inside an answer, takes all five under a second of the thread's time."""
     text = unit * (1_000_000 // len(unit))
     start = time.thread_time()
     for function in REWARDS.values():

@@ -120,7 +120,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
     process = start("generate", "embedded", QUESTION, "--max-tokens", "40", "--temperature", "0")
     process.stdout.close()
     error = process.stderr.read()
-    assert process.wait(timeout=120) != 0
+    assert process.wait(timeout=600) != 0
     assert "Traceback" not in error and "BrokenPipe" not in error
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_reply_of_generate():
     process = start("generate", "embedded", "x", code=f"exec({ENDLESS!r})")
     read_some(process)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=280)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 130 and out.endswith("\n")
     assert "peak memory" in error and "Traceback" not in error
 
@@ -200,7 +200,7 @@ def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
         wait_for(process, "reading")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=280)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and "peak memory" in error and "Traceback" not in error
 
 
@@ -214,7 +214,7 @@ def test_two_ctrl_c_in_one_reply_end_the_program_at_once():
     process.send_signal(signal.SIGINT)
     wait_for(process, "received")  # two that wait at once would be one
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=280)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in error
 
 

@@ -1,11 +1,8 @@
 """Real processes under SIGKILL, a few of them; `python -m tests.kill_harness` does hundreds."""
 
-import pytest
-
 from tests.kill_harness import hunt
 
 
-@pytest.mark.timeout(900)  # seven processes at the most, each of which imports MLX
 def test_killed_runs_go_on_and_end_as_if_they_had_not_been(tmp_path):
     """Three kills, mostly while it saves: nothing lost, nothing different.
 

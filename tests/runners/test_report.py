@@ -199,7 +199,7 @@ with make_report() as report:
 
 
 # What of the environment rich heeds, and whatever runs the tests may have set.
-RICH_READS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLORTERM", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 def on_a_terminal(**environment):

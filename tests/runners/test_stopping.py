@@ -95,7 +95,7 @@ def test_a_second_signal_ends_at_once_even_within_mlx(name):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 128 + getattr(signal, name) and done.stdout == ""
     assert "stopping after this step" in done.stderr
