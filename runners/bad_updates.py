@@ -115,7 +115,10 @@ def save_bad_batch(
     with new_folder(folder) as temporary:
         save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
         (temporary / "batch.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    _prune(folder.parent)
+    try:
+        _prune(folder.parent)
+    except OSError as error:
+        raise UserError(f"{folder.parent}: cannot be written: {error.strerror or error}") from error
     return folder
 
 

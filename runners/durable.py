@@ -29,8 +29,10 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
 
 
 def save_text(file: Path, text: str) -> None:
-    """Writes a text file, and its folder; a crash leaves the old file or the new one. OSError if refused."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a text file into a folder that is there; a crash leaves the old file or the new one.
+
+    OSError where the disk refuses, or where the folder has vanished: it is not made anew for this file alone.
+    """
     part = file.with_name(f".{file.name}.new-{os.getpid()}")
     try:
         with open(part, "w", encoding="utf-8") as stream:

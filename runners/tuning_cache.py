@@ -62,6 +62,7 @@ def remember(file: Path, facts: Mapping[str, Any], answer: Decoding) -> str | No
     answers[_name(facts)] = {"facts": dict(facts), "answer": attrs.asdict(answer)}
     newest = dict(list(answers.items())[-KEPT:])
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         save_text(file, json.dumps({"format": FORMAT, "answers": newest}, indent=1) + "\n")
     except OSError as error:
         return f"{file} cannot be written ({error.strerror or error}): the next run measures again"

@@ -508,8 +508,8 @@ def fuzz(groups: list[list[str]], inputs: int, number: int, tell: Callable[[str]
         except subprocess.TimeoutExpired:
             died, output = -signal.SIGKILL, "no end"
         if died:
-            last = max(folder.glob("*/last"), key=os.path.getmtime, default=None)
-            said = last.read_text()[:2000] if last else "none"
+            lasts = [last for name in group if (last := folder / name / "last").is_file()]  # in their turn
+            said = lasts[-1].read_text()[:2000] if lasts else "none"
             failures.append(f"{group}: exit code {died}; last input {said}\n{output[-6000:]}")
         tell(failures[-1] if died else output.strip())
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,13 +28,16 @@ class Hub:
         self.repos[name] = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
     def environment(self, home):
-        """What a process needs in its environment to find this Hub, and no cache or login of the user's."""
+        """What a process needs in its environment to find this Hub, and nothing of the user's."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_TOKEN": "hf_of_this_test",
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
         }
 
 

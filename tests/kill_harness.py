@@ -39,7 +39,7 @@ KINDS = {
 }
 PRUNED = ["checkpoint.keep_last=2", "checkpoint.keep_best=1"]  # so that checkpoints are removed, too
 SAVING = 0.7  # share of the kills that wait for a save
-PATIENCE = 180.0  # seconds for a process to come to its moment
+PATIENCE = 600.0  # seconds for a process to come to its moment
 
 
 @attrs.define

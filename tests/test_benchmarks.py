@@ -255,7 +255,7 @@ def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
     if name == "peers":
         pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--check", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     (found,) = record.load_records(tmp_path / f"{name}.json").values()
     figures = {figure.name: figure.value for figure in found.figures}

@@ -79,7 +79,7 @@ def test_a_python_snippet_runs(snippet, folder):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

@@ -111,10 +111,13 @@ def test_it_takes_less_memory():
     def peak(policy):
         tokens = token_rows(4, 64)
         mx.eval(policy.params)
-        held = memory_in_use()
-        mx.reset_peak_memory()
-        mx.eval(mx.grad(lambda p: policy.hidden(p, tokens).sum())(policy.params))
-        return mx.get_peak_memory() - held
+        peaks = []
+        for _ in range(4):  # the largest: MLX runs less far ahead where other programs take the core
+            held = memory_in_use()
+            mx.reset_peak_memory()
+            mx.eval(mx.grad(lambda p: policy.hidden(p, tokens).sum())(policy.params))
+            peaks.append(mx.get_peak_memory() - held)
+        return max(peaks)
 
     plain = tiny_policy("llama-untied", num_hidden_layers=8, intermediate_size=256)
     less = checkpointed(tiny_policy("llama-untied", num_hidden_layers=8, intermediate_size=256))

@@ -1,7 +1,5 @@
 """The terms of the memory model against what MLX and mlx-lm really hold."""
 
-import gc
-
 import attrs
 import mlx.core as mx
 import pytest
@@ -12,6 +10,7 @@ from grpo_fn.footprint import Sampling, Weights, floor, phases
 from grpo_fn.memory import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from grpo_fn.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
+from tests.tiny_policies import memory_in_use
 
 LLAMA = {
     "model_type": "llama",
@@ -67,7 +66,11 @@ def test_keys_and_values_are_those_of_the_caches(new):
 
 
 def grad_peak(layers, *, shared=False, checkpointed=False):
-    """Bytes that one gradient takes beyond the state, and the micro-batch's shapes."""
+    """Bytes that one gradient takes beyond the state, and the micro-batch's shapes.
+
+    MLX runs ahead of what it computes up to a limit, less far where other programs take the core: of several
+    gradients the largest peak is the one that was not disturbed.
+    """
     module, shape = module_of(num_hidden_layers=layers)
     if checkpointed:
         from grpo_fn.checkpointing import checkpoint_layers
@@ -90,16 +93,16 @@ def grad_peak(layers, *, shared=False, checkpointed=False):
     )
     g.materialize(batch)
     step = g.make_grad_step(policy, g.preset("dapo"))
-    for _ in range(2):
-        gc.collect()
-        mx.clear_cache()
-        before = mx.get_active_memory()
+    peaks = []
+    for _ in range(5):
+        before = memory_in_use()
         mx.reset_peak_memory()
         new_state, stats = step(state, batch)
         g.materialize(new_state.accum_grads, stats)
         del new_state
+        peaks.append(mx.get_peak_memory() - before)
     micro = MicroBatch.of(batch.tokens_bl.shape, batch.targets_bt.shape, shares_prompts=shared)
-    return mx.get_peak_memory() - before, micro, shape
+    return max(peaks[1:]), micro, shape  # the first one is traced
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -131,12 +134,13 @@ def test_a_draw_holds_as_many_arrays_of_logits_as_foretold(settings):
     keys_b2 = mx.zeros((32, 2), mx.uint32)
     mx.eval(logits_bv, keys_b2)
     sampler = g.compiled(g.Sampler(**settings))
-    for _ in range(2):
-        mx.clear_cache()
-        before = mx.get_active_memory()
+    peaks = []
+    for _ in range(5):
+        before = memory_in_use()
         mx.reset_peak_memory()
         mx.eval(sampler(logits_bv, keys_b2))
-    arrays = 1 + (mx.get_peak_memory() - before) / logits_bv.nbytes
+        peaks.append(mx.get_peak_memory() - before)
+    arrays = 1 + max(peaks[1:]) / logits_bv.nbytes  # see grad_peak
     assert arrays == pytest.approx(sampling_arrays(**settings), rel=0.15)
 
 

@@ -274,12 +274,12 @@ def test_the_shell_earns_all_and_each_tag_counts(reasoning: str, answer: str, ga
     ],
 )
 def test_hostile_texts_take_linear_time(unit: str) -> None:
-    """A megabyte of repeats, bare or inside an answer, is scored by all five in under a second."""
+    """A megabyte of repeats, bare or inside an answer, takes all five under a second of the thread's time."""
     text = unit * (1_000_000 // len(unit))
-    start = time.perf_counter()
+    start = time.thread_time()
     for function in REWARDS.values():
         function(completions(text, f"<answer>{text}</answer>"), answer=["12", "12"])
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])

@@ -61,7 +61,7 @@ def help_in_a_process(arguments, command="main"):
         f"{command}({[*arguments, '--help']!r})"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
@@ -251,6 +251,6 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 130 and done.stderr.splitlines()[-1] == "interrupted"

@@ -145,7 +145,7 @@ def test_loading_imports_nothing_heavy():
         "loaded = heavy & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )
     root = PRESET_FOLDER.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

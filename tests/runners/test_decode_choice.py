@@ -1,6 +1,7 @@
 """What is measured of decoding, and what is chosen by it."""
 
 from collections import Counter
+from itertools import count
 
 import mlx.core as mx
 import pytest
@@ -155,21 +156,21 @@ def test_a_probe_keeps_prompts_as_generate_does(name, monkeypatch):
 @pytest.mark.parametrize("launch", ["eval", "async"])
 def test_a_run_of_steps_launches_and_looks(launch, monkeypatch):
     """Each step is launched as asked; tokens come to the host every so many, and at the end."""
-    work, count = work_of(), Counter()
+    work, seen = work_of(), Counter()
     for name, function in dict(decode_probe.LAUNCHES).items():
         monkeypatch.setitem(
-            decode_probe.LAUNCHES, name, lambda *a, n=name, f=function: (count.update([n]), f(*a))
+            decode_probe.LAUNCHES, name, lambda *a, n=name, f=function: (seen.update([n]), f(*a))
         )
     on_host = decode_probe.on_host
     monkeypatch.setattr(
-        decode_probe, "on_host", lambda array: count.update({array.shape: 1}) or on_host(array)
+        decode_probe, "on_host", lambda array: seen.update({array.shape: 1}) or on_host(array)
     )
     ticks = iter([10.0, 15.0])
     with work.policy.bound(work.params) as model:
         probe = Probe(work, model, lambda: next(ticks))
         assert probe.seconds_per_step(launch, 4, groups=3, drawn=5, steps=10) == 0.5
     warm = decode_probe.WARM_STEPS
-    assert count == {launch: 10 + warm, (6, 4): 2, (6, 2): 2 if warm == 2 else 1}
+    assert seen == {launch: 10 + warm, (6, 4): 2, (6, 2): 2 if warm == 2 else 1}
 
 
 def test_every_candidate_is_measured_in_turn(monkeypatch):
@@ -213,12 +214,12 @@ def test_slow_steps_are_measured_less(step, groups, steps, monkeypatch):
         assert len(times.samples[4, "async", False, False]) >= 3
 
 
-def test_a_real_measurement_ends_in_time():
-    """On a real model: every sample positive, under ten seconds, and the answer is a candidate."""
-    work = work_of(max_new_tokens=32)
+def test_a_real_model_is_measured():
+    """Real steps under a clock of a millisecond a look: all samples are there, and the answer a candidate."""
+    work, looks = work_of(max_new_tokens=32), count(1)
     candidates = candidates_of(work, "cpu", max_batch=4)
-    times, left, _ = measure(work, candidates)
-    assert times is not None and times.spent < 10
+    times, left, _ = measure(work, candidates, lambda: 0.001 * next(looks))
+    assert times is not None and left == candidates and set(times.samples) == set(candidates.timings)
     assert all(sample > 0 for taken in times.samples.values() for sample in taken)
     answer = choose(times, left, work)
     assert answer.launch in ("eval", "async") and answer.check_every in (4, 8, 16, 32)

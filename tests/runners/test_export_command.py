@@ -200,7 +200,7 @@ def grpo(hub, cwd, *arguments):
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -121,7 +120,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
     process = start("generate", "embedded", QUESTION, "--max-tokens", "40", "--temperature", "0")
     process.stdout.close()
     error = process.stderr.read()
-    assert process.wait(timeout=120) != 0
+    assert process.wait(timeout=600) != 0
     assert "Traceback" not in error and "BrokenPipe" not in error
 
 
@@ -142,6 +141,34 @@ main()
 """
 
 
+# What tells, on stderr, that a signal or the next message is being waited for or has been taken: a test that
+# sent the next signal after some time instead would fail wherever a busy machine takes longer.
+TELLING = """
+import sys
+from runners.commands import chat
+from runners.interrupts import Interrupts
+def telling(function, name, before):
+    def call(*arguments):
+        if before:
+            print(name, file=sys.stderr, flush=True)
+        found = function(*arguments)
+        if not before:
+            print(name, file=sys.stderr, flush=True)
+        return found
+    return call
+chat._read = telling(chat._read, "reading", True)
+Interrupts._receive = telling(Interrupts._receive, "received", False)
+"""
+
+
+def wait_for(process, word):
+    """Reads stderr up to a line that is this word."""
+    for line in process.stderr:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"the process ended without {word}")
+
+
 def read_some(process, count=5):
     """Waits until the reply has begun."""
     text = process.stdout.read(count)
@@ -154,14 +181,15 @@ def test_ctrl_c_ends_the_reply_of_generate():
     process = start("generate", "embedded", "x", code=f"exec({ENDLESS!r})")
     read_some(process)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 130 and out.endswith("\n")
     assert "peak memory" in error and "Traceback" not in error
 
 
 def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
     """After the first the next message is answered; after two in a row the program ends with 130."""
-    process = start("chat", "embedded", code=f"exec({ENDLESS!r})", stdin=subprocess.PIPE)
+    process = start("chat", "embedded", code=f"exec({TELLING + ENDLESS!r})", stdin=subprocess.PIPE)
+    wait_for(process, "reading")
     for _ in range(2):
         process.stdin.write("hello\n")
         process.stdin.flush()
@@ -169,24 +197,24 @@ def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
         process.send_signal(signal.SIGINT)
         while process.stdout.read(1) != "\n":
             pass
+        wait_for(process, "reading")
     assert process.poll() is None
-    time.sleep(0.3)  # until it reads again
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and "peak memory" in error and "Traceback" not in error
 
 
 def test_two_ctrl_c_in_one_reply_end_the_program_at_once():
     """Also where the reply never asks, as in a long prompt."""
-    stuck = ENDLESS.replace("time.sleep(0.02)", "time.sleep(0.02 if number < 9 else 60)")
-    process = start("chat", "embedded", code=f"exec({stuck!r})", stdin=subprocess.PIPE)
+    stuck = ENDLESS.replace("time.sleep(0.02)", "time.sleep(0.02 if number < 9 else 600)")
+    process = start("chat", "embedded", code=f"exec({TELLING + stuck!r})", stdin=subprocess.PIPE)
     process.stdin.write("hello\n")
     process.stdin.flush()
     read_some(process, 8)
-    for _ in range(2):
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "received")  # two that wait at once would be one
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in error
 
 

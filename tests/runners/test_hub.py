@@ -56,7 +56,7 @@ def grpo(hub, home, cwd, *arguments, **environment):
         env={**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(home), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

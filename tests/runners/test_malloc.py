@@ -34,10 +34,11 @@ def run(mode, **environment):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_arrays_take_memory_that_is_there_already():
-    """Twenty results of 64 MB cost a few page faults, and thousands without the setting."""
+    """Twenty results of 64 MB cost a few page faults, and many times as many without the setting."""
     kept, few = run("keep")
     _, many = run("leave")
-    assert kept == "True" and few < 1000 < many
+    # Where the kernel gives huge pages unasked, "many" is hundreds instead of hundreds of thousands.
+    assert kept == "True" and few < 1000 and 10 * few < many
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")

@@ -198,11 +198,16 @@ with make_report() as report:
 """
 
 
+# What of the environment rich heeds, and whatever runs the tests may have set.
+RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+
 def on_a_terminal(**environment):
     """Runs the report in a process whose stdout is a pseudo-terminal; what arrives there."""
     leader, follower = pty.openpty()
+    plain = {name: value for name, value in os.environ.items() if name not in RICH_READS}
     settings = {
-        **os.environ,
+        **plain,
         "PYTHONPATH": str(ROOT),
         "TERM": "xterm-256color",
         "COLUMNS": "80",
@@ -213,7 +218,7 @@ def on_a_terminal(**environment):
     ) as child:
         os.close(follower)
         output = b""
-        while select.select([leader], [], [], 20)[0]:
+        while select.select([leader], [], [], 240)[0]:
             try:
                 output += os.read(leader, 65536)
             except OSError:  # Linux's way of saying that the other side has closed

@@ -265,7 +265,7 @@ def hold(folder, ready):
     """Another process in the folder."""
     with locked(Path(folder), "run.name"):
         ready.set()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
@@ -275,7 +275,7 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     other = context.Process(target=hold, args=(str(copy.folder), ready))
     other.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(240)
         with pytest.raises(UserError, match=f"tiny is in use by process {other.pid}"):
             run_training(copy("run.overwrite=true"), report=Quiet())
     finally:

@@ -14,11 +14,13 @@ import mlx.core as mx
 import pytest
 
 from runners import durable
-from runners.checkpoint import LATEST, list_checkpoints, save_checkpoint
+from runners.checkpoint import LATEST, list_checkpoints, save_checkpoint, take_snapshot
 from runners.errors import UserError
 from runners.json_lines import JsonLines
 from runners.manifest import check_manifest
 from runners.run_folder import locked
+from runners.saving import Saver
+from runners.sections import CheckpointConfig
 from runners.state_files import load_state
 from runners.train import run_training
 from tests.resuming import Killer, config_in, lines_of, outcome
@@ -46,15 +48,15 @@ def llama(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def faulty(monkeypatch, code, at):
-    """The `at`-th of the disk's calls fails with the error `code`; yields how many there were."""
+def at_call(monkeypatch, at, act):
+    """Before the `at`-th of the disk's calls `act` is called; yields how many there were."""
     count = [0]
 
     def watched(function):
         def call(*args, **kwargs):
             count[0] += 1
             if count[0] == at:
-                raise OSError(code, os.strerror(code))
+                act()
             return function(*args, **kwargs)
 
         return call
@@ -63,6 +65,15 @@ def faulty(monkeypatch, code, at):
         for owner, name in CALLS:
             patch.setattr(owner, name, watched(getattr(owner, name)))
         yield count
+
+
+def faulty(monkeypatch, code, at):
+    """The `at`-th of the disk's calls fails with the error `code`; yields how many there were."""
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    return at_call(monkeypatch, at, fail)
 
 
 def assert_whole(folder, state):
@@ -284,6 +295,36 @@ def test_a_folder_that_vanishes_is_told_and_the_model_saved(tmp_path):
     result = run_training(config_in(tmp_path / "out", "optim.max_steps=4"), report=vandal)
     assert sum("the run's folder is gone" in line for line in vandal.lines) >= 1
     assert (result.folder / "final" / "model.safetensors").is_file()
+
+
+def test_a_folder_that_vanishes_at_any_moment_of_a_save_is_one_line(llama, tmp_path, monkeypatch):
+    """Before each of the disk's calls in turn: told once, nothing half-written, the next save whole."""
+    state, folder, at = make_state(llama, seed=1), tmp_path / "run", 0
+    while True:
+        at += 1
+        folder.mkdir(exist_ok=True)
+        (folder / "log").write_text("")
+        save_checkpoint(folder, 1, state, llama, {})
+        notes = []
+
+        def vanish(folder=folder, gone=tmp_path / f"gone-{at}"):
+            os.rename(folder, gone)
+            shutil.rmtree(gone)
+
+        with Saver(folder, CheckpointConfig(keep_last=1), [folder / "log"], notes.append) as saver:
+            with at_call(monkeypatch, at, vanish) as count:
+                saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
+                saver.settle()
+            if count[0] < at:
+                break
+            assert len(notes) == 1 and "\n" not in notes[0]
+            left = {path.name for path in folder.iterdir()} if folder.exists() else set()
+            assert left in (set(), {"checkpoint-2", LATEST}), at
+            folder.mkdir(exist_ok=True)
+            (folder / "log").write_text("")
+            saver.save(lambda: take_snapshot(3, state, llama, {}), (3, 3), strict=True)
+            assert_whole(folder / "checkpoint-3", state)
+    assert at > 10
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,7 @@ def slow(monkeypatch):
     gate, errors = threading.Event(), []
 
     def write(folder, snapshot):
-        assert gate.wait(30)
+        assert gate.wait(300)
         if errors:
             raise errors.pop()
         return folder / f"checkpoint-{snapshot.step}"
@@ -39,17 +40,24 @@ def saver(folder: Path, notes: list, **settings) -> Saver:
     return Saver(folder, CheckpointConfig(**settings), [], notes.append)
 
 
-def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow):
+def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):
     """`save` and `poll` return at once; `settle` waits, says what was written, and counts the time."""
-    notes = []
+    notes, readings = [], iter([10.0, 10.5, 20.0, 23.0])
+
+    def clock():
+        now = next(readings)
+        if now == 20.0:  # the wait has begun
+            slow.set()
+        return now
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
     with saver(tmp_path, notes) as writer:
         writer.save(Snapshot, (7, 3))
         writer.poll()
-        assert notes == [] and writer.done is None and writer.stopped_seconds() < 5
-        threading.Timer(0.2, slow.set).start()
+        assert notes == [] and writer.done is None and writer.stopped_seconds() == 0.5
         writer.settle()
         assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
-        assert writer.stopped_seconds() > 0.1 and writer.stopped_seconds() == 0.0
+        assert writer.stopped_seconds() == 3.0 and writer.stopped_seconds() == 0.0
 
 
 def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):

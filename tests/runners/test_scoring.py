@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -22,10 +23,18 @@ from runners.scoring import Reward, Scorer, Scores
 TEXTS = ["alpha", "beta", "gamma"]
 
 
-def score(*functions: Any, timeout: float = 5.0, on_error: Any = "skip", **columns: list[Any]) -> Scores:
+def score(*functions: Any, timeout: float = 60.0, on_error: Any = "skip", **columns: list[Any]) -> Scores:
     """Score the three texts with functions named f0, f1, …."""
     rewards = [Reward(f"f{k}", function) for k, function in enumerate(functions)]
     return Scorer(rewards, timeout, on_error).score(TEXTS, ["p", "q", "r"], columns)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Until it holds, as other threads make it; a minute at the most."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert holds()
 
 
 def assert_row(values: np.ndarray, expected: list[float | None]) -> None:
@@ -82,7 +91,7 @@ def test_a_reward_cannot_disturb_the_next() -> None:
     assert level == [10, 20, 30]
 
 
-@pytest.mark.parametrize("timeout", [0.0, 5.0])
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -168,7 +177,7 @@ def by_index(completions):
     return [1.0 / (completions[k][0]["content"] != "beta") for k in range(len(completions))]
 
 
-@pytest.mark.parametrize("timeout", [0.0, 5.0])
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
 def test_exceptions_name_the_completion(timeout: float) -> None:
     """An exception is reported with the reward's name, the error and, where one can tell, the completion."""
     scores = score(by_completion, by_helper, by_index, timeout=timeout)
@@ -235,16 +244,16 @@ def test_timeout() -> None:
     release = threading.Event()
 
     def hangs(completions):
-        release.wait(30)
+        release.wait(300)
         return [1.0] * 3
 
     start = time.monotonic()
-    scores = score(hangs, lambda completions: [1.0] * 3, timeout=0.2)
+    scores = score(hangs, lambda completions: [1.0] * 3, timeout=1.0)
     release.set()
-    assert time.monotonic() - start < 2.0
+    assert 1.0 <= time.monotonic() - start < 60.0  # far from the 300 for which it hangs
     assert_row(scores.values_kb[0], [None] * 3)
     assert_row(scores.values_kb[1], [1.0] * 3)
-    assert scores.problems == ['reward "f0" timed out after 0.2 s']
+    assert scores.problems == ['reward "f0" timed out after 1 s']
 
 
 def test_hanging_calls_do_not_pile_up() -> None:
@@ -254,28 +263,29 @@ def test_hanging_calls_do_not_pile_up() -> None:
 
     def hangs(completions):
         calls.append(threading.current_thread())
-        release.wait(30)
+        release.wait(300)
         return [1.0]
 
     scorer = Scorer([Reward("f", hangs)], timeout=0.05)
     notes = [scorer.score(["a"], ["p"], {}).problems for _ in range(6)]
-    assert len(calls) == 4
+    wait_for(lambda: len(calls) == 4)
     assert notes[3] == ['reward "f" timed out after 0.05 s']
     assert notes[4] == notes[5] == ['reward "f" was not called: 4 earlier calls have not come back']
     release.set()
     for thread in calls:
-        thread.join(5)
-    assert scorer.score(["a"], ["p"], {}).problems == []
+        thread.join(60)
+    assert scorer.score(["a"], ["p"], {}).problems in ([], notes[3])  # 0.05 s may be short for it
+    wait_for(lambda: len(calls) == 5)
 
 
-@pytest.mark.parametrize("timeout", [0.0, 5.0])
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
 def test_async_rewards_run_together(timeout: float) -> None:
     """Async functions, partials and objects overlap in time: each waits until all have started."""
     started = []
 
     async def meet(completions, value):
         started.append(value)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while len(started) < 3 and time.monotonic() < deadline:
             await asyncio.sleep(0.001)
         return [value * (len(started) == 3)] * len(completions)
@@ -317,7 +327,7 @@ def test_async_failures_stay_apart() -> None:
 
     async def late(completions):
         try:
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
         finally:
             cancelled.set()
 
@@ -328,14 +338,14 @@ def test_async_failures_stay_apart() -> None:
         return [1.0] * 3
 
     start = time.monotonic()
-    scores = score(fails, late, cancels, counts, timeout=0.3)
-    assert time.monotonic() - start < 2.0
-    assert cancelled.is_set()
+    scores = score(fails, late, cancels, counts, timeout=1.0)
+    assert time.monotonic() - start < 60.0
+    assert cancelled.wait(60)
     assert_row(scores.values_kb[3], [1.0] * 3)
     assert np.isnan(scores.values_kb[:3]).all()
     assert [note.split(":")[0] for note in scores.problems] == [
         'reward "f0" failed at completion 0, "alpha"',
-        'reward "f1" timed out after 0.3 s',
+        'reward "f1" timed out after 1 s',
         'reward "f2" failed',
     ]
 
@@ -348,13 +358,13 @@ def test_async_function_that_blocks_its_loop() -> None:
         return [1.0] * 3
 
     async def blocks(completions):
-        release.wait(30)
+        release.wait(300)
         return [1.0] * 3
 
-    scores = score(quick, blocks, timeout=0.1)
+    scores = score(quick, blocks, timeout=1.0)
     release.set()
     assert_row(scores.values_kb[0], [1.0] * 3)
-    assert scores.problems == ['reward "f1" timed out after 0.1 s']
+    assert scores.problems == ['reward "f1" timed out after 1 s']
 
 
 def test_scoring_inside_a_running_loop() -> None:

@@ -152,7 +152,7 @@ TWICE = b"\x80\x04)" + b"".join(b"\x94h%c\x86" % place for place in range(60))  
 HIDDEN = b"\x80\x04)" + b"".join(b"N0\x94h%c\x86" % place for place in range(60))  # with a detour before it
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
