@@ -101,7 +101,10 @@ def ours(policy: g.Policy, state: g.TrainState, batch: g.Batch, **split: Any) ->
     prompt = length - width
     shape = model_shape(vars(vars(policy.module)["args"]))
     itemsize = (policy.compute_dtype or mx.float32).size
-    split = {"max_tokens": usual_tokens(shape, itemsize, prompt, width, backend()), **split}  # as a run cuts it
+    split = {
+        "max_tokens": usual_tokens(shape, itemsize, prompt, width, backend()),
+        **split,
+    }  # as a run cuts it
     grad_step = g.make_grad_step(policy, g.preset("grpo"), max_completion_length=width)
     pieces = g.split_batch(batch, **split)
     g.materialize(pieces)

@@ -1,8 +1,8 @@
 """exp, sigmoid, softmax, log-sum-exp, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
 
-MLX's CPU kernels call the C library's `exp` one element at a time: 12 ns each on x86, where a small model
-spends most of its time. The exponential below is sums and products alone, which `mx.compile` turns into
-vector instructions: 2 to 3 ns. Elsewhere, and in other precisions than float32, MLX's own functions run.
+MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most of its
+time. The exponential below is sums and products alone, which `mx.compile` turns into
+vector instructions. Elsewhere, and in other precisions than float32, MLX's own functions run.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 

@@ -2,7 +2,7 @@
 
 What the backward pass keeps of a block, in float-sized numbers a position, follows from the block's algebra:
 
-    hidden        6   the block's input, the sum in its middle; of each: normalised, and scaled by the norm
+    hidden        4   the block's input, the sum in its middle; of each: normalised and scaled by the norm
     intermediate  4   gate, up, the gated product, and −gate, which the compiler keeps for both passes
     queries     1.5   queries after rotation, what attention returns, as far as they are not one and the same
     keys          4   keys after rotation and values, and the layouts of both that products ask for
@@ -100,7 +100,7 @@ class Counts:
         return Counts(*(a + b for a, b in pairs))
 
 
-KEPT = Counts(hidden=6, intermediate=4, queries=1.5, keys=4, scores=1, precise=2)
+KEPT = Counts(hidden=4, intermediate=4, queries=1.5, keys=4, scores=1, precise=2)
 # The proportions are measured on llama blocks of 14 different shapes, the height on the whole runs of
 # benchmarks/memory.py. `elementwise` makes an exponential of several arrays, hence many scores.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
@@ -191,9 +191,9 @@ class MicroBatch:
     def logits(self, shape: ModelShape, *, gradient: bool) -> tuple[float, float]:
         """Bytes of logits in chunks, float32, and which share of the operations in flight they are.
 
-        Measured: eight arrays a chunk, fourteen with the gradient, until 27 or 28 are all that MLX hands out.
+        Measured: eight arrays a chunk, twelve with the gradient, until 27 or 24 are all that MLX hands out.
         """
-        arrays, most = (14, 28) if gradient else (8, 27)
+        arrays, most = (12, 24) if gradient else (8, 27)
         rows, bound = arrays * self.targets, most * chunk_rows(shape.vocabulary)
         return FLOAT * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 

@@ -9,7 +9,7 @@ import attrs
 
 from grpo_fn.footprint import Phase, Sampling, floor, phases
 from grpo_fn.memory import MicroBatch, sampling_arrays
-from grpo_fn.packing import Shape, round_up
+from grpo_fn.packing import Packer, Row
 from grpo_fn.prefixes import ROOM
 from runners import evaluate
 from runners.config import Config
@@ -21,6 +21,8 @@ from runners.model_sizes import ModelSizes, model_sizes
 from runners.platform import Platform
 from runners.prompts import build_examples
 from runners.sections import EMBEDDED
+
+ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
 
 
 @attrs.frozen(kw_only=True)
@@ -157,40 +159,22 @@ def _evaluation(config: Config, prompt: int) -> Sampling:
 
 
 def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
-    """The fullest micro-batch of a batch step whose completions have their full length; twice for several.
-
-    As `packing` cuts rows of one length: groups with their prompt once where that is fewer tokens a row.
-    """
+    """The micro-batches of a batch step, or of its first rows, whose completions have their full length."""
     size, new = config.rollout.num_generations, config.rollout.max_new_tokens
-    rows = max(config.optim.batch_size * size // config.optim.minibatches, 1)
-    most = config.system.micro_batch_tokens
-
-    def kept(count: int) -> int:
-        return round_up(max(count * new, 16), steps=4)
-
-    def alone(count: int) -> Shape:
-        wide = 1 << (new - 1).bit_length()
-        return Shape(prompts=0, length=round_up(prompt + new), rows=count, width=wide, kept=kept(count))
-
-    def together(count: int) -> Shape:
-        return Shape(
-            prompts=round_up(-(-count // size)),
-            length=round_up(prompt),
-            rows=round_up(count),
-            width=round_up(new),
-            kept=kept(count),
-        )
-
-    found = []
-    for shape in (alone, together) if shares else (alone,):
-        count = largest(lambda n, of=shape: of(n).tokens <= most, most=rows) or 1
-        found.append((shape(count).tokens / count, count, shape(count)))
-    _, count, fullest = min(found, key=lambda choice: choice[0])
-    first = (fullest.prompts or fullest.rows, fullest.length)
-    piece = MicroBatch.of(
-        first, (fullest.rows, fullest.width), targets=fullest.kept, shares_prompts=fullest.prompts > 0
+    rows = min(
+        max(config.optim.batch_size * size // config.optim.minibatches, 1), max(ROWS // size, 1) * size
     )
-    return [piece] * (1 if count == rows else 2)
+    packer = Packer(max_tokens=config.system.micro_batch_tokens, bucketed=True)
+    runs = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
+    return [
+        MicroBatch.of(
+            (run.shape.prompts or run.shape.rows, run.shape.length),
+            (run.shape.rows, run.shape.width),
+            targets=run.shape.kept,
+            shares_prompts=run.shape.prompts > 0,
+        )
+        for run in runs
+    ]
 
 
 def longest_prompt(config: Config) -> int | None:

@@ -10,8 +10,7 @@ from runners.model_sizes import ModelSizes
 from runners.platform import Platform
 
 # On a CPU more rows at a time make no product faster once a micro-batch has filled the caches; they only take
-# memory. But a prompt that is shared is computed once a micro-batch. On a GPU each launch costs, and memory is
-# wider.
+# memory. But a shared prompt is computed once in each. On a GPU each launch costs, and memory is wider.
 CPU_ACTIVATIONS = 75e6  # bytes that the backward pass waits for
 CPU_COMPLETIONS = 3  # with their prompt are taken together, whatever they need
 GPU_TOKENS = 16384
@@ -34,7 +33,7 @@ def settle_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platfo
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """Tokens whose activations, in rows of prompt + new tokens, are CPU_ACTIVATIONS on a CPU; in steps of 64."""
+    """Tokens whose activations, in rows of prompt + new, are CPU_ACTIVATIONS on a CPU; in steps of 64."""
     if backend != "cpu":
         return GPU_TOKENS
     length = prompt + new

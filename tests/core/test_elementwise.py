@@ -103,3 +103,22 @@ def test_a_first_use_inside_of_grad_fixes_no_shape():
 
     for shape in [(1, 2), (1, 1), (3, 1), (1, 4), (2, 1, 3), (1, 1, 1)]:
         assert shapes_in_grad(shape) == [shape, shape]
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+def test_rms_norm_is_mlx_s(shape):
+    """Values and all gradients, compiled or not; a row of zeros stays finite."""
+    x = mx.random.normal(shape, key=mx.random.key(0))
+    x = mx.where(mx.arange(x.size // 6).reshape(*shape[:-1], 1) == 1, 0, x)
+    weight = mx.random.normal((6,), key=mx.random.key(1))
+    slopes = mx.random.normal(shape, key=mx.random.key(2))
+
+    def of(norm):
+        return mx.value_and_grad(lambda x, w: (norm(x, w, 1e-5) * slopes).sum(), argnums=(0, 1))
+
+    wanted, wanted_gradients = of(mx.fast.rms_norm)(x, weight)
+    for function in (of(elementwise.rms_norm), mx.compile(of(elementwise.rms_norm))):
+        found, gradients = function(x, weight)
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-5)
+        for ours, theirs in zip(gradients, wanted_gradients, strict=True):
+            assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-5).item()
