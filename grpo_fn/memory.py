@@ -232,10 +232,10 @@ def sampling_arrays(
 ) -> int:
     """Arrays [rows,V] of float32 that a draw holds at its peak, the logits among them.
 
-    Measured. The exponential of `elementwise` is six of them; a draw has the logits' difference from their
+    Measured. The exponential of `elementwise` is four of them; a draw has the logits' difference from their
     top and the cumulative weights beside it. Top-k sorts a copy, top-p takes an exponential of it as well.
     """
     if temperature == 0:
-        return 7 + 6 * with_entropy
-    truncation = 10 if top_p < 1 else 2 if top_k else 1 if min_p else 0
-    return 9 + max(truncation, 6 * with_entropy)
+        return 5 + 4 * with_entropy
+    truncation = 8 if top_p < 1 else 2 if top_k else 1 if min_p else 0
+    return 7 + max(truncation, 4 * with_entropy)
