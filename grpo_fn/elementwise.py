@@ -151,10 +151,10 @@ def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[
     # Beside the input nothing is kept for this pass.
     x, weight, eps = primals
     inverse = _inverse_rms(x, eps)
-    scaled = cotangent * weight
-    along = (scaled * x).mean(axis=-1, keepdims=True)
-    slopes = inverse * scaled - x * (inverse * inverse * inverse * along)
-    return slopes, (cotangent * (x * inverse)).reshape(-1, x.shape[-1]).sum(axis=0), mx.zeros_like(eps)
+    scaled, normal = cotangent * weight, x * inverse
+    along = (scaled * normal).mean(axis=-1, keepdims=True)
+    slopes = inverse * (scaled - normal * along)
+    return slopes, (cotangent * normal).reshape(-1, x.shape[-1]).sum(axis=0), mx.zeros_like(eps)
 
 
 def _inverse_rms(x: mx.array, eps: mx.array) -> mx.array:

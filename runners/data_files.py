@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, first_line, show
 from runners.inside import check_links
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -156,10 +156,24 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
-    for number, values in enumerate(rows, 1):
-        yield RawRow(f"{path}, row {number}", values)
+    unfit = (ValueError, OverflowError)  # text that is no UTF-8, dates that Python has none for
+    try:
+        rows = [RawRow("", values) for values in table.to_pylist()]
+    except unfit:
+        rows = [_parquet_row(table.slice(number, 1), unfit) for number in range(table.num_rows)]
+    for number, row in enumerate(rows, 1):
+        yield attrs.evolve(row, place=f"{path}, row {number}")
+
+
+def _parquet_row(table: Any, unfit: tuple[type[Exception], ...]) -> RawRow:
+    """The one row of a table, without its place."""
+    try:
+        (values,) = table.to_pylist()
+    except unfit as error:
+        return RawRow("", fault=first_line(error))
+    return RawRow("", values)

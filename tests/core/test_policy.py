@@ -57,7 +57,7 @@ def test_gradients_flow_to_the_parameters_given():
     module = tiny_module("qwen2", seed=9)
     want = mx.grad(naive)(params)
     got = mx.grad(lambda p: mx.square(policy.logits(p, tokens)).sum())(params)
-    assert worst_difference(got, want) < 1e-6
+    assert worst_difference(got, want) < 2e-6
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -59,7 +59,7 @@ def test_any_split_gives_the_same_update(spec, split, dropped):
         assert state.step.item() == number + 1
     merged = g.merge_stats(stats)
     assert state.accum_weight.item() == want.accum_weight.item()
-    assert worst_difference(state.accum_grads, want.accum_grads) < 5e-6
+    assert worst_difference(state.accum_grads, want.accum_grads) < 1e-5  # of sums that nearly cancel
     assert merged.loss.item() == pytest.approx(want_stats.loss.item(), rel=1e-5, abs=1e-6)
     if not dropped:
         for name, value in want_stats._asdict().items():

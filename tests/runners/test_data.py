@@ -238,6 +238,16 @@ def test_unusable_files(tmp_path: Path, name: str, content: bytes, expected: str
     assert expected in message
 
 
+def test_a_parquet_row_that_is_no_text(tmp_path: Path) -> None:
+    """The format takes any bytes for text: the row is named, or left out, and the others are read."""
+    texts = pyarrow.array([b"a", b"caf\xe9", b"c"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"question": texts, "answer": ["1", "2", "3"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert "rows.parquet, row 2: 'utf-8' codec can't decode byte 0xe9" in refused(tmp_path / "rows.parquet")
+    train, evaluation = load(tmp_path / "rows.parquet", on_bad_row="skip")
+    assert sorted(row["question"] for row in (*train, *evaluation)) == ["a", "c"]
+
+
 def test_only_bad_rows(tmp_path: Path) -> None:
     """Leaving out every row is refused, with the fault of the first."""
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "", "answer": "1"}, "{", "{"])
