@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from grpo_fn.norm_kernels import takes_rows, unit_rms
+
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
 _LOG2_E = 1.4426950408889634
@@ -161,8 +163,10 @@ def _inverse_rms(x: mx.array, eps: mx.array) -> mx.array:
     return mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps)
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
+    if weight is None:
+        return unit_rms(x, eps) if takes_rows(x) else mx.fast.rms_norm(x, None, eps)
     if on_cpu(x, weight):
         return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
     return mx.fast.rms_norm(x, weight, eps)

@@ -13,7 +13,6 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.elementwise import exp
 from grpo_fn.trees import from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
@@ -39,13 +38,6 @@ class HeadSplit:
     weight: str | None
     scale: float = 1.0
     cap: float | None = None
-
-    def slope(self, product: mx.array) -> mx.array:
-        """∂ logit / ∂ product, from the product: float32 in, float32 out."""
-        if self.cap is None:
-            return mx.full(product.shape, self.scale)
-        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
-        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
 
     def backbone(self, module: nn.Module) -> Any:
         """The part of `module` that maps token ids to hidden states."""

@@ -16,7 +16,8 @@ import mlx.nn as nn
 from grpo_fn import caches as cache_rows
 from grpo_fn.caches import Caches
 from grpo_fn.compiled import Compiled
-from grpo_fn.prefix_kernel import append_and_attend, has_kernel
+from grpo_fn.cuda_kernels import has_cuda
+from grpo_fn.prefix_kernel import append_and_attend
 from grpo_fn.prefixes import OneToken
 from grpo_fn.trees import Tree
 
@@ -73,7 +74,7 @@ def takes_kernel(module: nn.Module) -> bool:
 
     Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
     """
-    if not has_kernel():
+    if not has_cuda():
         return False
     caches = cache_rows.plain_caches(module)
 

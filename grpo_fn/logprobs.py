@@ -16,6 +16,7 @@ from mlx.utils import tree_map
 
 from grpo_fn.elementwise import exp, logsumexp
 from grpo_fn.guards import check_rank, check_shape
+from grpo_fn.logit_kernels import row_logprobs, row_slopes, takes_products
 from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 # Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
@@ -41,15 +42,22 @@ class Head:
     """What maps hidden states to logits: trainable parameters and a function of them.
 
     `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
-    the logits are an increasing function of the product with a matrix, each of its own entry (a scale, a soft
-    cap), `weight(params)` gives that matrix [V,D] and `slope(product_nv)` the function's derivative, float32;
-    without `slope` they are the product itself.
+    the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
+    `weight(params)` gives that matrix [V,D].
     """
 
     params: Tree
     function: Callable[[Tree, mx.array], mx.array]
     weight: Callable[[Tree], mx.array] | None = None
-    slope: Callable[[mx.array], mx.array] | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def slope(self, product: mx.array) -> mx.array | float:
+        """∂ logit / ∂ product, from the product in float32."""
+        if self.cap is None:
+            return self.scale
+        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
+        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
 
 
 def linear_head(weight_vd: mx.array) -> Head:
@@ -145,6 +153,10 @@ def _chunked(
         return logits_cv if isinstance(temperature, float) and temperature == 1 else logits_cv / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
+        if head.weight is not None and takes_products(h_cd.dtype):
+            product_cv = h_cd @ head.weight(params).T
+            columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
+            return list(columns[: 1 if entropy is None else 2])
         z_cv = scaled(head.function(params, h_cd))
         lse_c = logsumexp(z_cv)
         logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
@@ -158,6 +170,12 @@ def _chunked(
     ) -> tuple[mx.array, mx.array]:
         assert head.weight is not None
         weight_vd = head.weight(params)
+        if takes_products(h_cd.dtype):
+            found = out[0], out[1] if len(out) > 1 else None
+            slopes = ct[0], ct[1] if entropy == "differentiable" else None
+            bend = head.scale, head.cap
+            dz_cv = row_slopes(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.
         lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
@@ -167,7 +185,7 @@ def _chunked(
         if entropy == "differentiable":
             factor_cv = factor_cv - (logp_cv + out[1][:, None]) * (ct[1] / temperature)[:, None]
         dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
-        if head.slope is not None:
+        if head.scale != 1 or head.cap is not None:
             # The product inside `function`, in the form that it has there: compiled, it is computed once.
             product_cv = (h_cd[None] @ weight_vd.T)[0]
             dz_cv = dz_cv * head.slope(product_cv.astype(mx.float32))

@@ -154,5 +154,4 @@ class Policy:
 
         if name is None:
             return Head(used, logits)
-        plain = self.split.scale == 1 and self.split.cap is None
-        return Head(used, logits, weight, None if plain else self.split.slope)
+        return Head(used, logits, weight, self.split.scale, self.split.cap)

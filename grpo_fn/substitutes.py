@@ -1,23 +1,25 @@
 """Own functions in place of those that mlx-lm's layers call by name, for one model instance.
 
-mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the layer's
-module. `use_own_functions` gives the layers of one model a `__call__` whose globals hold ours; the classes,
-their module and every other model in the process stay as they are.
+mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
+globals of the layer's module. `use_own_functions` gives the layers of one model a `__call__` whose globals
+hold ours, and `nn.RMSNorm` and `nn.Linear` one of their own; the classes, their modules and every other model
+in the process stay as they are.
 """
 
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.elementwise import on_cpu, rms_norm, softmax, swiglu
 
 
 def use_own_functions(module: nn.Module) -> int:
-    """Let this model's layers call `attention` and `swiglu` below; returns how many layers now do.
+    """Let this model's layers call the functions of this library; returns how many layers now do.
 
     The model computes the same, to rounding. Layers that reach those functions in another way are left
     alone, and a second call changes nothing.
@@ -101,7 +103,16 @@ def _masked(scores: mx.array, mask: mx.array | str) -> mx.array:
     return mx.where(mask, scores, mx.finfo(scores.dtype).min)
 
 
-_OWN: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention, "swiglu": swiglu}
+def _unit_norm(x: mx.array) -> mx.array:
+    """nanochat's `rms_norm`, with its ε."""
+    return rms_norm(x, None, 1e-5)
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": attention,
+    "swiglu": swiglu,
+    "rms_norm": _unit_norm,
+}
 
 
 class _RMSNorm(nn.RMSNorm):
@@ -111,13 +122,39 @@ class _RMSNorm(nn.RMSNorm):
         return rms_norm(x, self["weight"], self.eps)
 
 
+@mx.custom_function
+def _product(x: mx.array, weight_vd: mx.array) -> mx.array:
+    return x @ weight_vd.T
+
+
+@_product.vjp
+def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    x, weight_vd = primals
+    # MLX's own gradient of the weights lies transposed, which all that reads it pays for on a GPU.
+    flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
+    return cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
+
+
+class _Linear(nn.Linear):
+    """Without a bias, on CUDA."""
+
+    own_functions = ("linear",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight_vd = self["weight"]
+        if "bias" in self or weight_vd.dtype != x.dtype:
+            return super().__call__(x)
+        return cast(mx.array, _product(x, weight_vd))
+
+
 @functools.cache
 def _originals() -> dict[str, Callable[..., Any]]:
-    from mlx_lm.models import activations, base
+    from mlx_lm.models import activations, base, nanochat
 
     return {
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "swiglu": activations.swiglu,
+        "rms_norm": nanochat.rms_norm,
     }
 
 
@@ -129,6 +166,8 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
+    if kind is nn.Linear and has_cuda():
+        return _Linear
     names = [
         name
         for name, original in _originals().items()

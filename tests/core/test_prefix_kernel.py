@@ -6,7 +6,8 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn import kernel_steps
-from grpo_fn.prefix_kernel import append_and_attend, has_kernel
+from grpo_fn.cuda_kernels import has_cuda
+from grpo_fn.prefix_kernel import append_and_attend
 from tests.in_place_kernel import attention
 from tests.tiny_policies import tiny_policy
 
@@ -91,4 +92,4 @@ def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, messag
 @pytest.mark.skipif(ON_CUDA, reason="it is there")
 def test_elsewhere_it_is_not_used():
     """Without CUDA the products of `PrefixCache` serve."""
-    assert not has_kernel() and not tiny_policy().takes_kernel
+    assert not has_cuda() and not tiny_policy().takes_kernel

@@ -10,7 +10,7 @@ FILES = sorted(CORE.rglob("*.py"))
 # Everything else is refused, so that a new import is a decision.
 ALLOWED = {
     "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
-    "math", "re", "types", "typing", "attrs", "grpo_fn", "mlx", "mlx_lm",
+    "math", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
 KEYED = {
     "bernoulli", "bits", "categorical", "gumbel", "laplace", "multivariate_normal", "normal", "permutation",
