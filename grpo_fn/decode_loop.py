@@ -90,10 +90,13 @@ class Decoder:
         alive = rows  # rows that have not ended; a subset of `rows`, which is what the batch holds
         start = 0
         block: list[dict[str, mx.array]] = []
+        # Made at once on the device: a number that the host hands over at each step is waited for.
+        numbers = mx.arange(self._max_new_tokens, dtype=mx.uint32)
         for n in range(self._max_new_tokens):
             if seen_bv is not None:
                 logits_bv = penalize(logits_bv, seen_bv, self._penalty)
-            drawn = self._draw(logits_bv, keys_b2, mx.full((keys_b2.shape[0],), n, mx.uint32))
+            n_b = mx.broadcast_to(numbers[n], (keys_b2.shape[0],))
+            drawn = self._draw(logits_bv, keys_b2, n_b)
             if seen_bv is not None:
                 seen_bv = mark_seen(seen_bv, drawn["tokens"])
             self._launch(drawn)

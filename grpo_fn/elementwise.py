@@ -126,21 +126,39 @@ def _gated_slopes(
 
 @mx.custom_function
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return _gated(gate, x, *_powers(-gate))
+    if on_cpu(gate, x):
+        return _gated(gate, x, *_powers(-gate))
+    return gate * mx.sigmoid(gate) * x
 
 
 @_swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    gate, x = primals
     # The exponential once more rather than kept: it is cheaper than the memory.
-    return _gated_slopes(gate, x, *_powers(-gate), cotangent)
+    gate, x = primals
+    if on_cpu(gate, x):
+        return _gated_slopes(gate, x, *_powers(-gate), cotangent)
+    share = mx.sigmoid(gate)
+    return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202, eq. 6)."""
-    if on_cpu(gate, x):
-        return cast(mx.array, _swiglu(gate, x))
-    return gate * mx.sigmoid(gate) * x
+    return cast(mx.array, _swiglu(gate, x))
+
+
+@mx.custom_function
+def _relu2(x: mx.array) -> mx.array:
+    return mx.square(mx.maximum(x, 0))
+
+
+@_relu2.vjp
+def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    return 2 * mx.maximum(x, 0) * cotangent
+
+
+def relu2(x: mx.array) -> mx.array:
+    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient keeps the input alone."""
+    return cast(mx.array, _relu2(x))
 
 
 @mx.custom_function

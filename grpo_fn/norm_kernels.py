@@ -20,7 +20,6 @@ _ROW = """
     constexpr int STEPS = D / (32 * N);
     struct alignas(N * sizeof(T)) Numbers { T at[N]; };
     const size_t row = (size_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= x_shape[0]) return;
     const size_t first = row * D + threadIdx.x % 32 * N;
 
     auto over_lanes = [](float sum) {
@@ -76,21 +75,25 @@ def takes_rows(x: mx.array) -> bool:
 
 def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
     """The kernel over the last axis; heads [B,H,L,D] in the order in which a projection leaves them."""
-    heads = arrays[0].ndim == 4
+    x = arrays[0]
+    heads = x.ndim == 4 and x.shape[2] > 1
     if heads:
         arrays = tuple(a.swapaxes(1, 2) for a in arrays)
-    shape, width = arrays[0].shape, arrays[0].shape[-1]
-    rows = [a.reshape(-1, width) for a in arrays]
+    elif x.ndim == 4:  # of one position: MLX may take them for transposed, and copy them
+        arrays = tuple(a.reshape(-1, a.shape[-1]) for a in arrays)
+    width = x.shape[-1]
+    rows = x.size // width
+    warps = _WARPS if rows % _WARPS == 0 else 1
     # ε is part of the source: a number handed over would lie in memory that the host writes to.
-    kernel = cuda_kernel(name, ("x", "g")[: len(rows)], ("out",), source.replace("EPSILON", f"{eps:e}"))
-    out = kernel(
-        inputs=rows,
-        template=[("T", rows[0].dtype), ("D", width), ("WARPS", _WARPS)],
-        grid=(-(-rows[0].shape[0] // _WARPS) * _WARPS * 32, 1, 1),
-        threadgroup=(_WARPS * 32, 1, 1),
-        output_shapes=[rows[0].shape],
-        output_dtypes=[rows[0].dtype],
-    )[0].reshape(shape)
+    kernel = cuda_kernel(name, ("x", "g")[: len(arrays)], ("out",), source.replace("EPSILON", f"{eps:e}"))
+    (out,) = kernel(
+        inputs=list(arrays),
+        template=[("T", x.dtype), ("D", width), ("WARPS", warps)],
+        grid=(rows * 32, 1, 1),
+        threadgroup=(warps * 32, 1, 1),
+        output_shapes=[arrays[0].shape if heads else x.shape],
+        output_dtypes=[x.dtype],
+    )
     return out.swapaxes(1, 2) if heads else out
 
 

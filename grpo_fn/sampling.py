@@ -7,6 +7,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.draw_kernel import draw_rows, takes_logits
 from grpo_fn.elementwise import exp, logsumexp, softmax
 from grpo_fn.guards import check_rank
 
@@ -66,11 +67,13 @@ def sample(
         token_b = mx.argmax(z_bv, axis=-1)
         logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
         return token_b.astype(mx.int32), logp_b
+    uniform_b = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
+    if takes_logits(logits_bv) and top_p == 1 and top_k == 0 and min_p == 0:
+        return draw_rows(logits_bv, uniform_b, temperature)
     z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
     below_bv = mx.cumsum(exp(z_bv), axis=-1)
     total_b = below_bv[:, -1]
-    uniform_b = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
     # The first token whose cumulative weight lies above the draw: never one of weight zero.
     token_b = (below_bv <= (uniform_b * total_b)[:, None]).sum(axis=-1)
     return token_b.astype(mx.int32), _taken(z_bv, token_b) - mx.log(total_b)

@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.cuda_kernels import has_cuda
-from grpo_fn.elementwise import on_cpu, rms_norm, softmax, swiglu
+from grpo_fn.elementwise import on_cpu, relu2, rms_norm, softmax, swiglu
+from grpo_fn.rope_kernels import rope, takes_heads
 
 
 def use_own_functions(module: nn.Module) -> int:
@@ -108,10 +109,28 @@ def _unit_norm(x: mx.array) -> mx.array:
     return rms_norm(x, None, 1e-5)
 
 
-_OWN: dict[str, Callable[..., Any]] = {
+def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | None = None) -> mx.array:
+    """nanochat's `apply_rotary_emb`."""
+    if freqs is not None and takes_heads(x, x.shape[-1], offset):
+        return rope(x, freqs)
+    return _originals()["apply_rotary_emb"](x, offset, base, freqs)
+
+
+class _LayersNN:
+    """mlx.nn as a layer's module sees it, with this library's `relu2`."""
+
+    relu2 = staticmethod(relu2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+_OWN: dict[str, Any] = {
     "scaled_dot_product_attention": attention,
     "swiglu": swiglu,
     "rms_norm": _unit_norm,
+    "apply_rotary_emb": _rotary,
+    "nn": _LayersNN(),
 }
 
 
@@ -135,6 +154,17 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
     return cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
 
 
+class _RoPE(nn.RoPE):
+    """On CUDA."""
+
+    own_functions = ("rope",)
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if self.traditional or self.scale != 1 or not takes_heads(x, self.dims, offset):
+            return super().__call__(x, offset)
+        return rope(x, self.base)
+
+
 class _Linear(nn.Linear):
     """Without a bias, on CUDA."""
 
@@ -155,6 +185,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "swiglu": activations.swiglu,
         "rms_norm": nanochat.rms_norm,
+        "apply_rotary_emb": nanochat.apply_rotary_emb,
     }
 
 
@@ -166,13 +197,15 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
-    if kind is nn.Linear and has_cuda():
-        return _Linear
+    if has_cuda() and kind in (nn.Linear, nn.RoPE):
+        return _Linear if kind is nn.Linear else _RoPE
     names = [
         name
         for name, original in _originals().items()
         if name in call.__code__.co_names and call.__globals__.get(name) is original
     ]
+    if "relu2" in call.__code__.co_names and call.__globals__.get("nn") is nn:
+        names.append("nn")
     if not names:
         return kind
     own = FunctionType(
