@@ -124,6 +124,13 @@ def _gated_slopes(
     return cotangent * x * sigmoid * (1 + gate * (1 - sigmoid)), cotangent * gate * sigmoid
 
 
+def _anew(primals: Any, cotangent: mx.array) -> Any:
+    """The same arrays, to be computed with in a backward pass: `mx.compile` finds what is computed twice from
+    one array, and would keep it from the forward pass on.
+    """
+    return mx.depends(list(primals), [cotangent])
+
+
 @mx.custom_function
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if on_cpu(gate, x):
@@ -134,7 +141,7 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 @_swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
     # The exponential once more rather than kept: it is cheaper than the memory.
-    gate, x = primals
+    gate, x = _anew(primals, cotangent)
     if on_cpu(gate, x):
         return _gated_slopes(gate, x, *_powers(-gate), cotangent)
     share = mx.sigmoid(gate)
@@ -153,6 +160,7 @@ def _relu2(x: mx.array) -> mx.array:
 
 @_relu2.vjp
 def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    (x,) = _anew([x], cotangent)
     return 2 * mx.maximum(x, 0) * cotangent
 
 
@@ -170,6 +178,7 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
 def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Beside the input nothing is kept for this pass.
     x, weight, eps = primals
+    (x,) = _anew([x], cotangent)
     inverse = _inverse_rms(x, eps)
     scaled, normal = cotangent * weight, x * inverse
     along = (scaled * normal).mean(axis=-1, keepdims=True)
