@@ -192,7 +192,7 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[s
 
 def _logprobs(shape: ModelShape, weights: Weights, held: dict[str, int], batch: MicroBatch) -> Phase:
     working = batch.forward(shape, weights.compute)
-    logits, _ = batch.logits(shape, gradient=False)
+    logits, _ = batch.logits(shape, weights.compute, gradient=False)
     return Phase(
         "log-probs",
         {
@@ -218,7 +218,7 @@ def _gradient(
         base["accumulated gradients"] = weights.gradients
     kept = batch.kept(shape, weights.compute, checkpointed=checkpointed)
     working = batch.in_flight(shape, weights.compute, checkpointed=checkpointed)
-    logits, share = batch.logits(shape, gradient=True)
+    logits, share = batch.logits(shape, weights.compute, gradient=True)
     beside = (1 - share) * working  # the rest of what is in flight is the last block's
     at_logits = logits + beside >= working
     head = FLOAT * weights.embedding

@@ -20,6 +20,7 @@ from typing import Any
 
 import attrs
 
+from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.logprobs import chunk_rows
 
 FLOAT = 4  # bytes of float32
@@ -108,6 +109,8 @@ BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, p
 FORWARD = Counts(hidden=8, intermediate=7, queries=3.7, keys=5.5, scores=8.1, precise=1)
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
+# On CUDA products of hidden states and head, and their slopes, of one chunk and of the next; `logit_kernels`.
+_CUDA_PRODUCTS = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -130,6 +133,8 @@ class Pass:
     def nbytes(self, shape: ModelShape, counts: Counts, itemsize: int) -> float:
         """Bytes of so many arrays of each kind, of one block."""
         tokens, seen = self.positions, self.rows * self.attended
+        if has_cuda() and itemsize < FLOAT:  # cuDNN's attention, which keeps no scores
+            counts = attrs.evolve(counts, scores=0)
         numbers = (
             counts.hidden * tokens * shape.hidden
             + counts.intermediate * tokens * shape.intermediate
@@ -188,14 +193,17 @@ class MicroBatch:
         most = max(part.nbytes(shape, FORWARD, itemsize) for part in self.passes)
         return most + (shared if len(self.passes) > 1 else 0)
 
-    def logits(self, shape: ModelShape, *, gradient: bool) -> tuple[float, float]:
-        """Bytes of logits in chunks, float32, and which share of the operations in flight they are.
+    def logits(self, shape: ModelShape, itemsize: int, *, gradient: bool) -> tuple[float, float]:
+        """Bytes of logits in chunks, and which share of the operations in flight they are.
 
-        Measured: eight arrays a chunk, twelve with the gradient, until 27 or 24 are all that MLX hands out.
+        Measured: eight arrays of float32 a chunk, twelve with the gradient, until 27 or 24 are all that MLX
+        hands out; on CUDA there is little but the products.
         """
-        arrays, most = (12, 24) if gradient else (8, 27)
+        arrays, most, size = (12, 24, FLOAT) if gradient else (8, 27, FLOAT)
+        if has_cuda():
+            arrays, most, size = _CUDA_PRODUCTS, _CUDA_PRODUCTS, itemsize
         rows, bound = arrays * self.targets, most * chunk_rows(shape.vocabulary)
-        return FLOAT * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
+        return size * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 
 
 def kv_bytes(

@@ -1,17 +1,22 @@
 """The terms of the memory model against what MLX and mlx-lm really hold."""
 
+import json
+from pathlib import Path
+
 import attrs
 import mlx.core as mx
 import pytest
 
 import grpo_fn as g
 from grpo_fn import caches as cache_rows
+from grpo_fn import logprobs, memory
 from grpo_fn.footprint import Sampling, Weights, floor, phases
 from grpo_fn.memory import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from grpo_fn.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from tests.tiny_policies import memory_in_use
 
+ROOT = Path(__file__).parents[2]
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -149,10 +154,34 @@ def test_logits_stop_growing_with_the_number_of_chunks():
     shape = attrs.evolve(model_shape(LLAMA), vocabulary=2**15)
 
     def logits(rows):
-        return MicroBatch.of((rows, 8), (rows, 4)).logits(shape, gradient=True)
+        return MicroBatch.of((rows, 8), (rows, 4)).logits(shape, 4, gradient=True)
 
     assert logits(2)[0] == 12 * 8 * 2**15 * 4 and logits(2)[1] < 0.04
     assert logits(1000) == logits(4000) == (24 * 128 * 2**15 * 4, 1.0)
+
+
+def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
+    """The forecast for nanochat-d20 against `benchmarks.learner` on that GPU, weights in float32 included."""
+    monkeypatch.setattr(memory, "has_cuda", lambda: True)
+    monkeypatch.setattr(memory, "chunk_rows", lambda vocabulary: logprobs.CUDA_ELEMENTS // vocabulary)
+    record = json.loads((ROOT / "benchmarks/results/learner.json").read_text())["cuda"]
+    figures = {figure["name"]: figure["value"] for figure in record["figures"]}
+    shape = ModelShape(
+        layers=20,
+        hidden=1280,
+        intermediate=5120,
+        heads=10,
+        kv_heads=10,
+        head_dim=128,
+        vocabulary=65536,
+        tied=False,
+    )
+    words = 65536 * 1280
+    weights = Weights(trained=2 * words + 20 * 12 * 1280**2, master=4, compute=2, embedding=words)
+    batch = MicroBatch.of((32, 256), (32, 255))
+    gradient = run_of(shape, weights=weights, micro_batches=[batch])["gradient"]
+    measured = 1e6 * figures["32 × 256, d20: peak with the float32 weights, ours"]
+    assert gradient.total - weights.moments == pytest.approx(measured, rel=0.15)
 
 
 def test_a_shape_is_read_under_every_name():
