@@ -21,14 +21,14 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 # Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
 # whole gradient of the head.
-CPU_ELEMENTS, CPU_NEAR, CPU_ROWS = 2**22, 2**18, 128
+CPU_ELEMENTS, CPU_NEAR, CPU_ROWS = 2**22, 2**18, 96
 METAL_ELEMENTS, CUDA_ELEMENTS = 2**25, 2**27
 
 
 def chunk_rows(vocabulary: int) -> int:
     """Positions whose logits are held at a time, where the caller does not say.
 
-    On a CPU 128, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
+    On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
     128 MB (Metal) or 512 MB (CUDA).
     """
     if mx.default_device().type == mx.DeviceType.cpu:

@@ -93,18 +93,6 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
     return target
 
 
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    state: TrainState,
-    loaded: LoadedModel,
-    trainer_state: Mapping[str, Any],
-    loop: Mapping[str, Any] | None = None,
-) -> Path:
-    """`take_snapshot` and `write_checkpoint` in one."""
-    return write_checkpoint(run_dir, take_snapshot(step, state, loaded, trainer_state, loop))
-
-
 def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
     """All that is named as a checkpoint, by step, oldest first."""
     if not run_dir.is_dir():

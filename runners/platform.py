@@ -33,8 +33,8 @@ _LIBRARIES = (
     "libmkl_rt.so",
 )
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
-# MLX hands operations to a CUDA device in buffers of up to a hundred and waits once ten are on their way; what
-# they will write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
+# MLX hands operations to a CUDA device in buffers of up to a hundred, ten at most ahead of it; what they will
+# write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20"}
 
 
@@ -75,7 +75,7 @@ class Platform:
 
 
 def load_blas() -> str | None:
-    """Makes a fast BLAS global, to be called before `mlx.core` is first imported; sets up a CUDA build of MLX.
+    """Makes a fast BLAS global, and sets up a CUDA build of MLX: before `mlx.core` is first imported.
 
     Returns the library that is in force, None where there is none (`blas()` says why). Calling it again, on
     macOS, with a CUDA build of MLX or after `mlx.core` was imported changes nothing.

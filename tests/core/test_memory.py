@@ -156,8 +156,8 @@ def test_logits_stop_growing_with_the_number_of_chunks():
     def logits(rows):
         return MicroBatch.of((rows, 8), (rows, 4)).logits(shape, 4, gradient=True)
 
-    assert logits(2)[0] == 12 * 8 * 2**15 * 4 and logits(2)[1] < 0.04
-    assert logits(1000) == logits(4000) == (24 * 128 * 2**15 * 4, 1.0)
+    assert logits(2)[0] == 12 * 8 * 2**15 * 4 and logits(2)[1] < 0.05
+    assert logits(1000) == logits(4000) == (24 * 96 * 2**15 * 4, 1.0)
 
 
 def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):

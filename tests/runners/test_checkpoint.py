@@ -11,11 +11,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import map_arrays, named_leaves
-from runners.checkpoint import list_checkpoints, prune_checkpoints, save_checkpoint
+from runners.checkpoint import list_checkpoints, prune_checkpoints
 from runners.errors import UserError
 from runners.model_writing import save_final
 from runners.sections import LoraConfig
 from runners.state_files import load_state
+from tests.checkpoints import save_checkpoint
 from tests.tiny_models import make_model_folder
 from tests.tiny_states import TOKENS, load, logits, make_state, same_bits
 

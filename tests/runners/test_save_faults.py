@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from runners import durable
-from runners.checkpoint import LATEST, list_checkpoints, save_checkpoint, take_snapshot
+from runners.checkpoint import LATEST, list_checkpoints, take_snapshot
 from runners.errors import UserError
 from runners.json_lines import JsonLines
 from runners.manifest import check_manifest
@@ -23,6 +23,7 @@ from runners.saving import Saver
 from runners.sections import CheckpointConfig
 from runners.state_files import load_state
 from runners.train import run_training
+from tests.checkpoints import save_checkpoint
 from tests.resuming import Killer, config_in, lines_of, outcome
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import Notes

@@ -13,10 +13,10 @@ from grpo_fn.state import init_state, sync_old, zeros_like
 from grpo_fn.steps import make_update_step
 from grpo_fn.trees import arrays_of, structure_of
 from runners import durable
-from runners.checkpoint import save_checkpoint
 from runners.errors import UserError
 from runners.sections import LoraConfig
 from runners.state_files import load_state, pack, unpack
+from tests.checkpoints import save_checkpoint
 from tests.tiny_models import make_model_folder
 from tests.tiny_states import load, make_state, moved, same_bits
 
