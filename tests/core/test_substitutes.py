@@ -29,6 +29,28 @@ def test_same_model(name):
     assert worst_difference(gradient(ours), gradient(theirs)) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat"])
+def test_the_layers_that_cuda_gets_compute_the_same(name, monkeypatch):
+    """Products and rotary embeddings of our own, without and with a bias, where their kernels do not run."""
+    substitutes._with_own_functions.cache_clear()
+    monkeypatch.setattr(substitutes, "has_cuda", lambda: True)
+    try:
+        theirs, ours = tiny_module(name), tiny_module(name)
+        ours.update(theirs.parameters())
+        substitutes.use_own_functions(ours)
+    finally:
+        substitutes._with_own_functions.cache_clear()
+    kinds = {type(part) for _, part in ours.named_modules()}
+    assert substitutes._Linear in kinds and (substitutes._RoPE in kinds) == (name != "nanochat")
+    tokens = mx.random.randint(0, VOCAB, (3, 9), key=mx.random.key(0))
+
+    def gradient(model):
+        return nn.value_and_grad(model, lambda tokens: model(tokens).square().mean())(tokens)[1]
+
+    assert difference(ours(tokens), theirs(tokens)) < 1e-4
+    assert worst_difference(gradient(ours), gradient(theirs)) < 1e-4
+
+
 def test_only_this_instance():
     """The class and other models of it keep mlx-lm's functions; a second call changes nothing more."""
     one, other = tiny_module("qwen2"), tiny_module("qwen2")
