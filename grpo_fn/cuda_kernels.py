@@ -12,6 +12,18 @@ def has_cuda() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 
 
+def takes_dtype(dtype: mx.Dtype) -> bool:
+    """Whether kernels that are written for any of three floating dtypes run here on this one."""
+    return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
+
+
+def literal(number: float) -> str:
+    """The number in a kernel's source: one handed over would lie in memory that the host writes to, and each
+    launch would wait for it. Every number is a kernel of its own.
+    """
+    return f"({number:.9e}f)"
+
+
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
     """The kernel, as `mx.fast.cuda_kernel` gives it.

@@ -8,7 +8,7 @@ taken in an order that does not depend on the other rows.
 
 import mlx.core as mx
 
-from grpo_fn.cuda_kernels import cuda_kernel, has_cuda
+from grpo_fn.cuda_kernels import cuda_kernel, literal, takes_dtype
 
 _THREADS = 1024
 
@@ -24,7 +24,7 @@ _SOURCE = """
     float top = -INFINITY;
     for (int at = me * N; at < V; at += TILE) {
         const Numbers numbers = *reinterpret_cast<const Numbers*>(from + at);
-        for (int i = 0; i < N; i++) top = fmaxf(top, float(numbers.at[i]) * INVERSEf);
+        for (int i = 0; i < N; i++) top = fmaxf(top, float(numbers.at[i]) * INVERSE);
     }
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
     if (lane == 0) of_warps[warp] = top;
@@ -38,7 +38,7 @@ _SOURCE = """
         float sum = 0;
         if (at < V) {
             const Numbers numbers = *reinterpret_cast<const Numbers*>(from + at);
-            for (int i = 0; i < N; i++) sum += weights[i] = __expf(float(numbers.at[i]) * INVERSEf - top);
+            for (int i = 0; i < N; i++) sum += weights[i] = __expf(float(numbers.at[i]) * INVERSE - top);
         }
         return sum;
     };
@@ -86,13 +86,13 @@ _SOURCE = """
         if (weights[i] > 0 && sum > wanted) break;
     }
     token[row] = tile * TILE + me * N + chosen;
-    logp[row] = float(from[token[row]]) * INVERSEf - top - logf(total);
+    logp[row] = float(from[token[row]]) * INVERSE - top - logf(total);
 """
 
 
 def takes_logits(logits_bv: mx.array) -> bool:
     """Whether the kernel runs here, on logits like these."""
-    return has_cuda() and logits_bv.dtype in (mx.float16, mx.bfloat16, mx.float32)
+    return takes_dtype(logits_bv.dtype)
 
 
 def draw_rows(logits_bv: mx.array, uniform_b: mx.array, temperature: float) -> tuple[mx.array, mx.array]:
@@ -104,7 +104,7 @@ def draw_rows(logits_bv: mx.array, uniform_b: mx.array, temperature: float) -> t
         temperature: > 0.
     """
     rows, vocabulary = logits_bv.shape
-    source = _SOURCE.replace("INVERSE", f"{1 / temperature:e}")
+    source = _SOURCE.replace("INVERSE", literal(1 / temperature))
     token_b, logp_b = cuda_kernel("draw_rows", ("logits", "uniform"), ("token", "logp"), source)(
         inputs=[logits_bv, uniform_b],
         template=[("T", logits_bv.dtype), ("V", vocabulary), ("THREADS", _THREADS)],

@@ -126,9 +126,11 @@ class KernelSteps:
         prompt_of = [p for p in range(len(lengths)) for _ in range(group_size)]
         one_length = min(lengths) == max(lengths)
         starts = lengths[0] if one_length else [lengths[p] for p in prompt_of]
-        # Added to, they lie in the device's own memory; every step of every layer reads them.
-        rows = (mx.array(numbers, mx.int32) + 0 for numbers in (prompt_of, list(lengths), starts))
-        self._rows = tuple(rows)
+        self._rows = (
+            mx.array(prompt_of, mx.int32),
+            mx.array(list(lengths), mx.int32),
+            mx.array(starts, mx.int32),
+        )
         self._first_rows = len(prompt_of)
         self._most = room
         self._used = drawn

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from grpo_fn.cuda_kernels import cuda_kernel, has_cuda
+from grpo_fn.cuda_kernels import cuda_kernel, takes_dtype
 
 _THREADS = 512
 
@@ -122,7 +122,7 @@ _SLOPES = (
 
 def takes_products(dtype: mx.Dtype) -> bool:
     """Whether the kernels run here, on products of this dtype."""
-    return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
+    return takes_dtype(dtype)
 
 
 def _launch(

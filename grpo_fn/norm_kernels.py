@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from grpo_fn.cuda_kernels import cuda_kernel, has_cuda
+from grpo_fn.cuda_kernels import cuda_kernel, literal, takes_dtype
 
 _WARPS = 4
 _LARGEST = 4096  # numbers of a row: held in registers
@@ -32,7 +32,7 @@ _ROW = """
         numbers[s] = *reinterpret_cast<const Numbers*>(x + first + s * 32 * N);
         for (int i = 0; i < N; i++) squares += float(numbers[s].at[i]) * float(numbers[s].at[i]);
     }
-    const float inverse = rsqrtf(over_lanes(squares) / D + EPSILONf);
+    const float inverse = rsqrtf(over_lanes(squares) / D + EPSILON);
 """
 
 _FORWARD = (
@@ -69,8 +69,7 @@ _BACKWARD = (
 def takes_rows(x: mx.array) -> bool:
     """Whether the kernels run here, on rows like these."""
     width = x.shape[-1]
-    known = x.dtype in (mx.float16, mx.bfloat16, mx.float32)
-    return has_cuda() and known and width % 32 == 0 and width <= _LARGEST and x.size > 0
+    return takes_dtype(x.dtype) and width % 32 == 0 and width <= _LARGEST and x.size > 0
 
 
 def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
@@ -84,8 +83,7 @@ def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
     width = x.shape[-1]
     rows = x.size // width
     warps = _WARPS if rows % _WARPS == 0 else 1
-    # ε is part of the source: a number handed over would lie in memory that the host writes to.
-    kernel = cuda_kernel(name, ("x", "g")[: len(arrays)], ("out",), source.replace("EPSILON", f"{eps:e}"))
+    kernel = cuda_kernel(name, ("x", "g")[: len(arrays)], ("out",), source.replace("EPSILON", literal(eps)))
     (out,) = kernel(
         inputs=list(arrays),
         template=[("T", x.dtype), ("D", width), ("WARPS", warps)],

@@ -1,9 +1,8 @@
 """One CUDA kernel for attention over a shared prompt and a row's own tokens, which takes in the newest.
 
 A block computes one row and one head of keys, with all the query heads that share it. Groups of lanes take
-keys in turn, 16 bytes of each a lane and several keys ahead, and keep a running softmax (Milakov and
-Gimelshein, arXiv 1805.02867); at the end the groups' sums are joined. The rows of a prompt read the same
-keys, mostly out of the cache.
+keys in turn, 16 bytes of each a lane, and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867);
+at the end the groups' sums are joined. The rows of a prompt read the same keys, mostly out of the cache.
 
 The new key and value are written into the row's own buffers, which are inputs: MLX knows nothing of it. Right
 only where whoever calls holds these buffers alone and lets no two steps overlap; a step's tokens depend on
@@ -21,8 +20,6 @@ _SOURCE = """
     constexpr int SLOTS = THREADS / LANES;    // keys at a time
     const int row = blockIdx.x / HEADS, head = blockIdx.x % HEADS;
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
-    // The lanes of one slot take the same turns; those of another in the warp need not.
-    const unsigned together = ((1u << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
     const int prompt = prompt_of[row], prompt_length = lengths[prompt];
 
     float q[R][8], sums[R][8], top[R], total[R];
@@ -30,46 +27,36 @@ _SOURCE = """
         top[r] = -INFINITY;
         total[r] = 0;
         for (int i = 0; i < 8; i++) {
-            q[r][i] = float(queries[((size_t)(row * HEADS + head) * R + r) * D + lane * 8 + i]) * SCALEf;
+            q[r][i] = float(queries[((size_t)(row * HEADS + head) * R + r) * D + lane * 8 + i]) * scale[0];
             sums[r][i] = 0;
         }
     }
 
     auto visit = [&](const T* keys, const T* values, int length) {
-        for (int first = slot; first < length; first += SLOTS * AHEAD) {
-            alignas(16) T k[AHEAD][8], v[AHEAD][8];
-            #pragma unroll
-            for (int a = 0; a < AHEAD; a++) {
-                const int j = first + a * SLOTS;
-                if (j >= length) break;
+        for (int first = 0; first < length; first += SLOTS) {
+            const int j = first + slot;
+            const bool there = j < length;
+            alignas(16) T k[8], v[8];
+            if (there) {
                 const float4* from_k = reinterpret_cast<const float4*>(keys + (size_t)j * D + lane * 8);
                 const float4* from_v = reinterpret_cast<const float4*>(values + (size_t)j * D + lane * 8);
                 for (int i = 0; i < sizeof(T) / 2; i++) {
-                    reinterpret_cast<float4*>(k[a])[i] = from_k[i];
-                    reinterpret_cast<float4*>(v[a])[i] = from_v[i];
+                    reinterpret_cast<float4*>(k)[i] = from_k[i];
+                    reinterpret_cast<float4*>(v)[i] = from_v[i];
                 }
             }
             for (int r = 0; r < R; r++) {
-                float scores[AHEAD], higher = top[r];
-                #pragma unroll
-                for (int a = 0; a < AHEAD; a++) {
-                    scores[a] = 0;
-                    if (first + a * SLOTS < length)
-                        for (int i = 0; i < 8; i++) scores[a] += q[r][i] * float(k[a][i]);
-                    for (int step = LANES / 2; step > 0; step /= 2)
-                        scores[a] += __shfl_xor_sync(together, scores[a], step);
-                    if (first + a * SLOTS < length) higher = fmaxf(higher, scores[a]);
-                }
-                const float shrink = __expf(top[r] - higher);
-                top[r] = higher;
-                total[r] *= shrink;
-                for (int i = 0; i < 8; i++) sums[r][i] *= shrink;
-                #pragma unroll
-                for (int a = 0; a < AHEAD; a++) {
-                    if (first + a * SLOTS >= length) break;
-                    const float weight = __expf(scores[a] - higher);
-                    total[r] += weight;
-                    for (int i = 0; i < 8; i++) sums[r][i] += weight * float(v[a][i]);
+                float score = 0;
+                if (there)
+                    for (int i = 0; i < 8; i++) score += q[r][i] * float(k[i]);
+                for (int step = LANES / 2; step > 0; step /= 2)
+                    score += __shfl_xor_sync(0xffffffff, score, step);
+                if (there) {
+                    const float higher = fmaxf(top[r], score);
+                    const float shrink = __expf(top[r] - higher), weight = __expf(score - higher);
+                    top[r] = higher;
+                    total[r] = total[r] * shrink + weight;
+                    for (int i = 0; i < 8; i++) sums[r][i] = sums[r][i] * shrink + weight * float(v[i]);
                 }
             }
         }
@@ -120,6 +107,7 @@ _INPUTS = (
     "prompt_of",
     "lengths",
     "own_length",
+    "scale",
 )
 
 
@@ -158,9 +146,7 @@ def append_and_attend(
         raise ValueError(f"{heads // shared} query heads share keys: wanted at most 8")
     if len(dtypes) > 1 or queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: wanted one, of 16 or 32 bits")
-    # The scale is part of the source: a number handed over would lie in memory that the host writes to.
-    source = _SOURCE.replace("SCALE", f"{scale:e}")
-    kernel = cuda_kernel("attention_over_a_shared_prompt", _INPUTS, ("out",), source)
+    kernel = cuda_kernel("attention_over_a_shared_prompt", _INPUTS, ("out",), _SOURCE)
     return kernel(
         inputs=[
             queries,
@@ -173,13 +159,13 @@ def append_and_attend(
             prompt_of_b,
             lengths_p,
             own_length,
+            mx.array(scale, mx.float32),
         ],
         template=[
             ("T", queries.dtype),
             ("D", width),
             ("R", heads // shared),
             ("HEADS", shared),
-            ("AHEAD", 4 if heads <= 2 * shared else 2),
             ("THREADS", _THREADS),
         ],
         grid=(rows * shared * _THREADS, 1, 1),

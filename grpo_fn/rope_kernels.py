@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from grpo_fn.cuda_kernels import cuda_kernel, has_cuda
+from grpo_fn.cuda_kernels import cuda_kernel, literal, takes_dtype
 
 _THREADS = 256
 
@@ -41,22 +41,25 @@ _SOURCE = """
 
 def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
     """Whether the kernel runs here, on heads [B,H,L,D] all of which turns, from position 0."""
-    if not has_cuda() or x.dtype not in (mx.float16, mx.bfloat16, mx.float32):
-        return False
     whole = x.ndim == 4 and x.shape[2] > 1 and x.shape[3] == dims and x.size > 0
-    return whole and dims * x.dtype.size % 32 == 0 and isinstance(offset, int) and offset == 0
+    return (
+        takes_dtype(x.dtype)
+        and whole
+        and dims * x.dtype.size % 32 == 0
+        and isinstance(offset, int)
+        and offset == 0
+    )
 
 
 def _turned(x: mx.array, periods: mx.array | float, back: bool) -> mx.array:
     x = x.swapaxes(1, 2)  # as a projection leaves them
     given = isinstance(periods, mx.array)
-    # e^(…) as a power of two; a number handed over would lie in memory that the host writes to.
-    frequency = "1.0f / periods[j]" if given else f"exp2f(-{math.log2(cast(float, periods)):e}f * j / HALF)"
+    powers = "" if given else f"exp2f(-{literal(math.log2(cast(float, periods)))} * j / HALF)"
     kernel = cuda_kernel(
         "rope_given" if given else "rope",
         ("x", "periods")[: 1 + given],
         ("out",),
-        _SOURCE.replace("FREQUENCY", frequency),
+        _SOURCE.replace("FREQUENCY", powers or "1.0f / periods[j]"),
     )
     threads = x.size * x.dtype.size // 32
     (out,) = kernel(

@@ -35,7 +35,7 @@ _LIBRARIES = (
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 # MLX hands operations to a CUDA device in buffers of up to a hundred, ten at most ahead of it; what they will
 # write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
-_CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20"}
+_CUDA_BUFFERS = ("MLX_MAX_OPS_PER_BUFFER", "20")
 
 
 @attrs.frozen
@@ -80,7 +80,14 @@ def load_blas() -> str | None:
     Returns the library that is in force, None where there is none (`blas()` says why). Calling it again, on
     macOS, with a CUDA build of MLX or after `mlx.core` was imported changes nothing.
     """
+    _shorten_buffers()
     return blas().library
+
+
+def _shorten_buffers() -> None:
+    """Of a CUDA build of MLX, which reads the setting at its first operation; the user's own stays."""
+    if sys.platform == "linux" and _installed(*_CUDA_WHEELS):
+        os.environ.setdefault(*_CUDA_BUFFERS)
 
 
 @functools.cache
@@ -91,8 +98,6 @@ def blas() -> Blas:
     if sys.platform != "linux":
         return Blas(None, "this platform brings its own BLAS")
     if _installed(*_CUDA_WHEELS):
-        for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
-            os.environ.setdefault(name, value)
         return Blas(None, "MLX computes on the GPU")
     loaded = _mapped_blas()
     if loaded:
@@ -116,6 +121,7 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
 
     Raises UserError where MLX is not installed, or is installed without a backend.
     """
+    load_blas()
     found = blas()
     try:
         import mlx.core as mx

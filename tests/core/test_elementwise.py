@@ -63,8 +63,10 @@ def test_gradients_of_one_argument(name):
     assert mx.allclose(slope(getattr(elementwise, name)), slope(theirs[name]), rtol=1e-5, atol=1e-6)
 
 
-def test_swiglu_and_its_gradient():
-    """silu(g)·x and both derivatives, at gates from −30 to 30."""
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_swiglu_and_its_gradient(on_cpu, monkeypatch):
+    """silu(g)·x and both derivatives, at gates from −30 to 30; also in the form that other devices take."""
+    monkeypatch.setattr(elementwise, "on_cpu", lambda *arrays: on_cpu)
     gate = mx.linspace(-30, 30, 401)
     x = mx.random.normal((401,), key=mx.random.key(0))
 
@@ -76,6 +78,14 @@ def test_swiglu_and_its_gradient():
     theirs = mx.grad(lambda g, x: naive(g, x).square().sum(), argnums=(0, 1))(gate, x)
     for found, wanted in zip(ours, theirs, strict=True):
         assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_relu2_and_its_gradient():
+    """max(x, 0)² and 2 max(x, 0), where mlx.nn's is differentiated."""
+    x = mx.linspace(-3, 3, 61)
+    assert mx.array_equal(elementwise.relu2(x), nn.relu2(x))
+    ours, theirs = (mx.grad(lambda x, f=f: (x * f(x)).sum())(x) for f in (elementwise.relu2, nn.relu2))
+    assert mx.allclose(ours, theirs, rtol=1e-6)
 
 
 def test_other_precisions_keep_their_dtype():

@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 import mlx.core as mx
 import pytest
+from mlx_lm.models import nanochat
 
 import grpo_fn as g
 from grpo_fn import caches as cache_rows
@@ -166,16 +167,7 @@ def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
     monkeypatch.setattr(memory, "chunk_rows", lambda vocabulary: logprobs.CUDA_ELEMENTS // vocabulary)
     record = json.loads((ROOT / "benchmarks/results/learner.json").read_text())["cuda"]
     figures = {figure["name"]: figure["value"] for figure in record["figures"]}
-    shape = ModelShape(
-        layers=20,
-        hidden=1280,
-        intermediate=5120,
-        heads=10,
-        kv_heads=10,
-        head_dim=128,
-        vocabulary=65536,
-        tied=False,
-    )
+    shape = model_shape(vars(nanochat.ModelArgs()))  # by default d20
     words = 65536 * 1280
     weights = Weights(trained=2 * words + 20 * 12 * 1280**2, master=4, compute=2, embedding=words)
     batch = MicroBatch.of((32, 256), (32, 255))

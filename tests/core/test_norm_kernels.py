@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn import norm_kernels
+from grpo_fn import cuda_kernels, norm_kernels
 from grpo_fn.norm_kernels import takes_rows, unit_rms
 from tests.row_kernels import float64
 
@@ -54,7 +54,7 @@ class Stand:
     def __init__(self, name, inputs, outputs, source):
         self.backward = name == "unit_rms_slopes"
         assert inputs == (("x", "g") if self.backward else ("x",)) and outputs == ("out",)
-        assert float(re.search(r"\+ (\S+)f\)", source)[1]) == EPS
+        assert float(re.search(r"\+ \((\S+)f\)\)", source)[1]) == EPS
 
     def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
         options = dict(template)
@@ -78,11 +78,11 @@ def test_every_row_along_the_last_axis(shape, monkeypatch):
 
 def test_no_kernel_on_a_cpu(monkeypatch):
     """Other devices, widths and dtypes take MLX's function."""
-    monkeypatch.setattr(norm_kernels, "has_cuda", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "has_cuda", lambda: True)
     assert takes_rows(mx.zeros((2, 128)))
     assert not takes_rows(mx.zeros((2, 100)))
     assert not takes_rows(mx.zeros((2, 8192)))
     assert not takes_rows(mx.zeros((0, 128)))
     assert not takes_rows(mx.zeros((2, 128), mx.int32))
-    monkeypatch.setattr(norm_kernels, "has_cuda", lambda: False)
+    monkeypatch.setattr(cuda_kernels, "has_cuda", lambda: False)
     assert not takes_rows(mx.zeros((2, 128)))

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn import rope_kernels
+from grpo_fn import cuda_kernels
 from grpo_fn.rope_kernels import rope, takes_heads
 from tests.row_kernels import float64
 
@@ -56,7 +56,7 @@ def test_what_is_specified_is_mlx_s():
 
 def test_where_it_is_used(monkeypatch):
     """Whole sequences from their first position, heads that turn whole; all else is MLX's."""
-    monkeypatch.setattr(rope_kernels, "has_cuda", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "has_cuda", lambda: True)
     x = mx.zeros((1, 2, 5, 32))
     assert takes_heads(x, 32, 0)
     assert not takes_heads(x, 16, 0)
@@ -65,5 +65,5 @@ def test_where_it_is_used(monkeypatch):
     assert not takes_heads(x[:, :, :1], 32, 0)
     assert not takes_heads(x.astype(mx.int32), 32, 0)
     assert not takes_heads(mx.zeros((1, 2, 5, 12), mx.float16), 12, 0)
-    monkeypatch.setattr(rope_kernels, "has_cuda", lambda: False)
+    monkeypatch.setattr(cuda_kernels, "has_cuda", lambda: False)
     assert not takes_heads(x, 32, 0)

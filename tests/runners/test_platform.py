@@ -58,6 +58,19 @@ def test_blas_after_mlx_changes_nothing_and_says_so():
     assert "imported before a BLAS could be loaded" in notice
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeypatch):
+    """20 operations each; what stands in the environment stays, and other builds get nothing."""
+    monkeypatch.setattr(platform, "_installed", lambda *names: cuda)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")  # and removed again after the test
+    platform._shorten_buffers()
+    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
+    monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
+    platform._shorten_buffers()
+    assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") == ("20" if cuda else None)
+
+
 @linux_cpu
 def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tmp_path):
     """On a bare machine the notices give the commands to type: BLAS first, then the compiler."""
