@@ -124,7 +124,7 @@ def _gated_slopes(
     return cotangent * x * sigmoid * (1 + gate * (1 - sigmoid)), cotangent * gate * sigmoid
 
 
-def _anew(primals: Any, cotangent: mx.array) -> Any:
+def anew(primals: Any, cotangent: mx.array) -> Any:
     """The same arrays, to be computed with in a backward pass: `mx.compile` finds what is computed twice from
     one array, and would keep it from the forward pass on.
     """
@@ -141,16 +141,27 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 @_swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
     # The exponential once more rather than kept: it is cheaper than the memory.
-    gate, x = _anew(primals, cotangent)
-    if on_cpu(gate, x):
-        return _gated_slopes(gate, x, *_powers(-gate), cotangent)
-    share = mx.sigmoid(gate)
-    return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
+    return swiglu_with_slopes(*anew(primals, cotangent))[1](cotangent)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202, eq. 6)."""
     return cast(mx.array, _swiglu(gate, x))
+
+
+def swiglu_with_slopes(
+    gate: mx.array, x: mx.array
+) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
+    """`swiglu` for a backward pass: its value, and from the gradient of that to those of gate and x."""
+    if on_cpu(gate, x):
+        powers = _powers(-gate)
+        return _gated(gate, x, *powers), lambda cotangent: _gated_slopes(gate, x, *powers, cotangent)
+    share = mx.sigmoid(gate)
+
+    def slopes(cotangent: mx.array) -> tuple[mx.array, mx.array]:
+        return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
+
+    return gate * share * x, slopes
 
 
 @mx.custom_function
@@ -160,7 +171,7 @@ def _relu2(x: mx.array) -> mx.array:
 
 @_relu2.vjp
 def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-    (x,) = _anew([x], cotangent)
+    (x,) = anew([x], cotangent)
     return 2 * mx.maximum(x, 0) * cotangent
 
 
@@ -178,7 +189,7 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
 def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Beside the input nothing is kept for this pass.
     x, weight, eps = primals
-    (x,) = _anew([x], cotangent)
+    (x,) = anew([x], cotangent)
     inverse = _inverse_rms(x, eps)
     scaled, normal = cotangent * weight, x * inverse
     along = (scaled * normal).mean(axis=-1, keepdims=True)

@@ -3,7 +3,7 @@
 What the backward pass keeps of a block, in float-sized numbers a position, follows from the block's algebra:
 
     hidden        4   the block's input, the sum in its middle; of each: normalised and scaled by the norm
-    intermediate  4   gate, up, the gated product, and −gate, which the compiler keeps for both passes
+    intermediate  2   gate and up; experts keep the gated product as well (`gated_mlp`)
     queries     1.5   queries after rotation, what attention returns, as far as they are not one and the same
     keys          4   keys after rotation and values, and the layouts of both that products ask for
     scores        1   the probabilities
@@ -39,6 +39,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
+    routed: bool = False  # tokens go through experts
 
     @property
     def queries(self) -> int:
@@ -82,6 +83,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         head_dim=first("head_dim", default=hidden // heads),
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        routed=bool(chosen),
     )
 
 
@@ -101,7 +103,7 @@ class Counts:
         return Counts(*(a + b for a, b in pairs))
 
 
-KEPT = Counts(hidden=4, intermediate=3, queries=1.5, keys=4, scores=1, precise=2)
+KEPT = Counts(hidden=4, intermediate=2, queries=1.5, keys=4, scores=1, precise=2)
 # The proportions are measured on llama blocks of 14 different shapes, the height on the whole runs of
 # benchmarks/memory.py. `elementwise` makes an exponential of several arrays, hence many scores.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
@@ -176,7 +178,8 @@ class MicroBatch:
 
     def kept(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
         """Bytes that the backward pass waits for, of all blocks."""
-        counts = CHECKPOINTED if checkpointed else KEPT
+        kept = attrs.evolve(KEPT, intermediate=KEPT.intermediate + shape.routed)
+        counts = CHECKPOINTED if checkpointed else kept
         return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def in_flight(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:

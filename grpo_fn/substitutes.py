@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.elementwise import on_cpu, relu2, rms_norm, softmax, swiglu
+from grpo_fn.gated_mlp import down_of_gated
 from grpo_fn.rope_kernels import rope, takes_heads
 
 
@@ -134,6 +135,17 @@ _OWN: dict[str, Any] = {
 }
 
 
+def _is_gated_mlp(call: FunctionType) -> bool:
+    """Whether it is down_proj(swiglu(gate_proj(x), up_proj(x))), told by the names in their order."""
+    names = ("down_proj", "swiglu", "gate_proj", "up_proj")
+    own = call.__globals__.get("swiglu") is _originals()["swiglu"]
+    return own and call.__code__.co_names == names and call.__code__.co_varnames == ("self", "x")
+
+
+def _gated_mlp(self: Any, x: mx.array) -> mx.array:
+    return down_of_gated(self.down_proj, self.gate_proj(x), self.up_proj(x))
+
+
 class _RMSNorm(nn.RMSNorm):
     own_functions = ("rms_norm",)
 
@@ -197,6 +209,8 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
+    if _is_gated_mlp(call):
+        return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
     if has_cuda() and kind in (nn.Linear, nn.RoPE):
         return _Linear if kind is nn.Linear else _RoPE
     names = [
