@@ -180,9 +180,12 @@ def relu2(x: mx.array) -> mx.array:
     return cast(mx.array, _relu2(x))
 
 
+# MLX's CPU kernels take a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
+# does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
-    return x * _inverse_rms(x, eps) * weight
+    flat_nd = x.reshape(-1, x.shape[-1])
+    return (flat_nd * (_inverse_rms(flat_nd, eps) @ weight[None])).reshape(x.shape)
 
 
 @_rms_norm.vjp
@@ -190,15 +193,19 @@ def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[
     # Beside the input nothing is kept for this pass.
     x, weight, eps = primals
     (x,) = anew([x], cotangent)
-    inverse = _inverse_rms(x, eps)
-    scaled, normal = cotangent * weight, x * inverse
-    along = (scaled * normal).mean(axis=-1, keepdims=True)
-    slopes = inverse * (scaled - normal * along)
-    return slopes, (cotangent * normal).reshape(-1, x.shape[-1]).sum(axis=0), mx.zeros_like(eps)
+    width = x.shape[-1]
+    flat_nd, cotangent_nd = x.reshape(-1, width), cotangent.reshape(-1, width)
+    inverse_n1 = _inverse_rms(flat_nd, eps)
+    along_nd = cotangent_nd * flat_nd
+    back_n1 = (along_nd @ weight[:, None]) * inverse_n1 * inverse_n1 * inverse_n1 * (1 / width)
+    slopes_nd = cotangent_nd * (inverse_n1 @ weight[None]) - flat_nd * (back_n1 @ mx.ones((1, width)))
+    of_weight = (inverse_n1.reshape(1, -1) @ along_nd).reshape(-1)
+    return slopes_nd.reshape(x.shape), of_weight, mx.zeros_like(eps)
 
 
-def _inverse_rms(x: mx.array, eps: mx.array) -> mx.array:
-    return mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps)
+def _inverse_rms(flat_nd: mx.array, eps: mx.array) -> mx.array:
+    width = flat_nd.shape[-1]
+    return mx.rsqrt(mx.square(flat_nd) @ mx.full((width, 1), 1 / width) + eps)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:

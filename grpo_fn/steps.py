@@ -85,6 +85,8 @@ class GradStep:
             frozen = self._policy.frozen, self._ref_policy.frozen
             accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
+            if part is not parts[-1]:
+                mx.async_eval(list(arrays_of((accum, part_stats))))
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
         return state, merge_stats(stats)
@@ -188,7 +190,7 @@ def make_update_step(
         params, opt_state = held
         # Division and clipping are one factor: no second copy of the gradients.
         weight = mx.maximum(accum_weight, 1e-30)
-        squares = [mx.square(leaf.astype(mx.float32)).sum() for leaf in arrays_of(accum_grads)]
+        squares = [_sum(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
         norm = mx.sqrt(mx.stack(squares).sum()) / weight
         factor = 1 / weight
         if max_grad_norm is not None:
@@ -201,7 +203,7 @@ def make_update_step(
 
         def keep(new: mx.array, old: mx.array) -> mx.array:
             stored = store(new, old)
-            sound.append(finite & mx.isfinite(stored).all())
+            sound.append(finite & mx.isfinite(_sum(stored)))
             return mx.where(sound[-1], stored, old)
 
         kept = optimizer.apply(grads, opt_state, params, update_step, keep)
@@ -225,6 +227,12 @@ def make_update_step(
         return state, stats
 
     return update_step
+
+
+def _sum(x: mx.array) -> mx.array:
+    """Of all numbers, in float32, not finite where one is not; a CPU sums columns several at a time."""
+    x = x.astype(mx.float32)
+    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
 
 
 def make_logprob_step(

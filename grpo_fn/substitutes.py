@@ -154,16 +154,17 @@ class _RMSNorm(nn.RMSNorm):
 
 
 @mx.custom_function
-def _product(x: mx.array, weight_vd: mx.array) -> mx.array:
-    return x @ weight_vd.T
+def _product(x: mx.array, weight_vd: mx.array, *bias_v: mx.array) -> mx.array:
+    return mx.addmm(bias_v[0], x, weight_vd.T) if bias_v else x @ weight_vd.T
 
 
 @_product.vjp
-def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    x, weight_vd = primals
-    # MLX's own gradient of the weights lies transposed, which all that reads it pays for on a GPU.
+def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+    x, weight_vd, *bias_v = primals
+    # MLX's own gradient of the weights lies transposed, which all that reads it pays for.
     flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
-    return cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
+    slopes = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
+    return (*slopes, flat_nv.sum(axis=0)) if bias_v else slopes
 
 
 class _RoPE(nn.RoPE):
@@ -178,15 +179,14 @@ class _RoPE(nn.RoPE):
 
 
 class _Linear(nn.Linear):
-    """Without a bias, on CUDA."""
-
     own_functions = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
         weight_vd = self["weight"]
-        if "bias" in self or weight_vd.dtype != x.dtype:
+        if x.ndim < 3 or x.shape[-2] == 1 or weight_vd.dtype != x.dtype:  # decoding has no backward pass
             return super().__call__(x)
-        return cast(mx.array, _product(x, weight_vd))
+        bias = [self["bias"]] if "bias" in self else []
+        return cast(mx.array, _product(x, weight_vd, *bias))
 
 
 @functools.cache
@@ -211,8 +211,10 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return _RMSNorm
     if _is_gated_mlp(call):
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
-    if has_cuda() and kind in (nn.Linear, nn.RoPE):
-        return _Linear if kind is nn.Linear else _RoPE
+    if kind is nn.Linear:
+        return _Linear
+    if has_cuda() and kind is nn.RoPE:
+        return _RoPE
     names = [
         name
         for name, original in _originals().items()
