@@ -13,7 +13,6 @@ import mlx.core as mx
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_loop import Columns, Decoder, FindStop
 from grpo_fn.decode_step import CacheSteps, shared_steps
-from grpo_fn.merging import merged_adapters
 from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
@@ -82,7 +81,7 @@ def generate(
         compact=compact,
     )
     whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    with policy.bound(params) as model, merged_adapters(model):
+    with policy.sampling(params) as model:
         for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(

@@ -180,7 +180,7 @@ def relu2(x: mx.array) -> mx.array:
     return cast(mx.array, _relu2(x))
 
 
-# MLX's CPU kernels take a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
+# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
 # does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:

@@ -25,6 +25,7 @@ class Weights:
     rollout: int = 0  # bytes of a sampler that has weights of its own (quantized, or lagging behind)
     reference: int = 0  # bytes of a reference (beta > 0)
     embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
+    sampling: int = 0  # bytes of weights that are made anew for each rollout: `merging`, `joining`
 
     @property
     def masters(self) -> int:
@@ -152,6 +153,7 @@ def _prompts(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[st
     keys = 2 * shape.layers * shape.keys * weights.compute * sampling.prompts * filled
     return {
         "compute copy": _copy(weights, sampling),
+        "weights to sample with": weights.sampling,
         "keys and values": keys,
         "working set": chunk.nbytes(shape, PREFILL, weights.compute),
     }
@@ -184,6 +186,7 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[s
     drawing = sampling.arrays * logits
     return {
         "compute copy": _copy(weights, sampling),
+        "weights to sample with": weights.sampling,
         "keys and values": keys,
         "working set": working if working >= drawing else 0,
         "logits": 0 if working >= drawing else drawing,

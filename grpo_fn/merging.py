@@ -21,7 +21,7 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
     would be rounded away, and packed weights would have to be packed anew. Beside the adapted weights their
     merged ones are in memory.
     """
-    adapted = {name: layer for name, layer in module.named_modules() if _can_merge(layer)}
+    adapted = {name: layer for name, layer in _adapted(module) if layer.linear.weight.dtype == mx.float32}
     merged = {name: layer.fuse() for name, layer in adapted.items()}
     mx.eval([layer.parameters() for layer in merged.values()])
     try:
@@ -31,11 +31,18 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
         module.update_modules(tree_unflatten(list(adapted.items())))
 
 
-def _can_merge(layer: nn.Module) -> bool:
+def merged_bytes(module: nn.Module, compute: mx.Dtype) -> int:
+    """What a model that computes in this dtype holds for it."""
+    if compute != mx.float32:
+        return 0
+    return sum(layer.linear.weight.size for _, layer in _adapted(module)) * compute.size
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The adapters over weights that are not packed."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
-    if not isinstance(layer, (LoRALinear, DoRALinear)):
-        return False
-    base = layer.linear
-    return isinstance(base, nn.Linear) and base.weight.dtype == mx.float32
+    for name, layer in module.named_modules():
+        if isinstance(layer, (LoRALinear, DoRALinear)) and isinstance(layer.linear, nn.Linear):
+            yield name, layer

@@ -104,7 +104,7 @@ def measure(
 ) -> tuple[Times | None, Candidates, str]:
     """Times for the candidates, or for fewer of them where steps are slow; without times, the reason."""
     started = clock()
-    with work.policy.bound(work.params) as model:
+    with work.policy.sampling(work.params) as model:
         probe = Probe(work, model, clock)
         if not probe.measurable:
             return None, candidates, "caches of this model's kind are not measured"

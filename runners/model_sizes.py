@@ -15,7 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.footprint import Weights
+from grpo_fn.joining import joined_bytes
 from grpo_fn.memory import ModelShape, model_shape
+from grpo_fn.merging import merged_bytes
 from grpo_fn.precision import QuantMode, quant_mode, quantizable, quantize
 from grpo_fn.prefixes import shares_prefix, sharing_pays
 from grpo_fn.sharing import can_share
@@ -73,6 +75,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
+            sampling=merged_bytes(module, compute) + joined_bytes(module, compute),
         ),
         shares_prompts=can_share(module),
         shares_prefix=sharing_pays() and shares_prefix(module),

@@ -90,7 +90,7 @@ def _fitting(config: Config, work: Workload, state: Any) -> int:
         return len(work.lengths)
     coming = max(nbytes(state, work.policy.frozen) - mx.get_active_memory(), 0)
     free = free_memory(config.system.memory_limit_gb) - coming - cast_bytes(work)
-    with work.policy.bound(work.params) as model:
+    with work.policy.sampling(work.params) as model:
         return groups_that_fit(work, model, free)
 
 

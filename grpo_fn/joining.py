@@ -1,0 +1,102 @@
+"""Products of one input with several weights as one product, for as long as a model samples on CUDA.
+
+    x Qᵀ, x Kᵀ, x Vᵀ   =   x [Q, K, V]ᵀ
+
+A product with few rows takes the host longer to launch than the device to compute: 10 us against the time in
+which the weights are read. Larger weights stay as they are, as they would be in memory twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from grpo_fn.cuda_kernels import has_cuda
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("c_q", "c_k", "c_v"), ("gate_proj", "up_proj"))
+MOST_BYTES = 20e6  # of the weights of one product; the device reads as much in some 5 us
+
+
+class Joined(nn.Module):
+    """Weights [N,V,D] of N products, and the last input with what has not been asked for of its results."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.weight = mx.stack([layer.weight for layer in layers])
+        self._input: mx.array | None = None
+        self._results: dict[int, mx.array] = {}
+
+    def take(self, number: int, x: mx.array) -> mx.array:
+        """x Wᵀ [...,V] of one of the weights; all of them are computed when the first is asked for."""
+        if self._input is not x or number not in self._results:
+            count, out, width = self.weight.shape
+            rows = x.reshape(1, -1, width) @ self.weight.swapaxes(1, 2)
+            parts = mx.split(rows, count)
+            self._input = x
+            self._results = {i: part.reshape(*x.shape[:-1], out) for i, part in enumerate(parts)}
+        result = self._results.pop(number)
+        if not self._results:  # nothing that a trace has seen outlives it
+            self._input = None
+        return result
+
+
+class Part(nn.Module):
+    """A layer's place; the first of them holds the weights."""
+
+    def __init__(self, joined: Joined, number: int) -> None:
+        super().__init__()
+        if number == 0:
+            self.joined = joined
+        self._take = partial(joined.take, number)  # no child of this module
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._take(x)
+
+
+@contextmanager
+def joined_products(module: nn.Module) -> Iterator[None]:
+    """The module with sibling layers of one shape joined, until the end of the `with` block; on CUDA."""
+    found = [group for group in _siblings(module) if _small(group, group[0][1].weight.dtype)]
+    originals = [(name, layer) for group in found for name, layer in group]
+    parts = []
+    for group in found:
+        joined = Joined([layer for _, layer in group])
+        parts += [(name, Part(joined, number)) for number, (name, _) in enumerate(group)]
+    mx.eval([part.parameters() for _, part in parts])
+    try:
+        module.update_modules(tree_unflatten(parts))
+        yield
+    finally:
+        module.update_modules(tree_unflatten(originals))
+
+
+def joined_bytes(module: nn.Module, compute: mx.Dtype) -> int:
+    """What a model that computes in this dtype holds for it."""
+    groups = [group for group in _siblings(module) if _small(group, compute)]
+    return sum(layer.weight.size for group in groups for _, layer in group) * compute.size
+
+
+Group = list[tuple[str, nn.Module]]
+
+
+def _siblings(module: nn.Module) -> list[Group]:
+    """Plain layers of one shape and without a bias that take the same input, by their paths; on CUDA."""
+    found: list[Group] = []
+    for name, parent in module.named_modules() if has_cuda() else ():
+        for names in SIBLINGS:
+            group = [(f"{name}.{child}".lstrip("."), parent[child]) for child in names if child in parent]
+            layers = [layer for _, layer in group]
+            if len(group) < len(names) or not all(
+                isinstance(layer, nn.Linear) and "bias" not in layer for layer in layers
+            ):
+                continue
+            if len({(tuple(layer.weight.shape), layer.weight.dtype) for layer in layers}) == 1:
+                found.append(group)
+    return found
+
+
+def _small(group: Group, dtype: mx.Dtype) -> bool:
+    return sum(layer.weight.size for _, layer in group) * dtype.size <= MOST_BYTES
