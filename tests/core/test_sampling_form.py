@@ -57,9 +57,7 @@ def test_adapters_over_few_bits_are_left_alone():
     """16 bits would round an adapter away, and packed weights would have to be packed anew."""
     for change in (
         lambda module: module.set_dtype(mx.bfloat16),
-        lambda module: nn.quantize(
-            module, 32, 8, class_predicate=lambda path, layer: path.endswith("linear")
-        ),
+        lambda module: nn.quantize(module, 32, 8, class_predicate=fits),
     ):
         module = adapted()
         change(module)
