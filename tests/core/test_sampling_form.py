@@ -129,7 +129,8 @@ def test_large_weights_are_not_joined(on_cuda, monkeypatch):
     assert joined_bytes(module, mx.float32) == 0
 
 
-def test_nothing_is_joined_elsewhere():
+def test_nothing_is_joined_elsewhere(monkeypatch):
+    monkeypatch.setattr(joining, "has_cuda", lambda: False)
     module = tiny_module("llama")
     with joined_products(module):
         assert "Joined" not in kinds(module)
