@@ -9,6 +9,7 @@ which the weights are read. Larger weights stay as they are, as they would be in
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,10 +21,13 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("c_q", "c_k", "c_v"), ("gate_proj",
 MOST_BYTES = 20e6  # of the weights of one product; the device reads as much in some 5 us
 
 
+Group = list[tuple[str, Any]]  # sibling layers by their paths
+
+
 class Joined(nn.Module):
     """Weights [N,V,D] of N products, and the last input with what has not been asked for of its results."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         super().__init__()
         self.weight = mx.stack([layer.weight for layer in layers])
         self._input: mx.array | None = None
@@ -77,9 +81,6 @@ def joined_bytes(module: nn.Module, compute: mx.Dtype) -> int:
     """What a model that computes in this dtype holds for it."""
     groups = [group for group in _siblings(module) if _small(group, compute)]
     return sum(layer.weight.size for group in groups for _, layer in group) * compute.size
-
-
-Group = list[tuple[str, nn.Module]]
 
 
 def _siblings(module: nn.Module) -> list[Group]:

@@ -3,7 +3,7 @@
 What the backward pass keeps of a block, in float-sized numbers a position, follows from the block's algebra:
 
     hidden        4   the block's input, the sum in its middle; of each: normalised and scaled by the norm
-    intermediate  2   gate and up; experts keep the gated product as well (`gated_mlp`)
+    intermediate  2   gate and up (`gated_mlp`); with experts or another gate than silu the gated product too
     queries     1.5   queries after rotation, what attention returns, as far as they are not one and the same
     keys          4   keys after rotation and values, and the layouts of both that products ask for
     scores        1   the probabilities
@@ -39,7 +39,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
-    routed: bool = False  # tokens go through experts
+    keeps_product: bool = False  # the backward pass keeps what the MLP's last layer reads
 
     @property
     def queries(self) -> int:
@@ -74,6 +74,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         expert = first("moe_intermediate_size", default=wide)
         shared = first("n_shared_experts", default=0) * expert
         wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
+    activation = next((name for name in activations if name), "silu")
     return ModelShape(
         layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         hidden=hidden,
@@ -83,7 +85,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         head_dim=first("head_dim", default=hidden // heads),
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        routed=bool(chosen),
+        keeps_product=bool(chosen) or activation not in ("silu", "swish", "relu2"),
     )
 
 
@@ -178,7 +180,7 @@ class MicroBatch:
 
     def kept(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
         """Bytes that the backward pass waits for, of all blocks."""
-        kept = attrs.evolve(KEPT, intermediate=KEPT.intermediate + shape.routed)
+        kept = attrs.evolve(KEPT, intermediate=KEPT.intermediate + shape.keeps_product)
         counts = CHECKPOINTED if checkpointed else kept
         return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
 

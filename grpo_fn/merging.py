@@ -2,15 +2,19 @@
 
     y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
 
-Three products for one: with few rows, reading and launching them is most of a decoding step.
+Three products for one: in a small model, launching them is most of a decoding step. In a large one reading
+its weights is, and the merged ones would be in memory beside them: it stays as it is.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+
+MOST_BYTES = 256e6  # of merged weights
 
 
 @contextmanager
@@ -18,10 +22,10 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
     """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
 
     Only over weights of float32, where it changes nothing but rounding: in 16 bits most of a young adapter
-    would be rounded away, and packed weights would have to be packed anew. Beside the adapted weights their
-    merged ones are in memory.
+    would be rounded away, and packed weights would have to be packed anew.
     """
-    adapted = {name: layer for name, layer in _adapted(module) if layer.linear.weight.dtype == mx.float32}
+    adapted = dict(_adapted(module)) if merged_bytes(module, mx.float32) else {}
+    adapted = {name: layer for name, layer in adapted.items() if layer.linear.weight.dtype == mx.float32}
     merged = {name: layer.fuse() for name, layer in adapted.items()}
     mx.eval([layer.parameters() for layer in merged.values()])
     try:
@@ -35,10 +39,11 @@ def merged_bytes(module: nn.Module, compute: mx.Dtype) -> int:
     """What a model that computes in this dtype holds for it."""
     if compute != mx.float32:
         return 0
-    return sum(layer.linear.weight.size for _, layer in _adapted(module)) * compute.size
+    nbytes = sum(layer.linear.weight.size for _, layer in _adapted(module)) * compute.size
+    return nbytes if nbytes <= MOST_BYTES else 0
 
 
-def _adapted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The adapters over weights that are not packed."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear

@@ -7,7 +7,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
-from grpo_fn import joining
+from grpo_fn import joining, merging
 from grpo_fn.joining import joined_bytes, joined_products
 from grpo_fn.merging import merged_adapters, merged_bytes
 from grpo_fn.trees import named_leaves
@@ -64,6 +64,14 @@ def test_adapters_over_few_bits_are_left_alone():
         with merged_adapters(module):
             assert "LoRALinear" in kinds(module)
     assert merged_bytes(adapted(), mx.bfloat16) == 0
+
+
+def test_large_adapted_weights_are_left_alone(monkeypatch):
+    module = adapted()
+    monkeypatch.setattr(merging, "MOST_BYTES", merged_bytes(module, mx.float32) - 1)
+    with merged_adapters(module):
+        assert "LoRALinear" in kinds(module)
+    assert merged_bytes(module, mx.float32) == 0
 
 
 def test_an_error_inside_puts_the_adapters_back():
