@@ -212,6 +212,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
     if weight is None:
         return unit_rms(x, eps) if takes_rows(x) else mx.fast.rms_norm(x, None, eps)
-    if on_cpu(x, weight):
+    one_token = x.ndim > 1 and x.shape[-2] == 1  # of a decoding step, where describing it takes the longest
+    if on_cpu(x, weight) and not one_token:
         return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
     return mx.fast.rms_norm(x, weight, eps)
