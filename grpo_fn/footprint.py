@@ -10,7 +10,7 @@ from grpo_fn.memory import CACHE_STEP, FLOAT, PREFILL, MicroBatch, ModelShape, P
 from grpo_fn.prefill import PREFILL_TOKENS
 
 # Bytes for each weight whose update is in flight: measured, as in `memory`; and those of its random bits.
-_UPDATED, _RANDOM_BITS = 16, 2
+_UPDATED, _RANDOM_BITS = 11, 2
 
 
 @attrs.frozen(kw_only=True)
