@@ -123,7 +123,7 @@ def _peers(record: Record) -> str:
     for tune, words in (("lora", "with LoRA"), ("full", "in full")):
         speed = _value(record, f"{tune}: step, mlx-lm-lora / ours")
         peak = _value(record, f"{tune}: peak, ours / mlx-lm-lora")
-        said.append(f"{speed:.1f} × as fast {words}, at {peak:.1f} × its peak memory")
+        said.append(f"{speed:.2f} × as fast {words}, at {peak:.2f} × its peak memory")
     return f"a whole step against mlx-lm-lora's, {_cores(record)}: {'; '.join(said)}"
 
 

@@ -30,6 +30,11 @@ def on_cpu(*arrays: mx.array) -> bool:
     return mx.default_device().type == mx.DeviceType.cpu and all(a.dtype == mx.float32 for a in arrays)
 
 
+def is_one_token(x: mx.array) -> bool:
+    """Whether [...,1,D] is a decoding step's: no backward pass, and describing it takes the longest."""
+    return x.ndim < 2 or x.shape[-2] == 1
+
+
 def _parts(x: mx.array) -> tuple[mx.array, mx.array]:
     """e^r, and the bits of 2^n: 0 below −88, infinity above 88.3."""
     x = mx.clip(x, -88.1, 89.0)
@@ -212,7 +217,6 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
     if weight is None:
         return unit_rms(x, eps) if takes_rows(x) else mx.fast.rms_norm(x, None, eps)
-    one_token = x.ndim > 1 and x.shape[-2] == 1  # of a decoding step, where describing it takes the longest
-    if on_cpu(x, weight) and not one_token:
+    if on_cpu(x, weight) and not is_one_token(x):
         return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
     return mx.fast.rms_norm(x, weight, eps)

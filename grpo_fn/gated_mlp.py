@@ -9,14 +9,13 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.elementwise import anew, swiglu, swiglu_with_slopes
+from grpo_fn.elementwise import anew, is_one_token, swiglu, swiglu_with_slopes
 from grpo_fn.trees import from_names, named_leaves
 
 
 def down_of_gated(down: nn.Module, gate: mx.array, x: mx.array) -> mx.array:
     """down(silu(gate) · x), [...,F] to [...,D]; `down` is any layer, with adapters or without."""
-    one_token = gate.ndim < 2 or gate.shape[-2] == 1  # a decoding step, which has no backward pass
-    if one_token or _is_random(down):
+    if is_one_token(gate) or _is_random(down):
         return down(swiglu(gate, x))
     held, names = down.parameters(), list(named_leaves(down.trainable_parameters()))
 

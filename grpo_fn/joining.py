@@ -20,7 +20,6 @@ from grpo_fn.cuda_kernels import has_cuda
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("c_q", "c_k", "c_v"), ("gate_proj", "up_proj"))
 MOST_BYTES = 20e6  # of the weights of one product; the device reads as much in some 5 us
 
-
 Group = list[tuple[str, Any]]  # sibling layers by their paths
 
 
@@ -63,7 +62,7 @@ class Part(nn.Module):
 @contextmanager
 def joined_products(module: nn.Module) -> Iterator[None]:
     """The module with sibling layers of one shape joined, until the end of the `with` block; on CUDA."""
-    found = [group for group in _siblings(module) if _small(group, group[0][1].weight.dtype)]
+    found = joinable(module)
     originals = [(name, layer) for group in found for name, layer in group]
     parts = []
     for group in found:
@@ -77,14 +76,11 @@ def joined_products(module: nn.Module) -> Iterator[None]:
         module.update_modules(tree_unflatten(originals))
 
 
-def joined_bytes(module: nn.Module, compute: mx.Dtype) -> int:
-    """What a model that computes in this dtype holds for it."""
-    groups = [group for group in _siblings(module) if _small(group, compute)]
-    return sum(layer.weight.size for group in groups for _, layer in group) * compute.size
+def joinable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]:
+    """The sibling layers that `joined_products` joins; `compute`: if the weights were cast to it.
 
-
-def _siblings(module: nn.Module) -> list[Group]:
-    """Plain layers of one shape and without a bias that take the same input, by their paths; on CUDA."""
+    Plain layers of one shape and without a bias that take the same input.
+    """
     found: list[Group] = []
     for name, parent in module.named_modules() if has_cuda() else ():
         for names in SIBLINGS:
@@ -94,10 +90,11 @@ def _siblings(module: nn.Module) -> list[Group]:
                 isinstance(layer, nn.Linear) and "bias" not in layer for layer in layers
             ):
                 continue
-            if len({(tuple(layer.weight.shape), layer.weight.dtype) for layer in layers}) == 1:
+            first = layers[0].weight
+            if any(
+                layer.weight.shape != first.shape or layer.weight.dtype != first.dtype for layer in layers
+            ):
+                continue
+            if len(layers) * first.size * (compute or first.dtype).size <= MOST_BYTES:
                 found.append(group)
     return found
-
-
-def _small(group: Group, dtype: mx.Dtype) -> bool:
-    return sum(layer.weight.size for _, layer in group) * dtype.size <= MOST_BYTES

@@ -42,6 +42,11 @@ class ModelShape:
     keeps_product: bool = False  # the backward pass keeps what the MLP's last layer reads
 
     @property
+    def kept(self) -> Counts:
+        """What the backward pass keeps of one of its blocks."""
+        return attrs.evolve(KEPT, intermediate=KEPT.intermediate + self.keeps_product)
+
+    @property
     def queries(self) -> int:
         """Numbers in a position's queries."""
         return self.heads * self.head_dim
@@ -180,8 +185,7 @@ class MicroBatch:
 
     def kept(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
         """Bytes that the backward pass waits for, of all blocks."""
-        kept = attrs.evolve(KEPT, intermediate=KEPT.intermediate + shape.keeps_product)
-        counts = CHECKPOINTED if checkpointed else kept
+        counts = CHECKPOINTED if checkpointed else shape.kept
         return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def in_flight(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
@@ -189,7 +193,7 @@ class MicroBatch:
 
         A checkpointed block is computed again first; MLX is then one block ahead, so that two are there.
         """
-        counts = BACKWARD + KEPT + KEPT if checkpointed else BACKWARD
+        counts = BACKWARD + shape.kept + shape.kept if checkpointed else BACKWARD
         return max(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def forward(self, shape: ModelShape, itemsize: int) -> float:

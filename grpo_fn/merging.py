@@ -24,8 +24,7 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
     Only over weights of float32, where it changes nothing but rounding: in 16 bits most of a young adapter
     would be rounded away, and packed weights would have to be packed anew.
     """
-    adapted = dict(_adapted(module)) if merged_bytes(module, mx.float32) else {}
-    adapted = {name: layer for name, layer in adapted.items() if layer.linear.weight.dtype == mx.float32}
+    adapted = dict(mergeable(module))
     merged = {name: layer.fuse() for name, layer in adapted.items()}
     mx.eval([layer.parameters() for layer in merged.values()])
     try:
@@ -35,19 +34,17 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
         module.update_modules(tree_unflatten(list(adapted.items())))
 
 
-def merged_bytes(module: nn.Module, compute: mx.Dtype) -> int:
-    """What a model that computes in this dtype holds for it."""
-    if compute != mx.float32:
-        return 0
-    nbytes = sum(layer.linear.weight.size for _, layer in _adapted(module)) * compute.size
-    return nbytes if nbytes <= MOST_BYTES else 0
-
-
-def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The adapters over weights that are not packed."""
+def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> list[tuple[str, Any]]:
+    """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to it."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
-    for name, layer in module.named_modules():
-        if isinstance(layer, (LoRALinear, DoRALinear)) and isinstance(layer.linear, nn.Linear):
-            yield name, layer
+    found = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, (LoRALinear, DoRALinear))
+        and isinstance(layer.linear, nn.Linear)  # not packed
+        and (compute or layer.linear.weight.dtype) == mx.float32
+    ]
+    nbytes = sum(layer.linear.weight.size for _, layer in found) * mx.float32.size
+    return found if nbytes <= MOST_BYTES else []

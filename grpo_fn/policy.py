@@ -16,11 +16,10 @@ import mlx.nn as nn
 from grpo_fn.caches import takes_ragged
 from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.heads import HeadSplit, split_head
-from grpo_fn.joining import joined_products
 from grpo_fn.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.logprobs import Head
-from grpo_fn.merging import merged_adapters
 from grpo_fn.prefixes import shares_prefix
+from grpo_fn.sampling_form import sampling_form
 from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
@@ -120,8 +119,8 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree) -> Iterator[nn.Module]:
-        """`bound` for decoding: adapters merged and small products joined, where that holds good."""
-        with self.bound(params) as module, merged_adapters(module), joined_products(module):
+        """`bound` for decoding, in the form of `sampling_form`."""
+        with self.bound(params) as module, sampling_form(module):
             yield module
 
     def cast(self, params: Tree) -> Tree:

@@ -86,6 +86,7 @@ class GradStep:
             accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
             if part is not parts[-1]:
+                # It computes while the next one is described. Nothing follows the last: who takes it decides.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
@@ -235,7 +236,8 @@ def _sum(x: mx.array) -> mx.array:
 
 
 def _all_finite(x: mx.array) -> mx.array:
-    # A sum is not finite where a number is not, and faster to take; in 16 bits it could be where all are.
+    # A sum with an infinity or a NaN in it is not finite, and faster to take than a look at each number. Only
+    # in float32: a sum of finite numbers in 16 bits can itself be beyond their range.
     return mx.isfinite(_sum(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.cuda_kernels import has_cuda
-from grpo_fn.elementwise import on_cpu, relu2, rms_norm, softmax, swiglu
+from grpo_fn.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
 from grpo_fn.gated_mlp import down_of_gated
 from grpo_fn.rope_kernels import rope, takes_heads
 
@@ -136,10 +136,12 @@ _OWN: dict[str, Any] = {
 
 
 def _is_gated_mlp(call: FunctionType) -> bool:
-    """Whether it is down_proj(swiglu(gate_proj(x), up_proj(x))), told by the names in their order."""
-    names = ("down_proj", "swiglu", "gate_proj", "up_proj")
+    """Whether it is `down_proj(swiglu(gate_proj(x), up_proj(x)))` to the last instruction, as llama's is."""
+    from mlx_lm.models import llama
+
+    code, wanted = call.__code__, llama.MLP.__call__.__code__
     own = call.__globals__.get("swiglu") is _originals()["swiglu"]
-    return own and call.__code__.co_names == names and call.__code__.co_varnames == ("self", "x")
+    return own and code.co_code == wanted.co_code and code.co_names == wanted.co_names
 
 
 def _gated_mlp(self: Any, x: mx.array) -> mx.array:
@@ -183,7 +185,7 @@ class _Linear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight_vd = self["weight"]
-        if x.ndim < 3 or x.shape[-2] == 1 or weight_vd.dtype != x.dtype:  # decoding has no backward pass
+        if is_one_token(x) or weight_vd.dtype != x.dtype:
             return super().__call__(x)
         bias = [self["bias"]] if "bias" in self else []
         return cast(mx.array, _product(x, weight_vd, *bias))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from grpo_fn.memory import KEPT, ModelShape, Pass
+from grpo_fn.memory import ModelShape, Pass
 from runners.config import Config
 from runners.model_sizes import ModelSizes
 from runners.platform import Platform
@@ -38,6 +38,6 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         return GPU_TOKENS
     length = prompt + new
     row = Pass(rows=1, length=length, attended=length)
-    nbytes = shape.layers * row.nbytes(shape, KEPT, itemsize) / length
+    nbytes = shape.layers * row.nbytes(shape, shape.kept, itemsize) / length
     tokens = int(CPU_ACTIVATIONS / nbytes) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), GPU_TOKENS)

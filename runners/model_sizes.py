@@ -15,11 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.footprint import Weights
-from grpo_fn.joining import joined_bytes
 from grpo_fn.memory import ModelShape, model_shape
-from grpo_fn.merging import merged_bytes
 from grpo_fn.precision import QuantMode, quant_mode, quantizable, quantize
 from grpo_fn.prefixes import shares_prefix, sharing_pays
+from grpo_fn.sampling_form import sampling_form_bytes
 from grpo_fn.sharing import can_share
 from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import named_leaves
@@ -75,7 +74,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=merged_bytes(module, compute) + joined_bytes(module, compute),
+            sampling=0 if _rollout_packing(config) else sampling_form_bytes(module, compute),
         ),
         shares_prompts=can_share(module),
         shares_prefix=sharing_pays() and shares_prefix(module),
@@ -154,8 +153,7 @@ def _rollout_bytes(
     if rollout.quantization == "none":
         lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
         return sum(leaf.size for leaf in trained.values()) * master.size if lags else 0
-    mode = _packing(config, rollout.quantization, rollout.storage)
-    return _role_bytes(config, module, {**trained, **frozen}, compute, mode)
+    return _role_bytes(config, module, {**trained, **frozen}, compute, _rollout_packing(config))
 
 
 def _reference_bytes(
@@ -170,6 +168,11 @@ def _reference_bytes(
     return _role_bytes(
         config, module, trained, compute, _packing(config, loss.ref_quantization, loss.ref_storage)
     )
+
+
+def _rollout_packing(config: Config) -> QuantMode | None:
+    rollout = config.rollout
+    return _packing(config, rollout.quantization, rollout.storage) if rollout.quantization != "none" else None
 
 
 def _packing(config: Config, name: str, storage: str) -> QuantMode | None:

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from grpo_fn.sampling_form import sampling_form_bytes
 from grpo_fn.trees import nbytes
 from runners.config import Config
 from runners.decode_choice import Candidates, Times, choose, hopeless, measure, usual
@@ -90,8 +91,8 @@ def _fitting(config: Config, work: Workload, state: Any) -> int:
         return len(work.lengths)
     coming = max(nbytes(state, work.policy.frozen) - mx.get_active_memory(), 0)
     free = free_memory(config.system.memory_limit_gb) - coming - cast_bytes(work)
-    with work.policy.sampling(work.params) as model:
-        return groups_that_fit(work, model, free)
+    with work.policy.bound(work.params) as model:
+        return groups_that_fit(work, model, free - sampling_form_bytes(model))
 
 
 def _facts(

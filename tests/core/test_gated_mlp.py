@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama, qwen2
+from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -13,6 +14,8 @@ from grpo_fn import substitutes
 from grpo_fn.gated_mlp import down_of_gated
 from grpo_fn.substitutes import use_own_functions
 from tests.tiny_policies import worst_difference
+
+LLAMA = llama.ModelArgs("llama", 32, 1, 64, 2, 1e-5, 16)
 
 
 def linear_of(width, out, *, bias=False):
@@ -70,19 +73,37 @@ def test_value_and_gradient_are_those_of_the_plain_expression(name, compiled):
     assert worst_difference(found, wanted) < 1e-3
 
 
-def test_it_is_what_gated_mlps_run():
-    """Of several architectures, and only where the call is that very expression."""
-    for module, arguments in ((llama, (32, 64)), (qwen2, (32, 64))):
-        if module is llama:
-            args = llama.ModelArgs("llama", 32, 1, 64, 2, 1e-5, 16)
-            layer = llama.MLP(args)
-        else:
-            layer = qwen2.MLP(*arguments)
-        x = mx.random.normal((2, 3, 32), key=mx.random.key(5))
-        before = layer(x)
-        use_own_functions(layer)
-        assert type(layer).__call__.__name__ == "_gated_mlp"
-        assert worst_difference(layer(x), before) < 1e-6
+@pytest.mark.parametrize("make", [qwen2.MLP, lambda *sizes: llama.MLP(LLAMA)])
+def test_it_is_what_gated_mlps_run(make):
+    layer = make(32, 64)
+    x = mx.random.normal((2, 3, 32), key=mx.random.key(5))
+    before = layer(x)
+    use_own_functions(layer)
+    assert type(layer).__call__ is substitutes._gated_mlp
+    assert worst_difference(layer(x), before) < 1e-6
+
+
+class Residual(qwen2.MLP):
+    """Calls what a gated MLP calls, in the same order, for something else."""
+
+    def __call__(self, x):
+        return x + self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Swapped(qwen2.MLP):
+    """The same instructions with other names."""
+
+    def __call__(self, x):
+        return self.down_proj(swiglu(self.up_proj(x), self.gate_proj(x)))
+
+
+@pytest.mark.parametrize("kind", [Residual, Swapped])
+def test_a_layer_that_only_looks_like_one_computes_what_it_says(kind):
+    layer = kind(32, 64)
+    x = mx.random.normal((2, 3, 32), key=mx.random.key(5))
+    before = layer(x)
+    use_own_functions(layer)
+    assert worst_difference(layer(x), before) < 1e-6
 
 
 def test_a_second_draw_of_dropout_is_not_taken_for_the_first():

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn import kernel_steps
+from grpo_fn import joining, kernel_steps
 from grpo_fn.decode_step import CacheSteps, shared_steps
 from grpo_fn.kernel_steps import KernelSteps
 from grpo_fn.prefill import prefill_once
@@ -92,6 +92,21 @@ def test_other_architectures_draw_as_with_copied_prompts(name, kernel):
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
     drawn = roll(policy, share_prefix=True, **options)
     assert kernel.calls
+    assert_same(drawn, roll(policy, share_prefix=False, **options))
+
+
+@pytest.mark.parametrize("name", ["llama", "nanochat"])
+def test_joined_products_change_nothing(name, kernel, monkeypatch):
+    """The program runs over the module in its sampling form: joined weights among its parameters."""
+    monkeypatch.setattr(joining, "has_cuda", lambda: True)
+    policy = with_kernel(name)
+    with policy.sampling(policy.params) as module:
+        assert any(isinstance(layer, joining.Joined) for layer in module.modules())
+    options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
+    drawn = roll(policy, share_prefix=True, **options)
+    assert kernel.calls
+    assert_teacher_forced(policy, drawn)
+    monkeypatch.setattr(joining, "has_cuda", lambda: False)
     assert_same(drawn, roll(policy, share_prefix=False, **options))
 
 

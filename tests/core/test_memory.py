@@ -15,6 +15,7 @@ from grpo_fn.footprint import Sampling, Weights, floor, phases
 from grpo_fn.memory import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from grpo_fn.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
+from runners.micro_batch import usual_tokens
 from tests.tiny_policies import memory_in_use
 
 ROOT = Path(__file__).parents[2]
@@ -186,8 +187,19 @@ def test_a_shape_is_read_under_every_name():
     assert model_shape({"model_type": "x", "text_config": LLAMA}) == model_shape(LLAMA)
     experts = {**LLAMA, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
     assert model_shape(experts).intermediate == 5 * 32
+    assert not model_shape({**LLAMA, "hidden_act": "silu"}).keeps_product
+    assert model_shape(experts).keeps_product and model_shape({**LLAMA, "hidden_act": "gelu"}).keeps_product
     with pytest.raises(KeyError, match="vocab_size"):
         model_shape({name: value for name, value in LLAMA.items() if name != "vocab_size"})
+
+
+def test_a_product_that_is_kept_is_one_more_array_of_a_blocks_width():
+    plain = model_shape(LLAMA)
+    kept = attrs.evolve(plain, keeps_product=True)
+    micro = MicroBatch.of((8, 50), (8, 30))
+    more = micro.kept(kept, 4, checkpointed=False) - micro.kept(plain, 4, checkpointed=False)
+    assert more == 4 * 2 * 8 * 50 * 192
+    assert usual_tokens(kept, 4, 100, 100, "cpu") < usual_tokens(plain, 4, 100, 100, "cpu")
 
 
 def test_roles_take_bytes_where_they_have_weights_of_their_own():
@@ -208,6 +220,10 @@ def test_roles_take_bytes_where_they_have_weights_of_their_own():
         base["rollout"].total - small["rollout"].total >= 6000
         and floor(plain) - floor(attrs.evolve(plain, master=2, moment=2)) == 6000
     )
+    formed = run_of(shape, weights=attrs.evolve(plain, sampling=500))
+    assert {name: formed[name].total - base[name].total for name in base} == {
+        name: 500 if name in ("prompts", "rollout") else 0 for name in base
+    }
     half = run_of(shape, weights=attrs.evolve(plain, compute=2))
     assert half["gradient"].parts["compute copy"] == 2000
     assert half["gradient"].parts["activations"] < 0.65 * base["gradient"].parts["activations"]

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.memory import WITHIN
+from grpo_fn.sampling_form import sampling_form
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli, forecast, plan, platform, remedies
 from runners.config import load_config
@@ -97,6 +98,13 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert found.weights.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
     assert found.weights.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
+    sampler = learner.role.policy
+    with sampler.bound(state.old_params if learner.role.transform else state.params) as module:
+        before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
+        with sampling_form(module):
+            after = named_leaves(module.parameters()).values()
+            made = [leaf for leaf in after if id(leaf) not in before]
+    assert found.weights.sampling == nbytes(made)
 
 
 def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):

@@ -1,0 +1,31 @@
+"""What a model is while it samples: the same function, with fewer products to launch.
+
+merging    LoRA's and DoRA's adapters as part of the weights that they adapt
+joining    products of one input with several weights as one, on CUDA
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.joining import joinable, joined_products
+from grpo_fn.merging import mergeable, merged_adapters
+
+
+@contextmanager
+def sampling_form(module: nn.Module) -> Iterator[nn.Module]:
+    """The module in that form, until the end of the `with` block."""
+    with merged_adapters(module), joined_products(module):
+        yield module
+
+
+def sampling_form_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
+    """What that form holds beside the module's own weights, of a model that computes in this dtype.
+
+    None: in the dtype that each weight has. Nothing is computed: read off shapes.
+    """
+    layers = [layer.linear for _, layer in mergeable(module, compute)]
+    layers += [layer for group in joinable(module, compute) for _, layer in group]
+    return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
