@@ -9,10 +9,12 @@ a completion becomes depends on its key, its prompt and the model alone (to the 
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_loop import Columns, Decoder, FindStop
 from grpo_fn.decode_step import CacheSteps, shared_steps
+from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
 from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
@@ -36,6 +38,7 @@ def generate(
     first_prompt: int = 0,
     check_every: int = 8,
     pipelined: bool = False,
+    lanes: int = 1,
     share_prefix: bool | None = None,
     compact: bool = True,
 ) -> Rollout:
@@ -55,6 +58,8 @@ def generate(
         check_every: steps between looks at which rows have ended; a look waits for the device.
         pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
             costs a copy of the cache).
+        lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
+            (on a CPU, over shared prefixes, weights below 256 MB). The same numbers to rounding.
         share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
             on CPU and CUDA. The same numbers to rounding.
         compact: drop rows that have ended from the batch once a quarter of it has.
@@ -81,7 +86,8 @@ def generate(
         compact=compact,
     )
     whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    with policy.sampling(params) as model:
+    lanes = lanes if policy.takes_lanes and share_prefix and len(prompts) * num_generations > 1 else 1
+    with policy.sampling(params, lanes=lanes > 1) as model:
         for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
@@ -90,21 +96,43 @@ def generate(
                 mx.array([row % num_generations for row in rows]),
             )
             these = [prompts[p] for p in part]
-            forked = [i for i in range(len(part)) for _ in range(num_generations)]
-            if share_prefix:
-                logits_pv, caches = prefill_once(policy, model, these)
-                lengths = [len(prompt) for prompt in these]
-                steps = shared_steps(policy, model, caches, lengths, num_generations, room=max_new_tokens)
-            else:
-                logits_pv, caches = prefill(model, these)
-                cache_rows.keep_rows(caches, forked)
-                steps = CacheSteps(model, caches)
-            logits_bv = logits_pv[mx.array(forked)]
-            seen_bv = None
+            logits_pv, divided = _prefilled(
+                policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
+            )
+            seen_pv = None
             if sampler.repetition_penalty != 1:
-                seen_bv = seen_tokens(these, logits_bv.shape[-1])[mx.array(forked)]
-            decoder.run(steps, logits_bv, keys_b2, rows, whole, seen_bv)
+                seen_pv = seen_tokens(these, logits_pv.shape[-1])
+            begun = []
+            for steps, places, stream in divided:
+                index = mx.array([place // num_generations for place in places])
+                seen_bv = None if seen_pv is None else seen_pv[index]
+                mine = [rows[place] for place in places]
+                begun.append(Lane(steps, logits_pv[index], keys_b2[mx.array(places)], mine, stream, seen_bv))
+            decoder.run(begun, whole)
     return whole.rollout(prompts, num_generations)
+
+
+def _prefilled(
+    policy: Policy,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    room: int,
+    lanes: int,
+    share_prefix: bool,
+) -> tuple[mx.array, list[LaneSteps]]:
+    """Logits [P,V] after the prompts, and what decodes their completions from there."""
+    lengths = [len(prompt) for prompt in prompts]
+    places = list(range(len(prompts) * num_generations))
+    if not share_prefix:
+        logits_pv, caches = prefill(model, prompts)
+        cache_rows.keep_rows(caches, [place // num_generations for place in places])
+        return logits_pv, [(CacheSteps(model, caches), places, lane_stream(0))]
+    logits_pv, caches = prefill_once(policy, model, prompts)
+    if lanes > 1:
+        return logits_pv, grid_lanes(policy, model, caches, lengths, num_generations, lanes, room=room)
+    steps = shared_steps(policy, model, caches, lengths, num_generations, room=room)
+    return logits_pv, [(steps, places, lane_stream(0))]
 
 
 def _parts(

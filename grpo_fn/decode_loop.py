@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import mlx.core as mx
 
-from grpo_fn.decode_step import Steps
+from grpo_fn.lanes import Lane
 from grpo_fn.rollouts import Rollout
 from grpo_fn.sampling import Sampler, drawing, mark_seen, penalize
 from grpo_fn.trees import on_host
@@ -73,76 +73,68 @@ class Decoder:
         self._launch = mx.async_eval if pipelined else mx.eval
         self._compact = compact
 
-    def run(
-        self,
-        steps: Steps,
-        logits_bv: mx.array,
-        keys_b2: mx.array,
-        rows: list[int],
-        whole: Columns,
-        seen_bv: mx.array | None = None,
-    ) -> None:
-        """Decode until every row has ended; row i of the batch is row `rows[i]` of the whole.
-
-        `seen_bv`: the tokens that each row has had, where repeating them is penalized.
-        """
-        texts: dict[int, list[int]] = {row: [] for row in rows}
-        alive = rows  # rows that have not ended; a subset of `rows`, which is what the batch holds
-        start = 0
-        block: list[dict[str, mx.array]] = []
+    def run(self, lanes: list[Lane], whole: Columns) -> None:
+        """Decode until every row has ended."""
+        texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}
         # Made at once on the device: a number that the host hands over at each step is waited for.
         numbers = mx.arange(self._max_new_tokens, dtype=mx.uint32)
+        start = 0
         for n in range(self._max_new_tokens):
-            if seen_bv is not None:
-                logits_bv = penalize(logits_bv, seen_bv, self._penalty)
-            n_b = mx.broadcast_to(numbers[n], (keys_b2.shape[0],))
-            drawn = self._draw(logits_bv, keys_b2, n_b)
-            if seen_bv is not None:
-                seen_bv = mark_seen(seen_bv, drawn["tokens"])
-            self._launch(drawn)
-            block.append(drawn)
+            for lane in lanes:
+                with mx.stream(lane.stream):
+                    lane.drawn.append(self._drawn(lane, numbers[n]))
+            self._launch([lane.drawn[-1] for lane in lanes])
+            tokens = [lane.drawn[-1]["tokens"] for lane in lanes]
             last = n + 1 == self._max_new_tokens
-            if last or (n + 1) % self._check_every == 0:
-                alive = self._collect(block, rows, set(alive), texts, start, whole)
-                start, block = n + 1, []
-                if last or not alive:
-                    return
-                going_on = steps.rows_for(len(alive))
-                if self._compact and going_on <= (1 - COMPACT_SHARE) * len(rows):
-                    kept = _chosen(rows, set(alive), going_on)
-                    steps.keep(kept)
-                    index = mx.array(kept)
-                    keys_b2, rows = keys_b2[index], [rows[i] for i in kept]
-                    seen_bv = None if seen_bv is None else seen_bv[index]
-                    drawn = {"tokens": drawn["tokens"][index]}
-            logits_bv = steps(drawn["tokens"])
+            look = last or (n + 1) % self._check_every == 0
+            if look:
+                for lane in lanes:
+                    self._collect(lane, texts, start, whole)
+                start = n + 1
+            for lane, token_b in zip(lanes, tokens, strict=True):
+                if lane.alive and not last:
+                    with mx.stream(lane.stream):
+                        kept = self._kept(lane) if look else None
+                        if kept is not None:
+                            lane.keep(kept)
+                            token_b = token_b[mx.array(kept)]
+                        lane.logits_bv = lane.steps(token_b)
+            lanes = [lane for lane in lanes if lane.alive]
+            if not lanes:
+                return
 
-    def _collect(
-        self,
-        block: list[dict[str, mx.array]],
-        rows: list[int],
-        alive: set[int],
-        texts: dict[int, list[int]],
-        start: int,
-        whole: Columns,
-    ) -> list[int]:
-        """Store a block of steps and find the rows that go on."""
-        index = mx.array(rows, mx.int32)
-        stop = start + len(block)
-        stacked = {name: mx.stack([step[name] for step in block], axis=1) for name in block[0]}
+    def _drawn(self, lane: Lane, n: mx.array) -> dict[str, mx.array]:
+        """The n-th token of each row."""
+        if lane.seen_bv is not None:
+            lane.logits_bv = penalize(lane.logits_bv, lane.seen_bv, self._penalty)
+        drawn = self._draw(lane.logits_bv, lane.keys_b2, mx.broadcast_to(n, (len(lane.rows),)))
+        if lane.seen_bv is not None:
+            lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
+        return drawn
+
+    def _kept(self, lane: Lane) -> list[int] | None:
+        """Places of the rows to go on with, where enough have ended; None: all."""
+        if not self._compact:
+            return None
+        kept = lane.steps.kept([row in lane.alive for row in lane.rows])
+        return kept if len(kept) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
+
+    def _collect(self, lane: Lane, texts: dict[int, list[int]], start: int, whole: Columns) -> None:
+        """Store the lane's tokens since the last look and find the rows that go on."""
+        index = mx.array(lane.rows, mx.int32)
+        stop = start + len(lane.drawn)
+        stacked = {name: mx.stack([step[name] for step in lane.drawn], axis=1) for name in lane.drawn[0]}
+        lane.drawn = []
         for name, columns in stacked.items():
             whole.drawn[name][index, start:stop] = columns
-        going_on = []
-        for row, tokens in zip(rows, on_host(stacked["tokens"]), strict=True):
-            if row not in alive:
+        for row, tokens in zip(lane.rows, on_host(stacked["tokens"]), strict=True):
+            if row not in lane.alive:
                 continue
             texts[row].extend(tokens)
             end = self._end_of(texts[row], start)
-            if end is None:
-                going_on.append(row)
-            else:
+            if end is not None:
+                lane.alive.remove(row)
                 whole.lengths[row], whole.finished[row] = end, True
-        return going_on
 
     def _end_of(self, tokens: list[int], start: int) -> int | None:
         """Tokens to keep if the completion has ended at or after `start`, else None."""
@@ -152,10 +144,3 @@ class Decoder:
             if found is not None:
                 ends.append(found)
         return min(ends, default=None)
-
-
-def _chosen(rows: list[int], alive: set[int], count: int) -> list[int]:
-    """Places of `count` rows: all that are alive, and of the others the first."""
-    spare = count - len(alive)
-    ended = [i for i, row in enumerate(rows) if row not in alive][:spare]
-    return sorted([*ended, *(i for i, row in enumerate(rows) if row in alive)])

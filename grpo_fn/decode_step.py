@@ -2,8 +2,9 @@
 
     CacheSteps     any caches: the model is called as it is
     KernelSteps    on CUDA, over one copy of each prompt: a compiled program
+    GridSteps      on a CPU, over one copy of each prompt: a compiled program
 
-`shared_steps` chooses between the two where completions share their prompt.
+`shared_steps` chooses between the first two where completions share their prompt; `lanes` takes the third.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,12 @@ class Steps(Protocol):
         """Feed each row its token: logits [B,V] of the next."""
         ...
 
-    def rows_for(self, alive: int) -> int:
-        """How many rows the batch should have for so many that have not ended."""
+    def kept(self, alive: Sequence[bool]) -> list[int]:
+        """The rows that the batch should keep, in rising order: all that have not ended, and maybe others."""
         ...
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows, in rising order."""
+        """Keep rows that `kept` has chosen."""
         ...
 
 
@@ -45,9 +46,9 @@ class CacheSteps:
         """As `Steps`."""
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
 
-    def rows_for(self, alive: int) -> int:
+    def kept(self, alive: Sequence[bool]) -> list[int]:
         """Rows that have ended go."""
-        return alive
+        return [row for row, is_alive in enumerate(alive) if is_alive]
 
     def keep(self, rows: list[int]) -> None:
         """As `Steps`."""

@@ -96,6 +96,19 @@ def takes_kernel(module: nn.Module) -> bool:
     return True
 
 
+def halved(number: int, least: int) -> int:
+    """The number, halved and rounded up as often as it is no less than `least`."""
+    while (number + 1) // 2 >= least and number > 1:
+        number = (number + 1) // 2
+    return number
+
+
+def filled(chosen: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` of the first `number` integers, rising: those chosen, and the first of the others."""
+    taken = set(chosen)
+    return sorted([*chosen, *[n for n in range(number) if n not in taken][: count - len(chosen)]])
+
+
 class KernelSteps:
     """Steps over one copy of each prompt, compiled; what a row is fed is kept in place."""
 
@@ -146,12 +159,10 @@ class KernelSteps:
         self._used += 1
         return self._program([*self._fixed, used, token_b])
 
-    def rows_for(self, alive: int) -> int:
+    def kept(self, alive: Sequence[bool]) -> list[int]:
         """The first number of rows, halved as often as it holds them: each number is a program of its own."""
-        rows = self._first_rows
-        while (rows + 1) // 2 >= alive and rows > 1:
-            rows = (rows + 1) // 2
-        return rows
+        living = [row for row, is_alive in enumerate(alive) if is_alive]
+        return filled(living, halved(self._first_rows, len(living)), len(alive))
 
     def keep(self, rows: list[int]) -> None:
         """As `decode_step.Steps`; every prompt stays."""

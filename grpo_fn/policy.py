@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from grpo_fn.caches import takes_ragged
 from grpo_fn.compiled import Compiled, compiled
+from grpo_fn.grid_steps import grid_forward, takes_lanes
 from grpo_fn.heads import HeadSplit, split_head
 from grpo_fn.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.logprobs import Head
@@ -39,11 +40,18 @@ class Policy:
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
     takes_kernel: bool  # whether they can with the kernel of `prefix_kernel`
+    takes_lanes: bool  # whether they can in `lanes`
     # `kernel_forward`, for `KernelSteps`
     kernel_step: Compiled = attrs.field(
         init=False,
         repr=False,
         default=attrs.Factory(lambda self: compiled(partial(kernel_forward, self.bound)), takes_self=True),
+    )
+    # `grid_forward`, for `GridSteps`
+    grid_step: Compiled = attrs.field(
+        init=False,
+        repr=False,
+        default=attrs.Factory(lambda self: compiled(partial(grid_forward, self.bound)), takes_self=True),
     )
 
     @classmethod
@@ -76,6 +84,7 @@ class Policy:
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
             takes_kernel=shares and takes_kernel(module),
+            takes_lanes=shares and takes_lanes(module, compute_dtype),
         )
 
     @classmethod
@@ -92,6 +101,7 @@ class Policy:
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
             takes_kernel=shares and takes_kernel(module),
+            takes_lanes=shares and takes_lanes(module),
         )
 
     def skeleton(self) -> "Policy":
@@ -118,9 +128,9 @@ class Policy:
             self.module.update(saved)
 
     @contextmanager
-    def sampling(self, params: Tree) -> Iterator[nn.Module]:
+    def sampling(self, params: Tree, *, lanes: bool = False) -> Iterator[nn.Module]:
         """`bound` for decoding, in the form of `sampling_form`."""
-        with self.bound(params) as module, sampling_form(module):
+        with self.bound(params) as module, sampling_form(module, lanes=lanes):
             yield module
 
     def cast(self, params: Tree) -> Tree:

@@ -5,27 +5,31 @@ joining    products of one input with several weights as one, on CUDA
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.blocking import blockable, blocked_products
 from grpo_fn.joining import joinable, joined_products
 from grpo_fn.merging import mergeable, merged_adapters
 
 
 @contextmanager
-def sampling_form(module: nn.Module) -> Iterator[nn.Module]:
+def sampling_form(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Module]:
     """The module in that form, until the end of the `with` block."""
-    with merged_adapters(module), joined_products(module):
+    with merged_adapters(module), joined_products(module), ExitStack() as blocked:
+        if lanes:
+            blocked.enter_context(blocked_products(module))
         yield module
 
 
-def sampling_form_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
+def sampling_form_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, lanes: bool = False) -> int:
     """What that form holds beside the module's own weights, of a model that computes in this dtype.
 
     None: in the dtype that each weight has. Nothing is computed: read off shapes.
     """
     layers = [layer.linear for _, layer in mergeable(module, compute)]
     layers += [layer for group in joinable(module, compute) for _, layer in group]
+    layers += [layer for group in blockable(module, compute) for _, layer in group] if lanes else []
     return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)

@@ -1,0 +1,279 @@
+"""Decoding steps on a CPU, over one copy of each prompt: a compiled program of rows that stand in a grid.
+
+    rows [B] = prompts × rows of each [P,G]
+
+To describe an operation in Python, and to hand it out, takes longer on a CPU than many an operation of a
+small model. A compiled step is described once. Its shapes stay for a while: own tokens have room for 64 more
+at a time, prompts are cut to a multiple of 64, and rows leave so that a grid is left, of half the prompts or
+half the rows of each. Each shape is a program of its own.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn import caches as cache_rows
+from grpo_fn.blocking import PRODUCT, divisor, takes_blocks
+from grpo_fn.compiled import Compiled
+from grpo_fn.elementwise import softmax
+from grpo_fn.kernel_steps import filled, halved
+from grpo_fn.prefixes import OneToken
+from grpo_fn.trees import Tree, arrays_of
+
+ROOM = 64  # tokens by which the rows' own part grows, and to a multiple of which prompts are cut
+
+_FEW = 2**14  # scores of which one operation takes less time than the several of `elementwise.softmax`
+_LENGTH = 512  # positions of a prompt in one product, at most
+
+Pair = tuple[mx.array, mx.array]  # keys and values
+
+
+@attrs.frozen(eq=False)
+class Prompts:
+    """One layer's keys and values of all prompts, cut so that one core takes each product with them."""
+
+    keys: mx.array  # [P,K,C,1,D,L/C]
+    values: mx.array  # [P,K,C,1,L/C,D]
+
+    @classmethod
+    def of(cls, keys_pkld: mx.array, values_pkld: mx.array, length: int) -> "Prompts":
+        """With that many positions, a multiple of `ROOM`; those past the end of the prompt are masked."""
+
+        def cut(a: mx.array) -> mx.array:
+            a = a[:, :, :length] if a.shape[2] >= length else _longer(a, length - a.shape[2])
+            return a.reshape(*a.shape[:2], -1, 1, divisor(length, _LENGTH), a.shape[-1])
+
+        return cls(mx.contiguous(cut(keys_pkld).swapaxes(-1, -2)), mx.contiguous(cut(values_pkld)))
+
+    @property
+    def _parts(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self._parts * self.keys.shape[-1]
+
+    def scores(self, q_pkgrd: mx.array) -> mx.array:
+        """Products [P,K,G,R,L] of queries [P,K,G,R,D] with all keys."""
+        prompts, shared, *rows, width = q_pkgrd.shape
+        s_pkcmrl = q_pkgrd.reshape(prompts, shared, 1, -1, self._few(rows), width) @ self.keys
+        if self._parts > 1:
+            s_pkcmrl = s_pkcmrl.transpose(0, 1, 3, 4, 2, 5)
+        return s_pkcmrl.reshape(prompts, shared, *rows, self.length)
+
+    def mixed(self, w_pkgrl: mx.array) -> mx.array:
+        """Sums [P,K,G,R,D] of all values with weights [P,K,G,R,L]."""
+        prompts, shared, *rows, _ = w_pkgrl.shape
+        w_pkmrcl = w_pkgrl.reshape(prompts, shared, -1, self._few(rows), self._parts, self.keys.shape[-1])
+        out_pkcmrd = w_pkmrcl.transpose(0, 1, 4, 2, 3, 5) @ self.values
+        out_pkcmrd = out_pkcmrd.sum(axis=2) if self._parts > 1 else out_pkcmrd
+        return out_pkcmrd.reshape(prompts, shared, *rows, -1)
+
+    def _few(self, rows: Sequence[int]) -> int:
+        """Of a prompt's rows as many as are one product."""
+        return divisor(math.prod(rows), PRODUCT // (self.keys.shape[-1] * self.keys.shape[-2]))
+
+
+@attrs.define(eq=False)
+class _GridCache(OneToken):
+    """One layer's cache while a step is traced."""
+
+    prompt: Prompts
+    own: Pair  # [P,K,G,T,D]; with the new token once it has come
+    start: mx.array  # position of the first own token: of all rows, or [B]
+    used: mx.array  # own tokens so far, the same of all rows
+    seen: mx.array  # which of L + T a row sees: [1 or P,1,1,1,L+T]
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the next token."""
+        return self.start + self.used
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+        """Take the new key and value [B,K,1,D] in."""
+        prompts, shared, rows, _, _ = self.own[0].shape
+        at = self.used[None]
+
+        def grown(held: mx.array, new: mx.array) -> mx.array:
+            new = new.reshape(prompts, rows, shared, 1, -1).swapaxes(1, 2)
+            return mx.slice_update(held, new, at, (3,))
+
+        self.own = grown(self.own[0], keys), grown(self.own[1], values)
+        return self.own
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: None
+    ) -> mx.array:
+        """Attention [B,H,1,D] over the prompt and the own tokens."""
+        prompts, shared, rows, _, width = keys.shape
+        q_pgkrd = (queries * scale).reshape(prompts, rows, shared, -1, width)
+        q_pkgrd = q_pgkrd.swapaxes(1, 2)
+        scores = [self.prompt.scores(q_pkgrd), q_pkgrd @ keys.swapaxes(-1, -2)]
+        length = self.prompt.length
+        scores = mx.where(self.seen, mx.concatenate(scores, axis=-1), mx.finfo(keys.dtype).min)
+        weights = softmax(scores) if scores.size > _FEW else mx.softmax(scores, axis=-1, precise=True)
+        out = self.prompt.mixed(weights[..., :length]) + weights[..., length:] @ values
+        return out.swapaxes(1, 2).reshape(*queries.shape[:-1], -1)
+
+
+def grid_forward(
+    bound: Callable[[Tree, Tree], AbstractContextManager[nn.Module]],
+    params: Tree,
+    prompts: list[Prompts],
+    lengths_p: mx.array,
+    start: mx.array,
+    own: list[Pair],
+    used: mx.array,
+    token_b: mx.array,
+) -> tuple[mx.array, list[Pair]]:
+    """The function that a policy compiles for `GridSteps`; `params` are all leaves of the model.
+
+    Returns logits [B,V], and the own keys and values with the new ones.
+    """
+    length, room = prompts[0].length, own[0][0].shape[3]
+    seen_pl = mx.arange(length) < lengths_p[:, None]
+    seen_pt = mx.broadcast_to(mx.arange(room) <= used, (seen_pl.shape[0], room))
+    seen = mx.concatenate([seen_pl, seen_pt], axis=1)[:, None, None, None]
+    caches = [_GridCache(prompt, mine, start, used, seen) for prompt, mine in zip(prompts, own, strict=True)]
+    with bound(params, {}) as model:
+        logits = model(token_b[:, None], cache=caches)[:, -1]
+    return logits, [cache.own for cache in caches]
+
+
+class GridSteps:
+    """Steps over one copy of each prompt, compiled; every prompt has as many rows."""
+
+    def __init__(
+        self,
+        step: Compiled,
+        params: Tree,
+        prompts: list[Pair],
+        lengths: Sequence[int],
+        group_size: int,
+        room: int,
+        *,
+        drawn: int = 0,
+    ) -> None:
+        """After a prefill.
+
+        Args:
+            step: `grid_forward` of the policy, compiled.
+            params: all leaves of the model, as they are in the forward.
+            prompts: each layer's keys and values [P,K,L,D], padded on the right.
+            lengths: tokens of each prompt.
+            group_size: rows of each prompt.
+            room: tokens that a row may be fed.
+            drawn: go on as if so many zeros had been fed.
+        """
+        self._step, self._params = step, params
+        self._lengths, self._group_size, self._most = list(lengths), group_size, room
+        self._first = len(self._lengths), group_size
+        cut = -(-max(lengths) // ROOM) * ROOM
+        self._prompts = [Prompts.of(keys, values, cut) for keys, values in prompts]
+        self._used = drawn
+        self._own = [(self._none(keys), self._none(values)) for keys, values in prompts]
+        self._prepare()
+
+    def __call__(self, token_b: mx.array) -> mx.array:
+        """As `decode_step.Steps`."""
+        if self._used == self._own[0][0].shape[3]:
+            more = self._room() - self._used
+            self._own = [(_longer(keys, more), _longer(values, more)) for keys, values in self._own]
+            self._prepare()
+        own = [a for pair in self._own for a in pair]
+        self._own = []  # or what they hold would be copied, not written to
+        leaves = [*self._fixed, *own, self._counts[self._used], token_b]
+        self._used += 1
+        logits_bv, self._own = self._program(leaves)
+        return logits_bv
+
+    def kept(self, alive: Sequence[bool]) -> list[int]:
+        """A smaller grid: prompts with a row that is alive, and as many rows of each as the liveliest has.
+
+        Both are the first numbers, halved as often as that holds.
+        """
+        groups = [alive[start : start + self._group_size] for start in range(0, len(alive), self._group_size)]
+        live = [p for p, group in enumerate(groups) if any(group)]
+        rows = halved(self._first[1], max(sum(group) for group in groups))
+        kept = []
+        for p in filled(live, halved(self._first[0], len(live)), len(groups)):
+            mine = [g for g, is_alive in enumerate(groups[p]) if is_alive]
+            kept += [p * self._group_size + g for g in filled(mine, rows, self._group_size)]
+        return kept
+
+    def keep(self, rows: list[int]) -> None:
+        """As `decode_step.Steps`; of each prompt as many, or none."""
+        prompts = sorted({row // self._group_size for row in rows})
+        group_size = len(rows) // len(prompts)
+        index = mx.array(rows, mx.int32).reshape(len(prompts), group_size) % self._group_size
+        index = index[:, None, :, None, None]
+        which = mx.array(prompts, mx.int32)
+        self._own = [tuple(mx.take_along_axis(a[which], index, axis=2) for a in pair) for pair in self._own]
+        if len(prompts) < len(self._lengths):
+            self._prompts = [Prompts(prompt.keys[which], prompt.values[which]) for prompt in self._prompts]
+            self._lengths = [self._lengths[p] for p in prompts]
+        self._group_size = group_size
+        self._prepare()
+
+    def _none(self, prompt_pkld: mx.array) -> mx.array:
+        prompts, shared, _, width = prompt_pkld.shape
+        return mx.zeros((prompts, shared, self._group_size, self._room(), width), prompt_pkld.dtype)
+
+    def _room(self) -> int:
+        """For own tokens, when the next one comes."""
+        return min(self._used // ROOM * ROOM + ROOM, -(-max(self._most, self._used + 1) // 16) * 16)
+
+    def _prepare(self) -> None:
+        """Find the program for the shapes as they are, and what it takes beside the own tokens."""
+        rows = len(self._lengths) * self._group_size
+        one_length = min(self._lengths) == max(self._lengths)
+        starts = [length for length in self._lengths for _ in range(self._group_size)]
+        fixed = (
+            self._params,
+            self._prompts,
+            mx.array(self._lengths, mx.int32),
+            mx.array(starts[0] if one_length else starts, mx.int32),
+        )
+        self._counts = mx.arange(self._own[0][0].shape[3], dtype=mx.int32)
+        mx.eval(list(arrays_of((fixed[1:], self._own, self._counts))))
+        self._program, leaves = self._step.program(
+            *fixed, self._own, self._counts[0], mx.zeros((rows,), mx.int32)
+        )
+        self._fixed = leaves[: -2 * len(self._own) - 2]
+
+
+def takes_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
+    """Whether a model that shares prefixes can be decoded with `GridSteps`: on a CPU, with small weights.
+
+    Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
+    `compute` is the dtype that it computes in; None: that of its weights.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu or not takes_blocks(module, compute):
+        return False
+    caches = cache_rows.plain_caches(module)
+
+    def step(token_b: mx.array) -> mx.array:
+        module(mx.zeros((2, 3), mx.int32), cache=caches)
+        start, used, seen = mx.array([3, 3, 2, 2]), mx.array(0), mx.ones((2, 1, 1, 1, 5), mx.bool_)
+        layers = []
+        for cache in caches:
+            pair = cache.keys, cache.values
+            keys, values = (mx.zeros((*a.shape[:2], 2, 2, a.shape[3]), a.dtype) for a in pair)
+            layers.append(_GridCache(Prompts.of(*pair, 3), (keys, values), start, used, seen))
+        return module(token_b[:, None], cache=layers)
+
+    try:
+        mx.compile(step)(mx.zeros((4,), mx.int32))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _longer(buffer: mx.array, more: int) -> mx.array:
+    shape = (*buffer.shape[:-2], more, buffer.shape[-1])
+    return mx.concatenate([buffer, mx.zeros(shape, buffer.dtype)], axis=-2)

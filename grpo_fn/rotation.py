@@ -1,0 +1,40 @@
+"""Rotary position embeddings (arXiv 2104.09864) of one token a row as a product, on a CPU.
+
+    x R,   R = [[cos θ, sin θ], [−sin θ, cos θ]],   θ = position · base^(−2j/D)
+
+Three operations where MLX describes a dozen. R is the same for all heads of all layers: a compiled step makes
+it once.
+"""
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from grpo_fn.elementwise import is_one_token, on_cpu
+
+
+def takes_token(x: mx.array, dims: int, offset: Any) -> bool:
+    """Whether heads [B,H,1,D] turn this way: all of them, by a position that is an array, [] or [B]."""
+    whole = x.ndim == 4 and x.shape[-1] == dims and is_one_token(x)
+    return whole and on_cpu(x) and isinstance(offset, mx.array)
+
+
+def turned(x: mx.array, position: mx.array, base: float) -> mx.array:
+    """The heads [B,H,1,D], first half and second half a pair, turned by their position, [] or [B]."""
+    frequency, straight, crossed = _parts(x.shape[-1], base)
+    angle = position.astype(mx.float32)[..., None, None, None] * frequency
+    matrix = straight * mx.cos(angle) + crossed * mx.sin(angle)
+    return x @ (matrix.squeeze() if position.ndim == 0 else matrix)
+
+
+@functools.cache
+def _parts(dims: int, base: float) -> tuple[mx.array, mx.array, mx.array]:
+    """Frequencies [D] of the columns, places of the cosines and, with their sign, of the sines [D,D]."""
+    half = dims // 2
+    frequency = mx.exp(-mx.log(mx.array(base)) * mx.arange(half) / half)
+    none, one = mx.zeros((half, half)), mx.eye(half)
+    crossed = mx.concatenate([mx.concatenate([none, one], 1), mx.concatenate([-one, none], 1)], 0)
+    parts = mx.concatenate([frequency, frequency]), mx.eye(dims), crossed
+    mx.eval(parts)
+    return parts
