@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from benchmarks.machine import backend
+from runners import platform
+from runners.launching import usual
 
 Prompts = list[list[int]]
 Options = dict[str, Any]  # keywords of `generate`
@@ -42,7 +43,7 @@ class Case:
 
 def as_a_run() -> Options:
     """The options of `generate` that a run would use here."""
-    return {"pipelined": backend() != "cpu"}
+    return usual(platform.prepare())
 
 
 def ours(policy: g.Policy, prompts: Prompts, case: Case, **options: Any) -> Callable[[], g.Rollout]:

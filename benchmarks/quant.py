@@ -14,6 +14,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from benchmarks.command import benchmark, say
+from benchmarks.generators import as_a_run
 from benchmarks.machine import backend
 from benchmarks.measure import peak_bytes, run_once
 from benchmarks.record import Figure
@@ -64,7 +65,7 @@ class Role:
             key=mx.random.key(0),
             num_generations=rows,
             max_new_tokens=tokens,
-            pipelined=backend() != "cpu",
+            **as_a_run(),
         )
 
 

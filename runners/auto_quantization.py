@@ -10,6 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -21,6 +22,7 @@ from grpo_fn.trees import Tree, arrays_of
 from runners import platform
 from runners.config import Config
 from runners.errors import UserError
+from runners.launching import usual
 from runners.models import LoadedModel
 from runners.platform import Platform
 from runners.quantization_choice import Measured, Trial, choose
@@ -41,7 +43,7 @@ class _Bench:
     config: Config
     prompts: tuple[tuple[int, ...], ...]
     tokens: int  # new ones of a timed rollout
-    pipelined: bool
+    launch: dict[str, Any]  # keywords of `generate`
     clock: Clock
 
     def sample(self, policy: g.Policy, params: Tree, prompts: int, tokens: int) -> tuple[g.Rollout, float]:
@@ -57,7 +59,7 @@ class _Bench:
             max_new_tokens=tokens,
             sampler=g.Sampler(temperature=rollout.temperature),
             max_batch=rollout.max_batch,
-            pipelined=self.pipelined,
+            **self.launch,
         )
         mx.eval(drawn.tokens_bt, drawn.logp_bt)
         return drawn, self.clock() - started
@@ -104,7 +106,7 @@ def _measure_all(
     end = clock() + BUDGET
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
-    bench = _Bench(config, prompts[:1], 1, machine.backend != "cpu", clock)
+    bench = _Bench(config, prompts[:1], 1, usual(machine), clock)
     bench.sample(policy, params, 1, 2)  # loads and compiles what all candidates share
     started = clock()
     _, probe = bench.sample(policy, params, 1, 2)

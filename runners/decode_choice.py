@@ -74,16 +74,18 @@ class Candidates:
     checks: tuple[int, ...]
 
     @classmethod
-    def of(cls, wish: RolloutConfig, work: Workload, backend: str, fitting: int) -> Candidates:
-        """All that the config leaves open; `fitting` is how many prompts' groups memory holds."""
+    def of(cls, wish: RolloutConfig, work: Workload, launches: tuple[str, ...], fitting: int) -> Candidates:
+        """All that the config leaves open; `fitting` is how many prompts' groups memory holds.
+
+        `launches` are those that may pay on the machine.
+        """
         if wish.max_batch:
             groups: tuple[int, ...] = (
                 min(max(wish.max_batch // work.num_generations, 1), len(work.lengths)),
             )
         else:
             groups = tuple(dict.fromkeys(-(-fitting // parts) for parts in (1, 2, 4)))
-        usual, other = ("eval", "async") if backend == "cpu" else ("async", "eval")
-        launches = (usual, other) if wish.launch == "auto" else (wish.launch,)
+        launches = launches if wish.launch == "auto" else (wish.launch,)
         others = tuple(k for k in CHECKS if k != USUAL_CHECK)
         return cls(groups, launches, (wish.check_every,) if wish.check_every else (USUAL_CHECK, *others))
 
@@ -104,20 +106,19 @@ def measure(
 ) -> tuple[Times | None, Candidates, str]:
     """Times for the candidates, or for fewer of them where steps are slow; without times, the reason."""
     started = clock()
-    with work.policy.sampling(work.params) as model:
-        probe = Probe(work, model, clock)
-        if not probe.measurable:
-            return None, candidates, "caches of this model's kind are not measured"
-        first = probe.seconds_per_step(
-            candidates.launches[0], CHECKS[-1], groups=candidates.groups[0], drawn=0, steps=WARM_STEPS
-        )
-        only_largest = attrs.evolve(candidates, groups=candidates.groups[:1])
-        for less in (candidates, only_largest):
-            for steps in _STEPS:
-                seconds = len(less.timings) * (steps + WARM_STEPS + 1) * first
-                if seconds * _ROUNDS <= BUDGET:
-                    times = _rounds(probe, work, less, steps, lambda: clock() - started)
-                    return times, less, ""
+    probe = Probe(work, clock)
+    if not probe.measurable:
+        return None, candidates, "caches of this model's kind are not measured"
+    first = probe.seconds_per_step(
+        candidates.launches[0], CHECKS[-1], groups=candidates.groups[0], drawn=0, steps=WARM_STEPS
+    )
+    only_largest = attrs.evolve(candidates, groups=candidates.groups[:1])
+    for less in (candidates, only_largest):
+        for steps in _STEPS:
+            seconds = len(less.timings) * (steps + WARM_STEPS + 1) * first
+            if seconds * _ROUNDS <= BUDGET:
+                times = _rounds(probe, work, less, steps, lambda: clock() - started)
+                return times, less, ""
     reason = f"a step takes {1e3 * first:.0f} ms: how it is launched is no matter"
     return None, attrs.evolve(only_largest, launches=_slow(candidates.launches)), reason
 
@@ -166,7 +167,7 @@ def hopeless(work: Workload, backend: str, batch_steps: int) -> str | None:
 
 def _slow(launches: Sequence[str]) -> tuple[str, ...]:
     # Where steps are slow there is no launch to hide, and pipelining copies the caches.
-    return tuple(sorted(launches, key=lambda launch: launch != "eval"))
+    return tuple(sorted(launches, key=lambda launch: launch == "async"))
 
 
 def _rounds(

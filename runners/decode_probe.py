@@ -14,19 +14,21 @@ import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
 from grpo_fn.sampling import completion_keys, drawing
 from grpo_fn.trees import arrays_of, on_host
+from runners.launching import keywords
 from runners.workload import Workload
 
-LAUNCHES: dict[str, Callable[..., Any]] = {"eval": mx.eval, "async": mx.async_eval}
+LAUNCHES: dict[str, Callable[..., Any]] = {"eval": mx.eval, "split": mx.eval, "async": mx.async_eval}
 WARM_STEPS = 2  # of a run, not timed: the first one finds buffers that are about to grow
 
 
 class Probe:
-    """Times runs of decoding steps on a bound model."""
+    """Times runs of decoding steps."""
 
-    def __init__(self, work: Workload, model: nn.Module, clock: Callable[[], float] = time.perf_counter):
-        self._work, self._model, self._clock = work, model, clock
+    def __init__(self, work: Workload, clock: Callable[[], float] = time.perf_counter):
+        self._work, self._clock = work, clock
         self._draw = drawing(work.sampler)
 
     @property
@@ -35,7 +37,8 @@ class Probe:
         from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
         kinds = (KVCache, RotatingKVCache, ArraysCache)
-        return all(type(cache) in kinds for cache in cache_rows.plain_caches(self._model))
+        with self._work.policy.bound(self._work.params) as model:
+            return all(type(cache) in kinds for cache in cache_rows.plain_caches(model))
 
     def seconds_per_step(
         self, launch: str, check_every: int, *, groups: int, drawn: int, steps: int
@@ -45,61 +48,59 @@ class Probe:
         Each row has drawn `drawn` tokens before. Every `check_every` steps, and at the end, the tokens are
         brought to the host, as where `generate` looks for rows that have ended.
         """
-        taken = self.steps(groups, drawn)
-        rows = groups * self._work.num_generations
-        keys_b2 = completion_keys(mx.random.key(0), mx.arange(rows), mx.zeros((rows,), mx.int32))
-        logits_bv = taken(mx.zeros((rows,), mx.int32))
-        logits_bv = self._run(logits_bv, taken, keys_b2, LAUNCHES[launch], WARM_STEPS, WARM_STEPS)
-        started = self._clock()
-        self._run(logits_bv, taken, keys_b2, LAUNCHES[launch], check_every, steps)
-        return (self._clock() - started) / steps
+        lanes = keywords(launch)["lanes"] if self._work.takes_lanes else 1
+        with self._work.policy.sampling(self._work.params, lanes=lanes > 1) as model:
+            begun = [self._begun(*each) for each in self.steps(model, groups, drawn, lanes)]
+            self._run(begun, LAUNCHES[launch], WARM_STEPS, WARM_STEPS)
+            started = self._clock()
+            self._run(begun, LAUNCHES[launch], check_every, steps)
+            return (self._clock() - started) / steps
 
-    def steps(self, groups: int, drawn: int) -> Steps:
-        """Steps as `generate` has them once each row has drawn `drawn` tokens, its caches full of zeros."""
+    def steps(self, model: nn.Module, groups: int, drawn: int, lanes: int = 1) -> list[LaneSteps]:
+        """What `generate` has once each row has drawn `drawn` tokens, its caches full of zeros."""
         work = self._work
         lengths = work.lengths[:groups]
-        caches = cache_rows.plain_caches(self._model)
+        caches = cache_rows.plain_caches(model)
         # One token: recurrent states come into being, the others show their shapes.
-        self._model(mx.zeros((groups, 1), mx.int32), cache=caches)
+        model(mx.zeros((groups, 1), mx.int32), cache=caches)
         for cache in caches:
             _extend(cache, max(lengths) - 1)
         mx.eval(list(arrays_of(cache_rows.arrays(caches))))
+        places = list(range(groups * work.num_generations))
+        shared = work.policy, model, caches, lengths, work.num_generations
+        if lanes > 1:
+            return grid_lanes(*shared, lanes, room=work.max_new_tokens, drawn=drawn)
         if work.shares_prefix:
-            return shared_steps(
-                work.policy,
-                self._model,
-                caches,
-                lengths,
-                work.num_generations,
-                room=work.max_new_tokens,
-                drawn=drawn,
-            )
-        cache_rows.keep_rows(caches, [p for p in range(groups) for _ in range(work.num_generations)])
+            steps = shared_steps(*shared, room=work.max_new_tokens, drawn=drawn)
+            return [(steps, places, lane_stream(0))]
+        cache_rows.keep_rows(caches, [place // work.num_generations for place in places])
         for cache in caches:
             _extend(cache, drawn)
         mx.eval(list(arrays_of(cache_rows.arrays(caches))))
-        return CacheSteps(self._model, caches)
+        return [(CacheSteps(model, caches), places, lane_stream(0))]
 
-    def _run(
-        self,
-        logits_bv: mx.array,
-        taken: Steps,
-        keys_b2: mx.array,
-        launch: Callable[..., Any],
-        check_every: int,
-        steps: int,
-    ) -> mx.array:
-        block = []
+    def _begun(self, steps: Steps, places: list[int], stream: mx.Stream) -> Lane:
+        rows = len(places)
+        keys_b2 = completion_keys(mx.random.key(0), mx.arange(rows), mx.zeros((rows,), mx.int32))
+        with mx.stream(stream):
+            return Lane(steps, steps(mx.zeros((rows,), mx.int32)), keys_b2, places, stream)
+
+    def _run(self, lanes: list[Lane], launch: Callable[..., Any], check_every: int, steps: int) -> None:
         for n in range(steps):
-            drawn = self._draw(logits_bv, keys_b2, mx.full((keys_b2.shape[0],), n, mx.uint32))
-            launch(drawn)
-            block.append(drawn["tokens"])
-            if (n + 1) % check_every == 0 or n + 1 == steps:
-                on_host(mx.stack(block, axis=1))
-                block = []
-            logits_bv = taken(drawn["tokens"])
-        mx.eval(logits_bv)
-        return logits_bv
+            for lane in lanes:
+                with mx.stream(lane.stream):
+                    n_b = mx.full((len(lane.rows),), n, mx.uint32)
+                    lane.drawn.append(self._draw(lane.logits_bv, lane.keys_b2, n_b))
+            launch([lane.drawn[-1] for lane in lanes])
+            token_b = [lane.drawn[-1]["tokens"] for lane in lanes]
+            look = (n + 1) % check_every == 0 or n + 1 == steps
+            for lane, tokens in zip(lanes, token_b, strict=True):
+                if look:
+                    on_host(mx.stack([drawn["tokens"] for drawn in lane.drawn], axis=1))
+                    lane.drawn = []
+                with mx.stream(lane.stream):
+                    lane.logits_bv = lane.steps(tokens)
+        mx.eval([lane.logits_bv for lane in lanes])
 
 
 def _extend(cache: Any, tokens: int) -> None:

@@ -14,6 +14,7 @@ from grpo_fn.decode_loop import FindStop
 from grpo_fn.rewards import extract_answer, numbers_equal
 from grpo_fn.trees import Tree
 from runners.data import epoch_order
+from runners.launching import keywords
 from runners.prompts import Example
 from runners.tokenizers import TextDecoder
 
@@ -55,10 +56,12 @@ def evaluate(
     eos_ids: Sequence[int],
     find_stop: FindStop | None = None,
     max_batch: int = 0,
+    launch: str = "eval",
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalResult:
     """Greedy completions of all examples, compared with the gold answers: numbers as numbers, else as texts.
 
+    `launch` is as in a config, once that is settled.
     `progress(done, total)` is called after each batch of problems.
     """
     started = time.perf_counter()
@@ -75,6 +78,7 @@ def evaluate(
             sampler=g.Sampler(temperature=0.0),
             eos_ids=eos_ids,
             find_stop=find_stop,
+            **keywords(launch),
         )
         texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
         if progress is not None:

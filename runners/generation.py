@@ -15,6 +15,7 @@ from grpo_fn.decode_loop import FindStop
 from grpo_fn.sampling import completion_keys, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.inference import InferenceModel
+from runners.launching import keywords
 from runners.tokenizers import TextDecoder
 
 ROWS = 256  # completions decoded together where nothing is said
@@ -224,8 +225,8 @@ def generate_batches(
             find_stop=end,
             first_prompt=start,
             # On a CPU a look at which rows have ended costs nothing, and their steps are saved.
-            check_every=8 if model.pipelined else 1,
-            pipelined=model.pipelined,
+            check_every=8 if model.launch == "async" else 1,
+            **keywords(model.launch),
         )
         found = rollout.completions()
         if speed is not None:

@@ -14,6 +14,7 @@ import grpo_fn as g
 from runners.adapters import base_of, read_adapters
 from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
+from runners.launching import launches
 from runners.model_files import is_adapter_folder, resolve_model
 from runners.model_reading import own_loader, read_model
 
@@ -33,7 +34,7 @@ class InferenceModel:
     path: Path  # the folder it was loaded from
     adapter: Path | None  # the folder of its adapters
     eos_ids: tuple[int, ...]
-    pipelined: bool  # whether steps are handed to the device without waiting
+    launch: str  # of decoding steps, as `rollout.launch` in a config
     notices: tuple[str, ...]
 
 
@@ -81,6 +82,6 @@ def load_inference(
         path=path,
         adapter=Path(adapter).expanduser() if adapter else None,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
-        pipelined=platform.backend != "cpu",
+        launch=launches(platform)[0],
         notices=notices,
     )

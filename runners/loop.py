@@ -192,6 +192,7 @@ class Loop:
             eos_ids=self.run.loaded.eos_ids,
             find_stop=self.run.find_stop,
             max_batch=config.rollout.max_batch,
+            launch=config.rollout.launch,
         )
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}

@@ -26,6 +26,7 @@ from runners.adapters import new_adapters
 from runners.config import Config
 from runners.dtypes import choose_dtype
 from runners.errors import UserError, first_lines
+from runners.launching import launches
 from runners.model_files import hub_errors, read_json, resolve_model
 from runners.model_reading import load_module, own_loader
 from runners.platform import Platform
@@ -63,6 +64,8 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
+    wish = config.rollout.launch
+    lanes = "split" in (launches(platform) if wish == "auto" else [wish])
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -74,7 +77,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=0 if _rollout_packing(config) else sampling_form_bytes(module, compute),
+            sampling=0 if _rollout_packing(config) else sampling_form_bytes(module, compute, lanes=lanes),
         ),
         shares_prompts=can_share(module),
         shares_prefix=sharing_pays() and shares_prefix(module),

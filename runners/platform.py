@@ -63,6 +63,7 @@ class Platform:
     backend: str  # "metal" | "cuda" | "cpu"
     blas: str | None = None
     device: str = ""
+    cores: int = 1  # that this process may use
     notices: tuple[str, ...] = ()
 
     @property
@@ -134,7 +135,7 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
         keep_freed_memory()
     notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
     device = str(mx.device_info().get("device_name", "")) or backend
-    return Platform(backend=backend, blas=found.library, device=device, notices=notices)
+    return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)
 
 
 def memory() -> Memory:
@@ -144,6 +145,12 @@ def memory() -> Memory:
     info = mx.device_info()
     total = int(info.get("memory_size", 0) or info.get("total_memory", 0)) or _total_ram()
     return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _backend(mx) -> str:

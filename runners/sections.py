@@ -36,7 +36,7 @@ Quantization = Literal[
 ]
 RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
-Launch = Literal["auto", "eval", "async"]
+Launch = Literal["auto", "eval", "async", "split"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
 Level = Literal["token", "sequence"]
@@ -120,7 +120,7 @@ class RolloutConfig:
     quantize_head: bool = False  # embeddings and head too
     mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
     auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
-    launch: Launch = "auto"  # of a decoding step: wait for it, or hand it over; auto: measured
+    launch: Launch = "auto"  # of decoding steps: see `launching`; auto: measured
     check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
     max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
 

@@ -16,6 +16,7 @@ from runners.auto_quantization import settle_quantization
 from runners.config import Config
 from runners.data import load_rows
 from runners.evaluate import held_out
+from runners.launching import keywords
 from runners.learner import Learner, build_learner
 from runners.micro_batch import settle_micro_batch
 from runners.models import LoadedModel, load_model
@@ -175,7 +176,7 @@ def _collector(
                 find_stop=find_stop,
                 max_batch=rollout.max_batch,
                 check_every=rollout.check_every,
-                pipelined=rollout.launch == "async",
+                **keywords(rollout.launch),
             )
 
         return role.draw(sample, params)

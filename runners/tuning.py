@@ -20,6 +20,7 @@ from grpo_fn.sampling_form import sampling_form_bytes
 from grpo_fn.trees import nbytes
 from runners.config import Config
 from runners.decode_choice import Candidates, Times, choose, hopeless, measure, usual
+from runners.launching import launches
 from runners.platform import Platform
 from runners.row_memory import cast_bytes, free_memory, groups_that_fit
 from runners.sections import RolloutConfig
@@ -51,7 +52,8 @@ def tuned(
     rollout = config.rollout
     if is_fixed(rollout):
         return config, ()
-    candidates = Candidates.of(rollout, work, platform.backend, _fitting(config, work, state))
+    ways = launches(platform)
+    candidates = Candidates.of(rollout, work, ways, _fitting(config, work, state, "split" in ways))
     facts = _facts(config, work, model_config, platform, candidates)
     file = cache_file()
     answer, fault = recall(file, facts)
@@ -85,14 +87,14 @@ def tuned(
     return attrs.evolve(config, rollout=filled), (line, *(fault for fault in faults if fault))
 
 
-def _fitting(config: Config, work: Workload, state: Any) -> int:
+def _fitting(config: Config, work: Workload, state: Any, lanes: bool) -> int:
     """How many prompts' groups memory holds beside the run's own arrays, made already or not."""
     if config.rollout.max_batch:
         return len(work.lengths)
     coming = max(nbytes(state, work.policy.frozen) - mx.get_active_memory(), 0)
     free = free_memory(config.system.memory_limit_gb) - coming - cast_bytes(work)
     with work.policy.bound(work.params) as model:
-        return groups_that_fit(work, model, free - sampling_form_bytes(model))
+        return groups_that_fit(work, model, free - sampling_form_bytes(model, lanes=lanes))
 
 
 def _facts(

@@ -22,7 +22,7 @@ KEPT = 200  # answers; the oldest go first
 class Decoding:
     """How completions are decoded; see `grpo_fn.generate`."""
 
-    launch: str  # "eval" | "async"
+    launch: str  # as in `launching`
     check_every: int  # steps between looks at which rows have ended
     max_batch: int  # rows together; 0: all
 
@@ -50,7 +50,8 @@ def recall(file: Path, facts: Mapping[str, Any]) -> tuple[Decoding | None, str |
     except (KeyError, TypeError):
         return None, f"{file}: an answer in it is damaged; it is measured again"
     whole = isinstance(answer.check_every, int) and isinstance(answer.max_batch, int)
-    if answer.launch not in ("eval", "async") or not whole or answer.check_every < 1 or answer.max_batch < 0:
+    known = answer.launch in ("eval", "async", "split")
+    if not known or not whole or answer.check_every < 1 or answer.max_batch < 0:
         return None, f"{file}: an answer in it is damaged; it is measured again"
     return answer, None
 

@@ -61,6 +61,11 @@ class Workload:
         return self.policy.shares_prefix and sharing_pays()
 
     @property
+    def takes_lanes(self) -> bool:
+        """Whether `generate` decodes in lanes where it is asked to, by its own rule."""
+        return self.policy.takes_lanes and self.shares_prefix and self.rows > 1
+
+    @property
     def step_flops(self) -> float:
         """Operations of one decoding step of all rows, at two for a weight."""
         weights = sum(leaf.size for tree in (self.params, self.policy.frozen) for leaf in arrays_of(tree))

@@ -14,6 +14,8 @@ from grpo_fn.prefixes import PrefixCache, fork
 from runners import decode_choice, decode_probe
 from runners.decode_choice import Candidates, Times, choose, hopeless, measure, usual
 from runners.decode_probe import Probe
+from runners.launching import launches
+from runners.platform import Platform
 from runners.sections import RolloutConfig
 from runners.tuning_cache import Decoding
 from runners.workload import Workload
@@ -30,9 +32,10 @@ def work_of(name="llama", **changes):
     return Workload(policy=policy, params=policy.params, **(values | changes))
 
 
-def candidates_of(work, backend="cuda", fitting=4, **wish):
+def candidates_of(work, backend="cuda", fitting=4, cores=1, **wish):
     """What a config leaves open."""
-    return Candidates.of(RolloutConfig(**wish), work, backend, fitting)
+    ways = launches(Platform(backend, cores=cores))
+    return Candidates.of(RolloutConfig(**wish), work, ways, fitting)
 
 
 def times_of(candidates, seconds):
@@ -48,6 +51,8 @@ def test_what_is_left_open():
     assert candidates_of(work, "cpu", 3).groups == (3, 2, 1)
     assert candidates_of(work, "cpu", 1).groups == (1,)
     assert candidates_of(work, "cpu").launches == ("eval", "async")
+    assert candidates_of(work, "cpu", cores=2).launches == ("split", "eval", "async")
+    assert candidates_of(work, "cpu", cores=16).launches == ("eval", "split", "async")
     fixed = candidates_of(work, launch="eval", check_every=5, max_batch=5)
     assert fixed == Candidates((2,), ("eval",), (5,))
     assert candidates_of(work, max_batch=100).groups == (4,)
@@ -125,9 +130,11 @@ def test_a_probe_has_the_caches_of_the_real_thing(name, drawn):
             cache_rows.keep_rows(real, [0, 0, 1, 1])
         for _ in range(drawn):
             model(mx.zeros((4, 1), mx.int32), cache=real)
-        probe = Probe(work, model)
+        probe = Probe(work)
         assert probe.measurable
-        made = probe.steps(2, drawn).caches
+        [(steps, places, _)] = probe.steps(model, 2, drawn)
+        made = steps.caches
+        assert places == [0, 1, 2, 3]
         # One more token, as buffers grow differently before it.
         for caches in (real, made):
             model(mx.zeros((4, 1), mx.int32), cache=caches)
@@ -153,7 +160,7 @@ def test_a_probe_keeps_prompts_as_generate_does(name, monkeypatch):
     assert bool(forks) == work.shares_prefix
 
 
-@pytest.mark.parametrize("launch", ["eval", "async"])
+@pytest.mark.parametrize("launch", ["eval", "async", "split"])
 def test_a_run_of_steps_launches_and_looks(launch, monkeypatch):
     """Each step is launched as asked; tokens come to the host every so many, and at the end."""
     work, seen = work_of(), Counter()
@@ -166,11 +173,14 @@ def test_a_run_of_steps_launches_and_looks(launch, monkeypatch):
         decode_probe, "on_host", lambda array: seen.update({array.shape: 1}) or on_host(array)
     )
     ticks = iter([10.0, 15.0])
-    with work.policy.bound(work.params) as model:
-        probe = Probe(work, model, lambda: next(ticks))
-        assert probe.seconds_per_step(launch, 4, groups=3, drawn=5, steps=10) == 0.5
+    probe = Probe(work, lambda: next(ticks))
+    assert probe.seconds_per_step(launch, 4, groups=3, drawn=5, steps=10) == 0.5
     warm = decode_probe.WARM_STEPS
-    assert seen == {launch: 10 + warm, (6, 4): 2, (6, 2): 2 if warm == 2 else 1}
+    assert warm == 2
+    if launch == "split":
+        assert seen == {launch: 10 + warm, (3, 4): 4, (3, 2): 4}, "half of the rows in each lane"
+    else:
+        assert seen == {launch: 10 + warm, (6, 4): 2, (6, 2): 2}
 
 
 def test_every_candidate_is_measured_in_turn(monkeypatch):
@@ -217,10 +227,10 @@ def test_slow_steps_are_measured_less(step, groups, steps, monkeypatch):
 def test_a_real_model_is_measured():
     """Real steps under a clock of a millisecond a look: all samples are there, and the answer a candidate."""
     work, looks = work_of(max_new_tokens=32), count(1)
-    candidates = candidates_of(work, "cpu", max_batch=4)
+    candidates = candidates_of(work, "cpu", max_batch=4, cores=2)
     times, left, _ = measure(work, candidates, lambda: 0.001 * next(looks))
     assert times is not None and left == candidates and set(times.samples) == set(candidates.timings)
     assert all(sample > 0 for taken in times.samples.values() for sample in taken)
     answer = choose(times, left, work)
-    assert answer.launch in ("eval", "async") and answer.check_every in (4, 8, 16, 32)
+    assert answer.launch in ("eval", "async", "split") and answer.check_every in (4, 8, 16, 32)
     assert answer.max_batch == 4

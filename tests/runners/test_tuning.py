@@ -10,6 +10,7 @@ import grpo_fn as g
 from runners import decode_choice, tuning
 from runners.config import load_config
 from runners.decode_choice import CHECKS
+from runners.launching import keywords
 from runners.platform import Platform
 from runners.report import Quiet
 from runners.sections import RolloutConfig
@@ -182,12 +183,12 @@ def test_no_candidate_changes_a_token(name):
             eos_ids=range(4),
             max_batch=max_batch,
             check_every=check_every,
-            pipelined=launch == "async",
+            **keywords(launch),
         )
 
     want = roll("eval", 1, 0)
     assert len(set(want.lengths_b.tolist())) > 3
-    for launch in ("eval", "async"):
+    for launch in ("eval", "async", "split"):
         for check_every in CHECKS:
             for max_batch in (0, 8, 4):
                 got = roll(launch, check_every, max_batch)
