@@ -24,7 +24,9 @@ def turned(x: mx.array, position: mx.array, base: float) -> mx.array:
     """The heads [B,H,1,D], first half and second half a pair, turned by their position, [] or [B]."""
     frequency, straight, crossed = _parts(x.shape[-1], base)
     angle = position.astype(mx.float32)[..., None, None, None] * frequency
-    matrix = straight * mx.cos(angle) + crossed * mx.sin(angle)
+    # In arrays of their own: one kernel for all would take a sine of each of the matrix's numbers.
+    cosine, sine = mx.contiguous(mx.cos(angle)), mx.contiguous(mx.sin(angle))
+    matrix = straight * cosine + crossed * sine
     return x @ (matrix.squeeze() if position.ndim == 0 else matrix)
 
 
