@@ -19,7 +19,7 @@ from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
 from grpo_fn.rollouts import Rollout
-from grpo_fn.sampling import Sampler, completion_keys, seen_tokens
+from grpo_fn.sampling import Sampler, completion_keys, seen_tokens, uniforms
 from grpo_fn.trees import Tree
 
 
@@ -107,7 +107,9 @@ def generate(
                 index = mx.array([place // num_generations for place in places])
                 seen_bv = None if seen_pv is None else seen_pv[index]
                 mine = [rows[place] for place in places]
-                begun.append(Lane(steps, logits_pv[index], keys_b2[mx.array(places)], mine, stream, seen_bv))
+                # All at once on the device: a number that the host hands over at each step is waited for.
+                uniform_nb = uniforms(keys_b2[mx.array(places)], 0, max_new_tokens)
+                begun.append(Lane(steps, logits_pv[index], uniform_nb, mine, stream, seen_bv))
             decoder.run(begun, whole)
     return whole.rollout(prompts, num_generations)
 

@@ -76,13 +76,11 @@ class Decoder:
     def run(self, lanes: list[Lane], whole: Columns) -> None:
         """Decode until every row has ended."""
         texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}
-        # Made at once on the device: a number that the host hands over at each step is waited for.
-        numbers = mx.arange(self._max_new_tokens, dtype=mx.uint32)
         start = 0
         for n in range(self._max_new_tokens):
             for lane in lanes:
                 with mx.stream(lane.stream):
-                    lane.drawn.append(self._drawn(lane, numbers[n]))
+                    lane.drawn.append(self._drawn(lane, n))
             self._launch([lane.drawn[-1] for lane in lanes])
             tokens = [lane.drawn[-1]["tokens"] for lane in lanes]
             last = n + 1 == self._max_new_tokens
@@ -103,11 +101,11 @@ class Decoder:
             if not lanes:
                 return
 
-    def _drawn(self, lane: Lane, n: mx.array) -> dict[str, mx.array]:
+    def _drawn(self, lane: Lane, n: int) -> dict[str, mx.array]:
         """The n-th token of each row."""
         if lane.seen_bv is not None:
             lane.logits_bv = penalize(lane.logits_bv, lane.seen_bv, self._penalty)
-        drawn = self._draw(lane.logits_bv, lane.keys_b2, mx.broadcast_to(n, (len(lane.rows),)))
+        drawn = self._draw(lane.logits_bv, lane.uniform_nb[n])
         if lane.seen_bv is not None:
             lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
         return drawn

@@ -26,7 +26,7 @@ class Lane:
 
     steps: Steps
     logits_bv: mx.array  # of the next token
-    keys_b2: mx.array
+    uniform_nb: mx.array  # the random number of each draw
     rows: list[int]  # numbers of its rows in the whole
     stream: mx.Stream
     seen_bv: mx.array | None = None  # the tokens that each row has had, where repeating them is penalized
@@ -40,7 +40,7 @@ class Lane:
         """Go on with the rows at these places alone."""
         self.steps.keep(kept)
         index = mx.array(kept)
-        self.keys_b2, self.rows = self.keys_b2[index], [self.rows[i] for i in kept]
+        self.uniform_nb, self.rows = self.uniform_nb[:, index], [self.rows[i] for i in kept]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]
 
 

@@ -56,6 +56,24 @@ def sample(
     Raises:
         ValueError: a shape or a number is out of range.
     """
+    sampler = Sampler(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    drawn = sampler(logits_bv, keys_b2)
+    return drawn["tokens"], drawn["logp"]
+
+
+def uniforms(keys_b2: mx.array, first: int, count: int) -> mx.array:
+    """The random numbers [N,B] that rows with these keys take for their draws `first`, `first` + 1, …"""
+    numbers = mx.repeat(mx.arange(first, first + count), keys_b2.shape[0])
+    return _uniform(fold_in(mx.tile(keys_b2, (count, 1)), numbers)).reshape(count, -1)
+
+
+def _uniform(keys_b2: mx.array) -> mx.array:
+    return mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
+
+
+def _sample(
+    logits_bv: mx.array, uniform_b: mx.array, temperature: float, top_p: float, top_k: int, min_p: float
+) -> tuple[mx.array, mx.array]:
     check_rank("logits_bv", logits_bv, 2)
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
         raise ValueError(
@@ -67,7 +85,6 @@ def sample(
         token_b = mx.argmax(z_bv, axis=-1)
         logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
         return token_b.astype(mx.int32), logp_b
-    uniform_b = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
     if takes_logits(logits_bv) and top_p == 1 and top_k == 0 and min_p == 0:
         return draw_rows(logits_bv, uniform_b, temperature)
     z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -144,14 +161,11 @@ class Sampler:
 
     def __call__(self, logits_bv: mx.array, keys_b2: mx.array) -> dict[str, mx.array]:
         """Token and log-prob of each row, and its entropy where asked for."""
-        token_b, logp_b = sample(
-            logits_bv,
-            keys_b2,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-        )
+        return self.at(logits_bv, _uniform(keys_b2))
+
+    def at(self, logits_bv: mx.array, uniform_b: mx.array) -> dict[str, mx.array]:
+        """The same with the random number of each row, from [0, 1)."""
+        token_b, logp_b = _sample(logits_bv, uniform_b, self.temperature, self.top_p, self.top_k, self.min_p)
         drawn = {"tokens": token_b, "logp": logp_b}
         if self.with_entropy:
             drawn["entropy"] = entropy(logits_bv, self.temperature or 1.0)
@@ -160,5 +174,5 @@ class Sampler:
 
 @functools.cache
 def drawing(sampler: Sampler) -> Compiled:
-    """`draw(logits_bv, keys_b2, n_b)`: each row's n-th token. One value a sampler, so traced once a shape."""
-    return compiled(lambda logits_bv, keys_b2, n_b: sampler(logits_bv, fold_in(keys_b2, n_b)))
+    """`Sampler.at`, compiled. One value a sampler, so traced once a shape."""
+    return compiled(sampler.at)

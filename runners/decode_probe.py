@@ -15,7 +15,7 @@ import mlx.nn as nn
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
-from grpo_fn.sampling import completion_keys, drawing
+from grpo_fn.sampling import drawing
 from grpo_fn.trees import arrays_of, on_host
 from runners.launching import keywords
 from runners.workload import Workload
@@ -81,16 +81,16 @@ class Probe:
 
     def _begun(self, steps: Steps, places: list[int], stream: mx.Stream) -> Lane:
         rows = len(places)
-        keys_b2 = completion_keys(mx.random.key(0), mx.arange(rows), mx.zeros((rows,), mx.int32))
+        uniform_nb = mx.full((1, rows), 0.5)
+        mx.eval(uniform_nb)
         with mx.stream(stream):
-            return Lane(steps, steps(mx.zeros((rows,), mx.int32)), keys_b2, places, stream)
+            return Lane(steps, steps(mx.zeros((rows,), mx.int32)), uniform_nb, places, stream)
 
     def _run(self, lanes: list[Lane], launch: Callable[..., Any], check_every: int, steps: int) -> None:
         for n in range(steps):
             for lane in lanes:
                 with mx.stream(lane.stream):
-                    n_b = mx.full((len(lane.rows),), n, mx.uint32)
-                    lane.drawn.append(self._draw(lane.logits_bv, lane.keys_b2, n_b))
+                    lane.drawn.append(self._draw(lane.logits_bv, lane.uniform_nb[0]))
             launch([lane.drawn[-1] for lane in lanes])
             token_b = [lane.drawn[-1]["tokens"] for lane in lanes]
             look = (n + 1) % check_every == 0 or n + 1 == steps

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.decode_loop import FindStop
-from grpo_fn.sampling import completion_keys, drawing, mark_seen, penalize, seen_tokens
+from grpo_fn.sampling import completion_keys, drawing, mark_seen, penalize, seen_tokens, uniforms
 from grpo_fn.trees import on_host
 from runners.inference import InferenceModel
 from runners.launching import keywords
@@ -163,8 +163,14 @@ def draws(sampling: Sampling, number: int = 0) -> Callable[[mx.array], mx.array]
     """mlx-lm's sampler: the n-th call draws the n-th token of completion 0 of a prompt."""
     key_12 = completion_keys(mx.random.key(sampling.seed), mx.array([number]), mx.array([0]))
     draw = drawing(sampling.sampler())
-    steps = itertools.count()
-    return lambda logits_1v: draw(logits_1v, key_12, mx.full((1,), next(steps), mx.uint32))["tokens"]
+    numbers = _numbers(key_12)
+    return lambda logits_1v: draw(logits_1v, next(numbers))["tokens"]
+
+
+def _numbers(key_12: mx.array) -> Iterator[mx.array]:
+    """The random number [1] of each draw."""
+    for first in itertools.count(step=256):
+        yield from uniforms(key_12, first, 256)
 
 
 def penalty(sampling: Sampling, prompt: Tokens | None) -> Callable[[mx.array, mx.array], mx.array]:
