@@ -25,6 +25,8 @@ from grpo_fn.prefixes import OneToken
 from grpo_fn.trees import Tree, arrays_of
 
 ROOM = 64  # tokens by which the rows' own part grows, and to a multiple of which prompts are cut
+# Prompts up to this length stand in each of their rows' own part: a fifth fewer operations, but copies.
+SHORT, _STEP = 64, 32
 
 _FEW = 2**14  # scores of which one operation takes less time than the several of `elementwise.softmax`
 _LENGTH = 512  # positions of a prompt in one product, at most
@@ -40,18 +42,23 @@ class Prompts:
     values: mx.array  # [P,K,C,1,L/C,D]
 
     @classmethod
-    def of(cls, keys_pkld: mx.array, values_pkld: mx.array, length: int) -> "Prompts":
-        """With that many positions, a multiple of `ROOM`; those past the end of the prompt are masked."""
+    def of(cls, keys_pkld: mx.array, values_pkld: mx.array) -> "Prompts":
+        """Of a length that divides well."""
+        part = divisor(keys_pkld.shape[2], _LENGTH)
 
-        def cut(a: mx.array) -> mx.array:
-            a = a[:, :, :length] if a.shape[2] >= length else _longer(a, length - a.shape[2])
-            return a.reshape(*a.shape[:2], -1, 1, divisor(length, _LENGTH), a.shape[-1])
+        def parts(a: mx.array) -> mx.array:
+            return a.reshape(*a.shape[:2], -1, 1, part, a.shape[-1])
 
-        return cls(mx.contiguous(cut(keys_pkld).swapaxes(-1, -2)), mx.contiguous(cut(values_pkld)))
+        return cls(mx.contiguous(parts(keys_pkld).swapaxes(-1, -2)), mx.contiguous(parts(values_pkld)))
 
     @property
     def _parts(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def count(self) -> int:
+        """P."""
+        return self.keys.shape[0]
 
     @property
     def length(self) -> int:
@@ -83,48 +90,50 @@ class Prompts:
 class _GridCache(OneToken):
     """One layer's cache while a step is traced."""
 
-    prompt: Prompts
-    own: Pair  # [P,K,G,T,D]; with the new token once it has come
-    start: mx.array  # position of the first own token: of all rows, or [B]
-    used: mx.array  # own tokens so far, the same of all rows
-    seen: mx.array  # which of L + T a row sees: [1 or P,1,1,1,L+T]
+    prompt: Prompts | None  # None: `own` begins with it
+    own: Pair  # [B,K,T,D]; with the new token once it has come
+    at: mx.array  # where in `own` that goes: [1]
+    position: mx.array  # of the new token: of all rows, or [B]
+    seen: mx.array  # which of all positions a row sees: [P,1,1,1,L+T], or [B,1,1,T] without `prompt`
 
     @property
     def offset(self) -> mx.array:
         """Position of the next token."""
-        return self.start + self.used
+        return self.position
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Take the new key and value [B,K,1,D] in."""
-        prompts, shared, rows, _, _ = self.own[0].shape
-        at = self.used[None]
-
-        def grown(held: mx.array, new: mx.array) -> mx.array:
-            new = new.reshape(prompts, rows, shared, 1, -1).swapaxes(1, 2)
-            return mx.slice_update(held, new, at, (3,))
-
-        self.own = grown(self.own[0], keys), grown(self.own[1], values)
+        held, at = self.own, self.at
+        self.own = mx.slice_update(held[0], keys, at, (2,)), mx.slice_update(held[1], values, at, (2,))
         return self.own
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: None
     ) -> mx.array:
         """Attention [B,H,1,D] over the prompt and the own tokens."""
-        prompts, shared, rows, _, width = keys.shape
-        q_pgkrd = (queries * scale).reshape(prompts, rows, shared, -1, width)
-        q_pkgrd = q_pgkrd.swapaxes(1, 2)
-        scores = [self.prompt.scores(q_pkgrd), q_pkgrd @ keys.swapaxes(-1, -2)]
-        length = self.prompt.length
-        scores = mx.where(self.seen, mx.concatenate(scores, axis=-1), mx.finfo(keys.dtype).min)
-        weights = softmax(scores) if scores.size > _FEW else mx.softmax(scores, axis=-1, precise=True)
-        out = self.prompt.mixed(weights[..., :length]) + weights[..., length:] @ values
-        return out.swapaxes(1, 2).reshape(*queries.shape[:-1], -1)
+        rows, shared, room, width = keys.shape
+        q_bkrd = (queries * scale).reshape(rows, shared, -1, width)
+        own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
+        if self.prompt is None:
+            return (self._weights(own_bkrt) @ values).reshape(*queries.shape[:-1], -1)
+        length, grid = self.prompt.length, (self.prompt.count, -1, *q_bkrd.shape[1:3])
+        scores_pkgrl = self.prompt.scores(q_bkrd.reshape(*grid, width).swapaxes(1, 2))
+        both = mx.concatenate([scores_pkgrl.swapaxes(1, 2), own_bkrt.reshape(*grid, room)], axis=-1)
+        weights_pgkrx = self._weights(both)
+        of_prompt = self.prompt.mixed(weights_pgkrx[..., :length].swapaxes(1, 2)).swapaxes(1, 2)
+        of_own = weights_pgkrx[..., length:].reshape(own_bkrt.shape) @ values
+        return (of_prompt + of_own.reshape(of_prompt.shape)).reshape(*queries.shape[:-1], -1)
+
+    def _weights(self, scores: mx.array) -> mx.array:
+        scores = mx.where(self.seen, scores, mx.finfo(scores.dtype).min)
+        return softmax(scores) if scores.size > _FEW else mx.softmax(scores, axis=-1, precise=True)
 
 
 def grid_forward(
     bound: Callable[[Tree, Tree], AbstractContextManager[nn.Module]],
     params: Tree,
     prompts: list[Prompts],
+    room: int,
     lengths_p: mx.array,
     start: mx.array,
     own: list[Pair],
@@ -133,13 +142,23 @@ def grid_forward(
 ) -> tuple[mx.array, list[Pair]]:
     """The function that a policy compiles for `GridSteps`; `params` are all leaves of the model.
 
-    Returns logits [B,V], and the own keys and values with the new ones.
+    Args as its fields; `prompts` is empty where `own` begins with them.
+
+    Returns:
+        Logits [B,V], and the own keys and values with the new ones.
     """
-    length, room = prompts[0].length, own[0][0].shape[3]
+    inside = own[0][0].shape[2] - room
+    length = prompts[0].length if prompts else inside
     seen_pl = mx.arange(length) < lengths_p[:, None]
     seen_pt = mx.broadcast_to(mx.arange(room) <= used, (seen_pl.shape[0], room))
-    seen = mx.concatenate([seen_pl, seen_pt], axis=1)[:, None, None, None]
-    caches = [_GridCache(prompt, mine, start, used, seen) for prompt, mine in zip(prompts, own, strict=True)]
+    seen_px = mx.concatenate([seen_pl, seen_pt], axis=1)[:, None, None]
+    rows = token_b.shape[0] // lengths_p.shape[0]
+    seen = seen_px[:, None] if prompts else mx.repeat(seen_px, rows, axis=0)
+    at, position = (inside + used)[None], start + used
+    caches = [
+        _GridCache(prompt, mine, at, position, seen)
+        for prompt, mine in zip(prompts or [None] * len(own), own, strict=True)
+    ]
     with bound(params, {}) as model:
         logits = model(token_b[:, None], cache=caches)[:, -1]
     return logits, [cache.own for cache in caches]
@@ -173,16 +192,27 @@ class GridSteps:
         self._step, self._params = step, params
         self._lengths, self._group_size, self._most = list(lengths), group_size, room
         self._first = len(self._lengths), group_size
-        cut = -(-max(lengths) // ROOM) * ROOM
-        self._prompts = [Prompts.of(keys, values, cut) for keys, values in prompts]
-        self._used = drawn
-        self._own = [(self._none(keys), self._none(values)) for keys, values in prompts]
+        self._used, self._room = drawn, self._enough(drawn)
+        longest = max(lengths)
+        if longest <= SHORT:
+            self._prompts, inside = [], -(-longest // _STEP) * _STEP
+            repeated = [
+                tuple(mx.repeat(_cut(a, inside), group_size, axis=0) for a in pair) for pair in prompts
+            ]
+            self._own = [
+                (_longer(keys, self._room), _longer(values, self._room)) for keys, values in repeated
+            ]
+        else:
+            cut = -(-longest // ROOM) * ROOM
+            self._prompts = [Prompts.of(_cut(keys, cut), _cut(values, cut)) for keys, values in prompts]
+            self._own = [(self._none(keys), self._none(values)) for keys, values in prompts]
         self._prepare()
 
     def __call__(self, token_b: mx.array) -> mx.array:
         """As `decode_step.Steps`."""
-        if self._used == self._own[0][0].shape[3]:
-            more = self._room() - self._used
+        if self._used == self._room:
+            self._room = self._enough(self._used)
+            more = self._room - self._used
             self._own = [(_longer(keys, more), _longer(values, more)) for keys, values in self._own]
             self._prepare()
         own = [a for pair in self._own for a in pair]
@@ -209,24 +239,24 @@ class GridSteps:
     def keep(self, rows: list[int]) -> None:
         """As `decode_step.Steps`; of each prompt as many, or none."""
         prompts = sorted({row // self._group_size for row in rows})
-        group_size = len(rows) // len(prompts)
-        index = mx.array(rows, mx.int32).reshape(len(prompts), group_size) % self._group_size
-        index = index[:, None, :, None, None]
-        which = mx.array(prompts, mx.int32)
-        self._own = [tuple(mx.take_along_axis(a[which], index, axis=2) for a in pair) for pair in self._own]
+        index, which = mx.array(rows, mx.int32), mx.array(prompts, mx.int32)
+        self._own = [(keys[index], values[index]) for keys, values in self._own]
         if len(prompts) < len(self._lengths):
             self._prompts = [Prompts(prompt.keys[which], prompt.values[which]) for prompt in self._prompts]
             self._lengths = [self._lengths[p] for p in prompts]
-        self._group_size = group_size
+        self._group_size = len(rows) // len(prompts)
         self._prepare()
 
     def _none(self, prompt_pkld: mx.array) -> mx.array:
         prompts, shared, _, width = prompt_pkld.shape
-        return mx.zeros((prompts, shared, self._group_size, self._room(), width), prompt_pkld.dtype)
+        return mx.zeros((prompts * self._group_size, shared, self._room, width), prompt_pkld.dtype)
 
-    def _room(self) -> int:
-        """For own tokens, when the next one comes."""
-        return min(self._used // ROOM * ROOM + ROOM, -(-max(self._most, self._used + 1) // 16) * 16)
+    def _begun(self, prompt_pkld: mx.array, length: int) -> mx.array:
+        return _longer(mx.repeat(_cut(prompt_pkld, length), self._group_size, axis=0), self._room)
+
+    def _enough(self, used: int) -> int:
+        """Room for own tokens, when the next one comes."""
+        return min(used // ROOM * ROOM + ROOM, -(-max(self._most, used + 1) // 16) * 16)
 
     def _prepare(self) -> None:
         """Find the program for the shapes as they are, and what it takes beside the own tokens."""
@@ -236,10 +266,11 @@ class GridSteps:
         fixed = (
             self._params,
             self._prompts,
+            self._room,
             mx.array(self._lengths, mx.int32),
             mx.array(starts[0] if one_length else starts, mx.int32),
         )
-        self._counts = mx.arange(self._own[0][0].shape[3], dtype=mx.int32)
+        self._counts = mx.arange(self._room, dtype=mx.int32)
         mx.eval(list(arrays_of((fixed[1:], self._own, self._counts))))
         self._program, leaves = self._step.program(
             *fixed, self._own, self._counts[0], mx.zeros((rows,), mx.int32)
@@ -259,12 +290,12 @@ def takes_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
 
     def step(token_b: mx.array) -> mx.array:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
-        start, used, seen = mx.array([3, 3, 2, 2]), mx.array(0), mx.ones((2, 1, 1, 1, 5), mx.bool_)
+        at, position, seen = mx.array([0]), mx.array([3, 3, 2, 2]), mx.ones((2, 1, 1, 1, 5), mx.bool_)
         layers = []
         for cache in caches:
-            pair = cache.keys, cache.values
-            keys, values = (mx.zeros((*a.shape[:2], 2, 2, a.shape[3]), a.dtype) for a in pair)
-            layers.append(_GridCache(Prompts.of(*pair, 3), (keys, values), start, used, seen))
+            pair = cache.keys[:, :, :3], cache.values[:, :, :3]
+            keys, values = (mx.zeros((4, a.shape[1], 2, a.shape[3]), a.dtype) for a in pair)
+            layers.append(_GridCache(Prompts.of(*pair), (keys, values), at, position, seen))
         return module(token_b[:, None], cache=layers)
 
     try:
@@ -272,6 +303,12 @@ def takes_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _cut(buffer_pkld: mx.array, length: int) -> mx.array:
+    """With that many positions; those past the end of the prompt are masked."""
+    missing = length - buffer_pkld.shape[2]
+    return _longer(buffer_pkld, missing) if missing > 0 else buffer_pkld[:, :, :length]
 
 
 def _longer(buffer: mx.array, more: int) -> mx.array:

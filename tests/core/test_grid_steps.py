@@ -17,10 +17,11 @@ from tests.tiny_policies import tiny_policy, token_rows
 FOUR = [*RAGGED, [4, 4, 4]]
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    """Room for four own tokens at a time, so that it is outgrown."""
+@pytest.fixture(autouse=True, params=[0, 64], ids=["shared", "short"])
+def _small(monkeypatch, request):
+    """Room for four own tokens at a time, so that it is outgrown; prompts apart, and in each row's own part."""
     monkeypatch.setattr(grid_steps, "ROOM", 4)
+    monkeypatch.setattr(grid_steps, "SHORT", request.param)
 
 
 def both_steps(policy, prompts, generations, **options):
