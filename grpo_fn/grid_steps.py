@@ -195,13 +195,8 @@ class GridSteps:
         self._used, self._room = drawn, self._enough(drawn)
         longest = max(lengths)
         if longest <= SHORT:
-            self._prompts, inside = [], -(-longest // _STEP) * _STEP
-            repeated = [
-                tuple(mx.repeat(_cut(a, inside), group_size, axis=0) for a in pair) for pair in prompts
-            ]
-            self._own = [
-                (_longer(keys, self._room), _longer(values, self._room)) for keys, values in repeated
-            ]
+            self._prompts, cut = [], -(-longest // _STEP) * _STEP
+            self._own = [(self._begun(keys, cut), self._begun(values, cut)) for keys, values in prompts]
         else:
             cut = -(-longest // ROOM) * ROOM
             self._prompts = [Prompts.of(_cut(keys, cut), _cut(values, cut)) for keys, values in prompts]

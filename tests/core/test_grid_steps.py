@@ -19,7 +19,7 @@ FOUR = [*RAGGED, [4, 4, 4]]
 
 @pytest.fixture(autouse=True, params=[0, 64], ids=["shared", "short"])
 def _small(monkeypatch, request):
-    """Room for four own tokens at a time, so that it is outgrown; prompts apart, and in each row's own part."""
+    """Room for four own tokens at a time, so that it is outgrown; prompts apart, and in each row."""
     monkeypatch.setattr(grid_steps, "ROOM", 4)
     monkeypatch.setattr(grid_steps, "SHORT", request.param)
 
