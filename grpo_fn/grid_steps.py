@@ -26,7 +26,7 @@ from grpo_fn.trees import Tree, arrays_of
 
 ROOM = 64  # tokens by which the rows' own part grows, and to a multiple of which prompts are cut
 # Prompts up to this length stand in each of their rows' own part: a fifth fewer operations, but copies.
-SHORT, _STEP = 64, 32
+SHORT, STEP = 64, 32
 
 _FEW = 2**14  # scores of which one operation takes less time than the several of `elementwise.softmax`
 _LENGTH = 512  # positions of a prompt in one product, at most
@@ -195,8 +195,9 @@ class GridSteps:
         self._used, self._room = drawn, self._enough(drawn)
         longest = max(lengths)
         if longest <= SHORT:
-            self._prompts, cut = [], -(-longest // _STEP) * _STEP
-            self._own = [(self._begun(keys, cut), self._begun(values, cut)) for keys, values in prompts]
+            self._prompts, cut = [], -(-longest // STEP) * STEP
+            self._own = list(prompts)
+            self._each_own(lambda prompt: self._begun(prompt, cut))
         else:
             cut = -(-longest // ROOM) * ROOM
             self._prompts = [Prompts.of(_cut(keys, cut), _cut(values, cut)) for keys, values in prompts]
@@ -208,7 +209,7 @@ class GridSteps:
         if self._used == self._room:
             self._room = self._enough(self._used)
             more = self._room - self._used
-            self._own = [(_longer(keys, more), _longer(values, more)) for keys, values in self._own]
+            self._each_own(lambda own: _longer(own, more))
             self._prepare()
         own = [a for pair in self._own for a in pair]
         self._own = []  # or what they hold would be copied, not written to
@@ -235,12 +236,19 @@ class GridSteps:
         """As `decode_step.Steps`; of each prompt as many, or none."""
         prompts = sorted({row // self._group_size for row in rows})
         index, which = mx.array(rows, mx.int32), mx.array(prompts, mx.int32)
-        self._own = [(keys[index], values[index]) for keys, values in self._own]
+        self._each_own(lambda own: own[index])
         if len(prompts) < len(self._lengths):
             self._prompts = [Prompts(prompt.keys[which], prompt.values[which]) for prompt in self._prompts]
             self._lengths = [self._lengths[p] for p in prompts]
         self._group_size = len(rows) // len(prompts)
         self._prepare()
+
+    def _each_own(self, change: Callable[[mx.array], mx.array]) -> None:
+        """One layer after the other: the old and the new of one are in memory."""
+        for number, pair in enumerate(self._own):
+            keys, values = map(change, pair)
+            mx.eval(keys, values)
+            self._own[number] = keys, values
 
     def _none(self, prompt_pkld: mx.array) -> mx.array:
         prompts, shared, _, width = prompt_pkld.shape

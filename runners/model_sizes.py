@@ -14,6 +14,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.blocking import takes_blocks
 from grpo_fn.footprint import Weights
 from grpo_fn.memory import ModelShape, model_shape
 from grpo_fn.precision import QuantMode, quant_mode, quantizable, quantize
@@ -41,6 +42,7 @@ class ModelSizes:
     weights: Weights
     shares_prompts: bool  # whether a group's prompt can be computed once in the learner
     shares_prefix: bool  # whether it is kept once while its completions are decoded
+    lanes: bool = False  # whether they may be decoded in lanes
 
 
 def model_sizes(config: Config, platform: Platform) -> ModelSizes:
@@ -65,7 +67,9 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
     wish = config.rollout.launch
-    lanes = "split" in (launches(platform) if wish == "auto" else [wish])
+    shares = sharing_pays() and shares_prefix(module)
+    split = "split" in (launches(platform) if wish == "auto" else [wish])
+    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute)
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -80,7 +84,8 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             sampling=0 if _rollout_packing(config) else sampling_form_bytes(module, compute, lanes=lanes),
         ),
         shares_prompts=can_share(module),
-        shares_prefix=sharing_pays() and shares_prefix(module),
+        shares_prefix=shares,
+        lanes=lanes,
     )
 
 

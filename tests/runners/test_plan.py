@@ -98,13 +98,8 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert found.weights.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
     assert found.weights.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
-    sampler = learner.role.policy
-    with sampler.bound(state.old_params if learner.role.transform else state.params) as module:
-        before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
-        with sampling_form(module):
-            after = named_leaves(module.parameters()).values()
-            made = [leaf for leaf in after if id(leaf) not in before]
-    assert found.weights.sampling == nbytes(made)
+    params = state.old_params if learner.role.transform else state.params
+    assert found.weights.sampling == made_to_sample(learner.role.policy, params, lanes=False)
 
 
 def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):
@@ -233,3 +228,28 @@ def test_the_forecast_is_within_its_bound_of_a_real_step(name):
     done = subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert abs(float(done.stdout.splitlines()[0])) <= WITHIN + 10, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "lanes"),
+    [([], 2, True), ([], 1, False), (['rollout.launch="eval"'], 2, False), (['model.tune="lora"'], 2, True)],
+    ids=str,
+)
+def test_weights_in_blocks_are_counted_where_a_run_may_split_its_rows(config, overrides, cores, lanes):
+    """Twice with LoRA: its merged weights, and their blocks."""
+    checked = config(*overrides)
+    machine = platform.Platform("cpu", cores=cores)
+    found = model_sizes(checked, machine)
+    assert found.lanes == lanes
+    loaded = load_model(checked.model, machine)
+    learner = build_learner(checked, checked.loss_spec(), loaded, Plan.of(checked, 4), machine)
+    assert found.weights.sampling == made_to_sample(learner.policy, learner.state.params, lanes=lanes)
+
+
+def made_to_sample(policy, params, *, lanes):
+    """Bytes of the leaves that a policy's module gets while it samples."""
+    with policy.bound(params) as module:
+        before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
+        with sampling_form(module, lanes=lanes):
+            after = named_leaves(module.parameters()).values()
+            return nbytes([leaf for leaf in after if id(leaf) not in before])
