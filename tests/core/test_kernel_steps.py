@@ -24,6 +24,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 4)
     monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 3)
     monkeypatch.setattr("grpo_fn.policy.compiled", partial(g.compiled, enabled=False))
+    monkeypatch.setattr(kernel_steps, "has_cuda", lambda: False)  # there a policy is tried with the kernel
     stand_in = InPlaceKernel()
     monkeypatch.setattr(kernel_steps, "append_and_attend", stand_in)
     return stand_in
