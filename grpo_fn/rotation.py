@@ -3,15 +3,44 @@
     x R,   R = [[cos θ, sin θ], [−sin θ, cos θ]],   θ = position · base^(−2j/D)
 
 Three operations where MLX describes a dozen. R is the same for all heads of all layers: a compiled step makes
-it once.
+it once, and it pays in those alone.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from grpo_fn.elementwise import is_one_token, on_cpu
+
+
+class Rotation(nn.RoPE):
+    """Rotary embeddings that turn one token a row by the product, and everything else as MLX does."""
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if takes_token(x, self.dims, offset):
+            return turned(x, offset, self.base)
+        return super().__call__(x, offset)
+
+
+@contextmanager
+def rotations(module: nn.Module) -> Iterator[None]:
+    """The module with `Rotation` in place of plain rotary embeddings, until the end of the `with` block."""
+    plain = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if type(layer) is nn.RoPE and not layer.traditional and layer.scale == 1
+    ]
+    mine = [(name, Rotation(layer.dims, base=layer.base)) for name, layer in plain]
+    try:
+        module.update_modules(tree_unflatten(mine))
+        yield
+    finally:
+        module.update_modules(tree_unflatten(plain))
 
 
 def takes_token(x: mx.array, dims: int, offset: Any) -> bool:

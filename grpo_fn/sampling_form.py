@@ -13,6 +13,7 @@ import mlx.nn as nn
 from grpo_fn.blocking import blockable, blocked_products
 from grpo_fn.joining import joinable, joined_products
 from grpo_fn.merging import mergeable, merged_adapters
+from grpo_fn.rotation import rotations
 
 
 @contextmanager
@@ -21,6 +22,7 @@ def sampling_form(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Modu
     with merged_adapters(module), joined_products(module), ExitStack() as blocked:
         if lanes:
             blocked.enter_context(blocked_products(module))
+            blocked.enter_context(rotations(module))
         yield module
 
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
 from grpo_fn.gated_mlp import down_of_gated
 from grpo_fn.rope_kernels import rope, takes_heads
-from grpo_fn.rotation import takes_token, turned
 
 
 def use_own_functions(module: nn.Module) -> int:
@@ -170,15 +170,14 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
 
 
 class _RoPE(nn.RoPE):
+    """On CUDA."""
+
     own_functions = ("rope",)
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        if not self.traditional and self.scale == 1:
-            if takes_heads(x, self.dims, offset):
-                return rope(x, self.base)
-            if takes_token(x, self.dims, offset):
-                return turned(x, offset, self.base)
-        return super().__call__(x, offset)
+        if self.traditional or self.scale != 1 or not takes_heads(x, self.dims, offset):
+            return super().__call__(x, offset)
+        return rope(x, self.base)
 
 
 class _Linear(nn.Linear):
@@ -216,7 +215,7 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
     if kind is nn.Linear:
         return _Linear
-    if kind is nn.RoPE:
+    if has_cuda() and kind is nn.RoPE:
         return _RoPE
     names = [
         name

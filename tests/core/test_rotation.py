@@ -4,8 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from grpo_fn import substitutes
-from grpo_fn.rotation import takes_token, turned
+from grpo_fn.rotation import Rotation, rotations, takes_token, turned
 from tests.tiny_policies import worst_difference
 
 HEADS = mx.random.normal((3, 4, 1, 16), key=mx.random.key(0))
@@ -37,11 +36,20 @@ def test_it_serves_one_token_at_a_position_in_an_array():
     assert not takes_token(HEADS.astype(mx.bfloat16), 16, at)
 
 
-@pytest.mark.parametrize("options", [{}, {"traditional": True}, {"scale": 0.5}], ids=str)
+class Heads(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.rope = nn.RoPE(16, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"base": 500.0}, {"traditional": True}, {"scale": 0.5}], ids=str)
 def test_layers_turn_as_mlx_does(options):
-    """Other ways to rotate are left to MLX."""
-    layer = nn.RoPE(16, **options)
-    wanted = layer(HEADS, offset=mx.array(21))
-    substitutes.use_own_functions(layer)
-    assert type(layer) is substitutes._RoPE
-    assert worst_difference(layer(HEADS, offset=mx.array(21)), wanted) < 1e-5
+    """One token and several; other ways to rotate are left to MLX, and everything comes back."""
+    module, both = Heads(**options), mx.concatenate([HEADS, HEADS], axis=2)
+    plain, at = module.rope, mx.array(21)
+    with rotations(module):
+        taken = "traditional" not in options and "scale" not in options
+        assert (type(module.rope) is Rotation) == taken
+        for x in (HEADS, both):
+            assert worst_difference(module.rope(x, offset=at), plain(x, offset=at)) < 1e-4
+    assert module.rope is plain

@@ -30,11 +30,16 @@ def test_same_model(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat"])
-def test_products_and_rotations_of_our_own_compute_the_same(name):
-    """Without and with a bias, where their kernels do not run."""
-    theirs, ours = tiny_module(name), tiny_module(name)
-    ours.update(theirs.parameters())
-    substitutes.use_own_functions(ours)
+def test_the_layers_that_cuda_gets_compute_the_same(name, monkeypatch):
+    """Products and rotary embeddings of our own, without and with a bias, where their kernels do not run."""
+    substitutes._with_own_functions.cache_clear()
+    monkeypatch.setattr(substitutes, "has_cuda", lambda: True)
+    try:
+        theirs, ours = tiny_module(name), tiny_module(name)
+        ours.update(theirs.parameters())
+        substitutes.use_own_functions(ours)
+    finally:
+        substitutes._with_own_functions.cache_clear()
     kinds = {type(part) for _, part in ours.named_modules()}
     assert substitutes._Linear in kinds and (substitutes._RoPE in kinds) == (name != "nanochat")
     tokens = mx.random.randint(0, VOCAB, (3, 9), key=mx.random.key(0))
@@ -49,7 +54,7 @@ def test_products_and_rotations_of_our_own_compute_the_same(name):
 def test_only_this_instance():
     """The class and other models of it keep mlx-lm's functions; a second call changes nothing more."""
     one, other = tiny_module("qwen2"), tiny_module("qwen2")
-    changed = 12 * len(one.layers) + 1  # a block: attention, its rotation, MLP, two norms, seven products
+    changed = 11 * len(one.layers) + 1  # a block: attention, MLP, two norms, seven products
     assert substitutes.use_own_functions(one) == substitutes.use_own_functions(one) == changed
     assert type(other.layers[0].self_attn) is qwen2.Attention
     assert type(one.layers[0].self_attn) is not qwen2.Attention
