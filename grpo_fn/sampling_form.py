@@ -2,6 +2,8 @@
 
 merging    LoRA's and DoRA's adapters as part of the weights that they adapt
 joining    products of one input with several weights as one, on CUDA
+blocking   weights in blocks that one core multiplies by itself, where rows are decoded in `lanes`
+rotation   rotary embeddings as a product, there as well
 """
 
 from collections.abc import Iterator
