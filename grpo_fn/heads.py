@@ -102,13 +102,15 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
     width, vocabulary = getattr(hidden, "shape", (0,))[-1], module(token).shape[-1]
     if not isinstance(hidden, mx.array) or hidden.ndim != 3 or width == vocabulary:
         return HeadSplit(None, (), None)
+    if not trainable:
+        return whole
 
     named = named_leaves(module.parameters())
     leaves = {name: leaf for name, leaf in named.items() if not any(map(str.isdigit, name.split(".")))}
     probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(hidden.dtype)
     floating = [name for name in trainable if name in leaves]
     used = tuple(name for name in floating if _depends_on(whole, module, name, leaves[name], probe))
-    for name, leaf in leaves.items() if trainable else ():
+    for name, leaf in leaves.items():
         if tuple(leaf.shape) == (vocabulary, width) and set(used) <= {name}:
             shape = _function_of_product(whole, module, leaf, probe)
             if shape is not None:

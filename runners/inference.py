@@ -74,10 +74,12 @@ def load_inference(
     module.freeze()
     module.eval()
     cast_floating(module, choose_dtype(dtype, platform, module))
+    mx.async_eval(module.parameters())  # while the policy looks at what the model can do
+    policy = g.Policy.for_inference(module)
     mx.eval(module.parameters())
     return InferenceModel(
         module=module,
-        policy=g.Policy.for_inference(module),
+        policy=policy,
         tokenizer=tokenizer,
         path=path,
         adapter=Path(adapter).expanduser() if adapter else None,

@@ -155,12 +155,15 @@ def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tupl
 
 
 def _check_finite(module: nn.Module, path: Path) -> None:
-    for name, leaf in named_leaves(module.parameters()).items():
-        if mx.issubdtype(leaf.dtype, mx.floating) and not _finite(leaf):
+    leaves = named_leaves(module.parameters())
+    finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    mx.eval(finite)  # all at once: while one leaf is read, another is looked at
+    for name, answer in finite.items():
+        if not answer.item():
             raise UserError(f"{path}: the weight {name} holds NaN or infinity")
 
 
-def _finite(leaf: mx.array) -> bool:
+def _finite(leaf: mx.array) -> mx.array:
     """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as `mx.isfinite`.
 
     With all bits of the exponent set, and only so, a positive entry is the largest of signed integers, and a
@@ -169,4 +172,4 @@ def _finite(leaf: mx.array) -> bool:
     signed, unsigned = (mx.int32, mx.uint32) if leaf.dtype == mx.float32 else (mx.int16, mx.uint16)
     infinity = mx.array(float("inf"), leaf.dtype)
     positive, negative = (mx.max(leaf.view(kind)) for kind in (signed, unsigned))
-    return bool(((positive < infinity.view(signed)) & (negative < (-infinity).view(unsigned))).item())
+    return (positive < infinity.view(signed)) & (negative < (-infinity).view(unsigned))
