@@ -18,19 +18,18 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.elementwise import is_one_token
-from grpo_fn.joining import SIBLINGS
+from grpo_fn.joining import SIBLINGS, Group, OneInput
+from grpo_fn.substitutes import is_linear
 
 ROWS, WIDTH = 16, 256  # of one block's product, at most
 # Rows · width · columns up to which OpenBLAS keeps a product on one thread (interface/gemm.c: 4 · 2^16).
 PRODUCT = 2**18
-LEAST = 16  # columns: narrower blocks are not worth it
+LEAST, LEAST_WIDTH = 16, 64  # columns, and columns of the input: smaller blocks are not worth it
 MOST_BYTES = 256e6  # of all blocks of a model
 
-Group = list[tuple[str, Any]]  # layers that take the same input, by their paths
 
-
-class Blocks(nn.Module):
-    """Weights of layers with one input, as blocks; and what was not asked for of their results.
+class Blocks(OneInput):
+    """Weights of layers with one input, as blocks.
 
     `blocks` is [N,K,V/N], or [C,1,N,K/C,V/N] where the input is cut as well.
     """
@@ -44,19 +43,9 @@ class Blocks(nn.Module):
             self.bias = mx.concatenate(biases).reshape(-1, 1, self.blocks.shape[-1])
         self._size = layers[0].weight.shape[1]
         self._widths = [layer.weight.shape[0] for layer in layers]
-        self._input: mx.array | None = None
-        self._results: dict[int, mx.array] = {}
 
-    def take(self, number: int, x: mx.array) -> mx.array:
-        """x Wᵀ + b [...,V] of one of the layers; all of them are computed when the first is asked for."""
-        if self._input is not x or number not in self._results:
-            self._input, self._results = x, dict(enumerate(self._products(x)))
-        result = self._results.pop(number)
-        if not self._results:  # nothing that a trace has seen outlives it
-            self._input = None
-        return result
-
-    def _products(self, x: mx.array) -> Iterator[mx.array]:
+    def products(self, x: mx.array) -> Iterator[mx.array]:
+        """x Wᵀ + b [...,V] of each layer."""
         width, columns = self.blocks.shape[-2:]
         rows = x.size // self._size
         few = rows if rows <= ROWS else math.gcd(rows, ROWS)
@@ -120,18 +109,18 @@ def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]
     """The layers that `blocked_products` puts in blocks, those of one input together, by path.
 
     Plain layers of float32 (`compute`: if they were cast to it) whose sizes divide into blocks, and an
-    embedding, which may be the head. None at all where the blocks would be large.
+    embedding that may be the head. None at all where the blocks would be large.
     """
     if not takes_blocks(module, compute):
         return []
-    layers = {name: layer for name, layer in _plain(module, compute) if _columns([layer]) >= LEAST}
+    layers = {name: layer for name, layer in _plain(module, compute) if _divides([layer])}
     found: list[Group] = []
     for name in list(layers):
         parent, _, own = name.rpartition(".")
         names = next((names for names in SIBLINGS if own in names), (own,))
         paths = [f"{parent}.{child}".lstrip(".") for child in names]
         group = [(path, layers[path]) for path in paths if path in layers]
-        if len(group) == len(names) and _columns([layer for _, layer in group]) >= LEAST:
+        if len(group) == len(names) and _divides([layer for _, layer in group]):
             found += [group] if own == names[0] else []
         else:
             found.append([(name, layers[name])])
@@ -144,9 +133,24 @@ def takes_blocks(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
 
 
 def _plain(module: nn.Module, compute: mx.Dtype | None) -> Iterator[tuple[str, Any]]:
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Linear, nn.Embedding)) and (compute or layer.weight.dtype) == mx.float32:
-            yield name, layer
+    found = [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "weight")]
+    linear = [(name, layer) for name, layer in found if is_linear(layer)]
+    shapes = {layer.weight.shape for _, layer in linear}
+    # Where a layer has the shape of an embedding, that layer is the head.
+    tied = [
+        (name, layer)
+        for name, layer in found
+        if type(layer) is nn.Embedding and layer.weight.shape not in shapes
+    ]
+    return ((n, layer) for n, layer in linear + tied if (compute or layer.weight.dtype) == mx.float32)
+
+
+def _divides(layers: list[Any]) -> bool:
+    """Whether these, as layers of one input, come in blocks of a size that pays."""
+    width = layers[0].weight.shape[1]
+    if any(layer.weight.shape[1] != width for layer in layers):
+        return False
+    return _width(width) >= min(width, LEAST_WIDTH) and _columns(layers) >= LEAST
 
 
 def _columns(layers: list[Any]) -> int:

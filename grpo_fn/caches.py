@@ -12,6 +12,10 @@ Caches = list[Any]
 _PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
 
 
+# What a model raises that cannot be called in the way that is tried.
+UNFIT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
 def plain_caches(model: nn.Module) -> Caches:
     """Empty caches as the model itself makes them; all rows of a batch must then be of one length."""
     from mlx_lm.models.cache import make_prompt_cache  # pulls in transformers: only once decoding starts
@@ -42,7 +46,7 @@ def takes_ragged(model: nn.Module) -> bool:
     prepare_padding(caches, [2] * (_PROBE_ROWS - 1) + [1], 2)
     try:
         model(mx.zeros((_PROBE_ROWS, 2), mx.int32), cache=caches)
-    except (TypeError, ValueError):
+    except UNFIT:
         return False
     return True
 

@@ -12,6 +12,8 @@ import mlx.core as mx
 
 from grpo_fn.trees import map_arrays, structure_of
 
+PROGRAMS = 128  # of one function; each is a graph of some thousand operations
+
 
 class _Hole:
     """Marks the place of an array in a template: keeping the array itself would pin its memory."""
@@ -22,6 +24,8 @@ _HOLE = _Hole()
 
 class Compiled:
     """A function of trees, compiled once per structure, shapes and dtypes of its arguments.
+
+    Of more than `PROGRAMS` programs the one that was used longest ago is dropped.
 
     Attributes:
         traces: how often the Python body has run under the compiler so far.
@@ -56,9 +60,11 @@ class Compiled:
             arguments = map_arrays(lambda _: _HOLE, args)
             return (lambda leaves: self._function(*_fill(arguments, leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
-        if key not in self._programs:
-            self._programs[key] = self._compile_for(args)
-        return self._programs[key], leaves
+        program = self._programs.pop(key, None) or self._compile_for(args)
+        self._programs[key] = program  # as the last
+        if len(self._programs) > PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program, leaves
 
     def _compile_for(self, example: tuple[Any, ...]) -> Callable[[list[mx.array]], Any]:
         arguments = map_arrays(lambda _: _HOLE, example)

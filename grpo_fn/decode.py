@@ -59,7 +59,8 @@ def generate(
         pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
             costs a copy of the cache).
         lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
-            (on a CPU, over shared prefixes, weights below 256 MB). The same numbers to rounding.
+            (on a CPU, over shared prefixes, at most 256 MB of plain float32 weights). The same numbers to
+            rounding.
         share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
             on CPU and CUDA. The same numbers to rounding.
         compact: drop rows that have ended from the batch once a quarter of it has.

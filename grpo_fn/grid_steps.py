@@ -8,125 +8,20 @@ at a time, prompts are cut to a multiple of 64, and rows leave so that a grid is
 half the rows of each. Each shape is a program of its own.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
-from grpo_fn.blocking import PRODUCT, divisor, takes_blocks
+from grpo_fn.blocking import takes_blocks
 from grpo_fn.compiled import Compiled
-from grpo_fn.elementwise import softmax
+from grpo_fn.grid_cache import STEP, GridCache, Pair, Prompts, cut_to, longer
 from grpo_fn.kernel_steps import filled, halved
-from grpo_fn.prefixes import OneToken
 from grpo_fn.trees import Tree, arrays_of
 
-ROOM = 64  # tokens by which the rows' own part grows, and to a multiple of which prompts are cut
-# Prompts up to this length stand in each of their rows' own part: a fifth fewer operations, but copies.
-SHORT, STEP = 64, 32
-
-_FEW = 2**14  # scores of which one operation takes less time than the several of `elementwise.softmax`
-_LENGTH = 512  # positions of a prompt in one product, at most
-
-Pair = tuple[mx.array, mx.array]  # keys and values
-
-
-@attrs.frozen(eq=False)
-class Prompts:
-    """One layer's keys and values of all prompts, cut so that one core takes each product with them."""
-
-    keys: mx.array  # [P,K,C,1,D,L/C]
-    values: mx.array  # [P,K,C,1,L/C,D]
-
-    @classmethod
-    def of(cls, keys_pkld: mx.array, values_pkld: mx.array) -> "Prompts":
-        """Of a length that divides well."""
-        part = divisor(keys_pkld.shape[2], _LENGTH)
-
-        def parts(a: mx.array) -> mx.array:
-            return a.reshape(*a.shape[:2], -1, 1, part, a.shape[-1])
-
-        return cls(mx.contiguous(parts(keys_pkld).swapaxes(-1, -2)), mx.contiguous(parts(values_pkld)))
-
-    @property
-    def _parts(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def count(self) -> int:
-        """P."""
-        return self.keys.shape[0]
-
-    @property
-    def length(self) -> int:
-        """L."""
-        return self._parts * self.keys.shape[-1]
-
-    def scores(self, q_pkgrd: mx.array) -> mx.array:
-        """Products [P,K,G,R,L] of queries [P,K,G,R,D] with all keys."""
-        prompts, shared, *rows, width = q_pkgrd.shape
-        s_pkcmrl = q_pkgrd.reshape(prompts, shared, 1, -1, self._few(rows), width) @ self.keys
-        if self._parts > 1:
-            s_pkcmrl = s_pkcmrl.transpose(0, 1, 3, 4, 2, 5)
-        return s_pkcmrl.reshape(prompts, shared, *rows, self.length)
-
-    def mixed(self, w_pkgrl: mx.array) -> mx.array:
-        """Sums [P,K,G,R,D] of all values with weights [P,K,G,R,L]."""
-        prompts, shared, *rows, _ = w_pkgrl.shape
-        w_pkmrcl = w_pkgrl.reshape(prompts, shared, -1, self._few(rows), self._parts, self.keys.shape[-1])
-        out_pkcmrd = w_pkmrcl.transpose(0, 1, 4, 2, 3, 5) @ self.values
-        out_pkcmrd = out_pkcmrd.sum(axis=2) if self._parts > 1 else out_pkcmrd
-        return out_pkcmrd.reshape(prompts, shared, *rows, -1)
-
-    def _few(self, rows: Sequence[int]) -> int:
-        """Of a prompt's rows as many as are one product."""
-        return divisor(math.prod(rows), PRODUCT // (self.keys.shape[-1] * self.keys.shape[-2]))
-
-
-@attrs.define(eq=False)
-class _GridCache(OneToken):
-    """One layer's cache while a step is traced."""
-
-    prompt: Prompts | None  # None: `own` begins with it
-    own: Pair  # [B,K,T,D]; with the new token once it has come
-    at: mx.array  # where in `own` that goes: [1]
-    position: mx.array  # of the new token: of all rows, or [B]
-    seen: mx.array  # which of all positions a row sees: [P,1,1,1,L+T], or [B,1,1,T] without `prompt`
-
-    @property
-    def offset(self) -> mx.array:
-        """Position of the next token."""
-        return self.position
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Take the new key and value [B,K,1,D] in."""
-        held, at = self.own, self.at
-        self.own = mx.slice_update(held[0], keys, at, (2,)), mx.slice_update(held[1], values, at, (2,))
-        return self.own
-
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: None
-    ) -> mx.array:
-        """Attention [B,H,1,D] over the prompt and the own tokens."""
-        rows, shared, room, width = keys.shape
-        q_bkrd = (queries * scale).reshape(rows, shared, -1, width)
-        own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
-        if self.prompt is None:
-            return (self._weights(own_bkrt) @ values).reshape(*queries.shape[:-1], -1)
-        length, grid = self.prompt.length, (self.prompt.count, -1, *q_bkrd.shape[1:3])
-        scores_pkgrl = self.prompt.scores(q_bkrd.reshape(*grid, width).swapaxes(1, 2))
-        both = mx.concatenate([scores_pkgrl.swapaxes(1, 2), own_bkrt.reshape(*grid, room)], axis=-1)
-        weights_pgkrx = self._weights(both)
-        of_prompt = self.prompt.mixed(weights_pgkrx[..., :length].swapaxes(1, 2)).swapaxes(1, 2)
-        of_own = weights_pgkrx[..., length:].reshape(own_bkrt.shape) @ values
-        return (of_prompt + of_own.reshape(of_prompt.shape)).reshape(*queries.shape[:-1], -1)
-
-    def _weights(self, scores: mx.array) -> mx.array:
-        scores = mx.where(self.seen, scores, mx.finfo(scores.dtype).min)
-        return softmax(scores) if scores.size > _FEW else mx.softmax(scores, axis=-1, precise=True)
+ROOM = 64  # tokens by which the rows' own part grows
 
 
 def grid_forward(
@@ -156,7 +51,7 @@ def grid_forward(
     seen = seen_px[:, None] if prompts else mx.repeat(seen_px, rows, axis=0)
     at, position = (inside + used)[None], start + used
     caches = [
-        _GridCache(prompt, mine, at, position, seen)
+        GridCache(prompt, mine, at, position, seen)
         for prompt, mine in zip(prompts or [None] * len(own), own, strict=True)
     ]
     with bound(params, {}) as model:
@@ -171,7 +66,8 @@ class GridSteps:
         self,
         step: Compiled,
         params: Tree,
-        prompts: list[Pair],
+        pairs: list[Pair],
+        prompts: list[Prompts],
         lengths: Sequence[int],
         group_size: int,
         room: int,
@@ -183,7 +79,8 @@ class GridSteps:
         Args:
             step: `grid_forward` of the policy, compiled.
             params: all leaves of the model, as they are in the forward.
-            prompts: each layer's keys and values [P,K,L,D], padded on the right.
+            pairs: each layer's keys and values [P,K,L,D], padded on the right.
+            prompts: what `held_once` makes of them.
             lengths: tokens of each prompt.
             group_size: rows of each prompt.
             room: tokens that a row may be fed.
@@ -193,15 +90,8 @@ class GridSteps:
         self._lengths, self._group_size, self._most = list(lengths), group_size, room
         self._first = len(self._lengths), group_size
         self._used, self._room = drawn, self._enough(drawn)
-        longest = max(lengths)
-        if longest <= SHORT:
-            self._prompts, cut = [], -(-longest // STEP) * STEP
-            self._own = list(prompts)
-            self._each_own(lambda prompt: self._begun(prompt, cut))
-        else:
-            cut = -(-longest // ROOM) * ROOM
-            self._prompts = [Prompts.of(_cut(keys, cut), _cut(values, cut)) for keys, values in prompts]
-            self._own = [(self._none(keys), self._none(values)) for keys, values in prompts]
+        self._prompts, self._own = list(prompts), list(pairs)
+        self._each_own(self._none if prompts else self._begun)
         self._prepare()
 
     def __call__(self, token_b: mx.array) -> mx.array:
@@ -209,7 +99,7 @@ class GridSteps:
         if self._used == self._room:
             self._room = self._enough(self._used)
             more = self._room - self._used
-            self._each_own(lambda own: _longer(own, more))
+            self._each_own(lambda own: longer(own, more))
             self._prepare()
         own = [a for pair in self._own for a in pair]
         self._own = []  # or what they hold would be copied, not written to
@@ -238,7 +128,7 @@ class GridSteps:
         index, which = mx.array(rows, mx.int32), mx.array(prompts, mx.int32)
         self._each_own(lambda own: own[index])
         if len(prompts) < len(self._lengths):
-            self._prompts = [Prompts(prompt.keys[which], prompt.values[which]) for prompt in self._prompts]
+            self._prompts = [prompt.of_prompts(which) for prompt in self._prompts]
             self._lengths = [self._lengths[p] for p in prompts]
         self._group_size = len(rows) // len(prompts)
         self._prepare()
@@ -254,8 +144,9 @@ class GridSteps:
         prompts, shared, _, width = prompt_pkld.shape
         return mx.zeros((prompts * self._group_size, shared, self._room, width), prompt_pkld.dtype)
 
-    def _begun(self, prompt_pkld: mx.array, length: int) -> mx.array:
-        return _longer(mx.repeat(_cut(prompt_pkld, length), self._group_size, axis=0), self._room)
+    def _begun(self, prompt_pkld: mx.array) -> mx.array:
+        prompt_pkld = cut_to(prompt_pkld, -(-max(self._lengths) // STEP) * STEP)
+        return longer(mx.repeat(prompt_pkld, self._group_size, axis=0), self._room)
 
     def _enough(self, used: int) -> int:
         """Room for own tokens, when the next one comes."""
@@ -282,7 +173,7 @@ class GridSteps:
 
 
 def takes_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether a model that shares prefixes can be decoded with `GridSteps`: on a CPU, with small weights.
+    """Whether a model that shares prefixes can be decoded with `GridSteps`: on a CPU, as `takes_blocks`.
 
     Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
     `compute` is the dtype that it computes in; None: that of its weights.
@@ -298,22 +189,11 @@ def takes_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
         for cache in caches:
             pair = cache.keys[:, :, :3], cache.values[:, :, :3]
             keys, values = (mx.zeros((4, a.shape[1], 2, a.shape[3]), a.dtype) for a in pair)
-            layers.append(_GridCache(Prompts.of(*pair), (keys, values), at, position, seen))
+            layers.append(GridCache(Prompts.of(*pair), (keys, values), at, position, seen))
         return module(token_b[:, None], cache=layers)
 
     try:
         mx.compile(step)(mx.zeros((4,), mx.int32))
-    except (TypeError, ValueError):
+    except cache_rows.UNFIT:
         return False
     return True
-
-
-def _cut(buffer_pkld: mx.array, length: int) -> mx.array:
-    """With that many positions; those past the end of the prompt are masked."""
-    missing = length - buffer_pkld.shape[2]
-    return _longer(buffer_pkld, missing) if missing > 0 else buffer_pkld[:, :, :length]
-
-
-def _longer(buffer: mx.array, more: int) -> mx.array:
-    shape = (*buffer.shape[:-2], more, buffer.shape[-1])
-    return mx.concatenate([buffer, mx.zeros(shape, buffer.dtype)], axis=-2)

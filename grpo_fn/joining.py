@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.cuda_kernels import has_cuda
+from grpo_fn.substitutes import is_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("c_q", "c_k", "c_v"), ("gate_proj", "up_proj"))
 MOST_BYTES = 20e6  # of the weights of one product; the device reads as much in some 5 us
@@ -23,27 +24,40 @@ MOST_BYTES = 20e6  # of the weights of one product; the device reads as much in 
 Group = list[tuple[str, Any]]  # sibling layers by their paths
 
 
-class Joined(nn.Module):
-    """Weights [N,V,D] of N products, and the last input with what has not been asked for of its results."""
+class OneInput(nn.Module):
+    """Products of one input: the last input, and what has not been asked for of its results."""
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = mx.stack([layer.weight for layer in layers])
         self._input: mx.array | None = None
         self._results: dict[int, mx.array] = {}
 
+    def products(self, x: mx.array) -> Iterator[mx.array]:
+        """All results, in order."""
+        raise NotImplementedError
+
     def take(self, number: int, x: mx.array) -> mx.array:
-        """x Wᵀ [...,V] of one of the weights; all of them are computed when the first is asked for."""
+        """One of the results; all of them are computed when the first is asked for."""
         if self._input is not x or number not in self._results:
-            count, out, width = self.weight.shape
-            rows = x.reshape(1, -1, width) @ self.weight.swapaxes(1, 2)
-            parts = mx.split(rows, count)
-            self._input = x
-            self._results = {i: part.reshape(*x.shape[:-1], out) for i, part in enumerate(parts)}
+            self._input, self._results = x, dict(enumerate(self.products(x)))
         result = self._results.pop(number)
         if not self._results:  # nothing that a trace has seen outlives it
             self._input = None
         return result
+
+
+class Joined(OneInput):
+    """Weights [N,V,D] of N products."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__()
+        self.weight = mx.stack([layer.weight for layer in layers])
+
+    def products(self, x: mx.array) -> Iterator[mx.array]:
+        """x Wᵀ [...,V] of each weight."""
+        count, out, width = self.weight.shape
+        for part in mx.split(x.reshape(1, -1, width) @ self.weight.swapaxes(1, 2), count):
+            yield part.reshape(*x.shape[:-1], out)
 
 
 class Part(nn.Module):
@@ -87,7 +101,7 @@ def joinable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]:
             group = [(f"{name}.{child}".lstrip("."), parent[child]) for child in names if child in parent]
             layers = [layer for _, layer in group]
             if len(group) < len(names) or not all(
-                isinstance(layer, nn.Linear) and "bias" not in layer for layer in layers
+                is_linear(layer) and "bias" not in layer for layer in layers
             ):
                 continue
             first = layers[0].weight

@@ -45,9 +45,7 @@ class _KernelCache(OneToken):
         """The new key and value; the kernel takes them in."""
         return keys, values
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: None
-    ) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
         return append_and_attend(
             queries, keys, values, *self.prompt, *self.own, self.prompt_of_b, self.lengths_p, self.used, scale
@@ -91,7 +89,7 @@ def takes_kernel(module: nn.Module) -> bool:
 
     try:
         mx.compile(step)(mx.zeros((3,), mx.int32))
-    except (TypeError, ValueError):
+    except cache_rows.UNFIT:
         return False
     return True
 

@@ -14,10 +14,12 @@ import mlx.nn as nn
 
 from grpo_fn.caches import Caches
 from grpo_fn.decode_step import Steps
+from grpo_fn.grid_cache import held_once
 from grpo_fn.grid_steps import GridSteps
 from grpo_fn.policy import Policy
 
-LaneSteps = tuple[Steps, list[int], mx.Stream]  # with the places of its rows in the batch
+Stream = mx.Stream | mx.ThreadLocalStream
+LaneSteps = tuple[Steps, list[int], Stream]  # with the places of its rows in the batch
 
 
 @attrs.define(eq=False)
@@ -28,7 +30,7 @@ class Lane:
     logits_bv: mx.array  # of the next token
     uniform_nb: mx.array  # the random number of each draw
     rows: list[int]  # numbers of its rows in the whole
-    stream: mx.Stream
+    stream: Stream
     seen_bv: mx.array | None = None  # the tokens that each row has had, where repeating them is penalized
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last look
     alive: set[int] = attrs.field(init=False)  # of `rows`, those that have not ended
@@ -70,20 +72,25 @@ def grid_lanes(
     Args as `shared_steps`.
     """
     params, pairs = model.parameters(), [(cache.keys, cache.values) for cache in caches]
+    once = held_once(pairs, lengths)
     made: list[LaneSteps] = []
     for number, (prompts, part) in enumerate(divided(len(lengths), num_generations, lanes)):
-        first, stop = prompts[0], prompts[-1] + 1
-        mine = [(keys[first:stop], values[first:stop]) for keys, values in pairs]
-        steps = GridSteps(policy.grid_step, params, mine, lengths[first:stop], len(part), room, drawn=drawn)
+        which = slice(prompts.start, prompts.stop)
+        mine = [(keys[which], values[which]) for keys, values in pairs]
+        held = once if len(prompts) == len(lengths) else [prompt.of_prompts(which) for prompt in once]
+        steps = GridSteps(policy.grid_step, params, mine, held, lengths[which], len(part), room, drawn=drawn)
         made.append((steps, [p * num_generations + g for p in prompts for g in part], lane_stream(number)))
     return made
 
 
-@functools.cache
-def lane_stream(lane: int) -> mx.Stream:
-    """The stream of the lane of this number: the first one's is the default; MLX never gives one back."""
-    device = mx.default_device()
-    return mx.new_stream(device) if lane else mx.default_stream(device)
+def lane_stream(lane: int) -> Stream:
+    """The stream of the lane of this number: the first one's is the default of the thread that asks."""
+    return _further_stream(lane) if lane else mx.default_stream(mx.default_device())
+
+
+@functools.cache  # MLX never gives a stream back
+def _further_stream(lane: int) -> mx.ThreadLocalStream:
+    return mx.new_thread_local_stream(mx.cpu)
 
 
 def _cut(number: int, parts: int) -> list[range]:

@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from grpo_fn.substitutes import is_linear
+
 MOST_BYTES = 256e6  # of merged weights
 
 
@@ -42,8 +44,8 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> list[tuple[
     found = [
         (name, layer)
         for name, layer in module.named_modules()
-        if isinstance(layer, (LoRALinear, DoRALinear))
-        and isinstance(layer.linear, nn.Linear)  # not packed
+        if type(layer) in (LoRALinear, DoRALinear)
+        and is_linear(layer.linear)  # not packed
         and (compute or layer.linear.weight.dtype) == mx.float32
     ]
     nbytes = sum(layer.linear.weight.size for _, layer in found) * mx.float32.size

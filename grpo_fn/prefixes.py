@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.caches import Caches, plain_caches
+from grpo_fn.caches import UNFIT, Caches, plain_caches
 from grpo_fn.elementwise import softmax
 from grpo_fn.substitutes import attends_through_cache
 
@@ -100,9 +100,7 @@ class PrefixCache(OneToken):
         zeros = [mx.zeros((rows, a.shape[1], tokens, a.shape[3]), a.dtype) for a in self._prompt]
         self._own.update_and_fetch(*zeros)
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: None
-    ) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] of one token a row over its prompt and its own tokens."""
         layout = self._layout
         rows, heads, _, width = queries.shape
@@ -160,7 +158,7 @@ def shares_prefix(module: nn.Module) -> bool:
     try:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
         module(mx.zeros((10, 1), mx.int32), cache=fork(caches, [3, 2], 5))
-    except (TypeError, ValueError):
+    except UNFIT:
         return False
     return True
 

@@ -144,7 +144,8 @@ def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
     z_bv = logits_bv.astype(mx.float32) / temperature
-    logp_bv = z_bv - logsumexp(z_bv)[:, None]
+    # A logit of −∞ adds nothing: 0 times the lowest number, where 0 · −∞ were NaN.
+    logp_bv = mx.maximum(z_bv - logsumexp(z_bv)[:, None], mx.finfo(mx.float32).min)
     return -(exp(logp_bv) * logp_bv).sum(axis=-1)
 
 

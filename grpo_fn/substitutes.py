@@ -61,11 +61,14 @@ def attention(
 
     A cache that has a method `attend(queries, keys, values, scale)` computes it itself: one whose keys and
     values do not all lie in one array.
+
+    Raises ValueError for a mask or sinks with such a cache, which does not see them.
     """
     if hasattr(cache, "attend"):
-        if sinks is not None:
-            raise ValueError("attention sinks cannot be combined with a cache that attends by itself")
-        return cache.attend(queries, keys, values, scale, mask)
+        if mask is not None or sinks is not None:
+            found = "a mask" if sinks is None else "attention sinks"
+            raise ValueError(f"{found} cannot be combined with a cache that attends by itself")
+        return cache.attend(queries, keys, values, scale)
     plain = sinks is None and isinstance(keys, mx.array)
     if plain and on_cpu(queries, keys, values):
         return _attention(queries, keys, values, scale, mask)
@@ -189,6 +192,11 @@ class _Linear(nn.Linear):
             return super().__call__(x)
         bias = [self["bias"]] if "bias" in self else []
         return cast(mx.array, _product(x, weight_vd, *bias))
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether it is a plain `nn.Linear`, or ours; a subclass may compute anything."""
+    return type(layer) in (nn.Linear, _Linear)
 
 
 @functools.cache

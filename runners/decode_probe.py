@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
-from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
+from grpo_fn.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
 from grpo_fn.sampling import drawing
 from grpo_fn.trees import arrays_of, on_host
 from runners.launching import keywords
@@ -79,7 +79,7 @@ class Probe:
         mx.eval(list(arrays_of(cache_rows.arrays(caches))))
         return [(CacheSteps(model, caches), places, lane_stream(0))]
 
-    def _begun(self, steps: Steps, places: list[int], stream: mx.Stream) -> Lane:
+    def _begun(self, steps: Steps, places: list[int], stream: Stream) -> Lane:
         rows = len(places)
         uniform_nb = mx.full((1, rows), 0.5)
         mx.eval(uniform_nb)

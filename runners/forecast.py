@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from grpo_fn import grid_steps
+from grpo_fn import grid_cache
 from grpo_fn.footprint import Phase, Sampling, floor, phases
 from grpo_fn.memory import MicroBatch, sampling_arrays
 from grpo_fn.packing import Packer, Row
@@ -143,9 +143,9 @@ def _decoded(sampling: Sampling, sizes: ModelSizes) -> Sampling:
     """With the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
-    if sizes.lanes and sampling.prompt <= grid_steps.SHORT:
+    if sizes.lanes and sampling.prompt <= grid_cache.SHORT:
         return attrs.evolve(
-            sampling, prompt=-(-sampling.prompt // grid_steps.STEP) * grid_steps.STEP, step=16
+            sampling, prompt=-(-sampling.prompt // grid_cache.STEP) * grid_cache.STEP, step=16
         )
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
 

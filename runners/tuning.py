@@ -52,7 +52,8 @@ def tuned(
     rollout = config.rollout
     if is_fixed(rollout):
         return config, ()
-    ways = launches(platform)
+    # Without lanes, `split` is `eval`.
+    ways = tuple(way for way in launches(platform) if way != "split" or work.takes_lanes)
     candidates = Candidates.of(rollout, work, ways, _fitting(config, work, state, "split" in ways))
     facts = _facts(config, work, model_config, platform, candidates)
     file = cache_file()
@@ -107,6 +108,8 @@ def _facts(
     return {
         "backend": platform.backend,
         "device": platform.device,
+        "cores": platform.cores,
+        "blas": platform.blas,
         "mlx": importlib.metadata.version("mlx"),
         "model": hashlib.sha256(shape.encode()).hexdigest()[:16],
         "tune": model.tune,

@@ -14,7 +14,7 @@ import attrs
 
 from runners.durable import save_text
 
-FORMAT = 1  # a new one forgets everything: for changes to decoding or to its measurement
+FORMAT = 2  # a new one forgets everything: for changes to decoding or to its measurement
 KEPT = 200  # answers; the oldest go first
 
 

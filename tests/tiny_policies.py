@@ -51,6 +51,19 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         },
     ),
     "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.25}),
+    # its layers cache what keys and values are made of, and pass positions' scores as a mask
+    "deepseek": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": None,
+        },
+    ),
     "nanochat": ("nanochat", {"num_key_value_heads": 2}),
     "mamba": ("mamba", _STATE_SPACE | {"tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5}),

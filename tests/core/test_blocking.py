@@ -84,6 +84,34 @@ def test_large_weights_stay_as_they_are(monkeypatch):
     assert not takes_blocks(module) and blockable(module) == []
 
 
+@pytest.mark.parametrize(
+    ("width", "out", "fits"),
+    [(853, 320, False), (1706, 640, False), (320, 853, False), (320, 848, True), (40, 64, True)],
+)
+def test_sizes_that_hardly_divide_stay_as_they_are(width, out, fits):
+    """853 is a prime: as columns of one, or as 853 cuts of the input, it would take many times as long."""
+    holder = nn.Module()
+    holder.layer = linear(width, out)
+    assert bool(blockable(holder)) == fits
+
+
+def test_siblings_of_different_inputs_are_apart():
+    holder = nn.Module()
+    holder.gate_proj, holder.up_proj = linear(32, 48), linear(48, 48)
+    assert sorted([name for name, _ in group] for group in blockable(holder)) == [["gate_proj"], ["up_proj"]]
+    x, y = (mx.random.normal((3, 1, width), key=mx.random.key(width)) for width in (32, 48))
+    wanted = holder.gate_proj(x), holder.up_proj(y)
+    with blocked_products(holder):
+        assert worst_difference(holder.gate_proj(x), wanted[0]) < 1e-4
+        assert worst_difference(holder.up_proj(y), wanted[1]) < 1e-4
+
+
+def test_an_embedding_is_in_blocks_where_it_is_the_head():
+    for name, tied in (("llama", True), ("llama-untied", False)):
+        paths = {path for group in blockable(tiny_module(name, vocab_size=64)) for path, _ in group}
+        assert ("model.embed_tokens" in paths) == tied and ("lm_head" in paths) != tied
+
+
 def test_packed_and_short_numbers_stay_as_they_are():
     module = tiny_module("llama")
     module.set_dtype(mx.bfloat16)

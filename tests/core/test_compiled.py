@@ -1,5 +1,6 @@
 """The one wrapper around mx.compile: right for every nesting, and traced no more often than it must be."""
 
+import importlib
 from typing import NamedTuple
 
 import attrs
@@ -232,3 +233,18 @@ def test_arguments_are_not_kept_alive():
     assert f({"x": big})["sum"].item() == 2 * (1 << 18)
     del big
     assert memory_in_use() - before < 1 << 12
+
+
+def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
+    """The one that was used longest ago, with what it held."""
+    # By its name: the package's `compiled` is the function.
+    monkeypatch.setattr(importlib.import_module("grpo_fn.compiled"), "PROGRAMS", 3)
+    f = g.compiled(lambda x: x + 1)
+    for size in (1, 2, 3, 1, 4):  # 2 goes
+        f(mx.zeros((size,)))
+    assert f.traces == 4
+    for size in (3, 1, 4):
+        f(mx.zeros((size,)))
+    assert f.traces == 4
+    assert f(mx.zeros((2,))).tolist() == [1, 1]
+    assert f.traces == 5

@@ -1,18 +1,22 @@
 """`GridSteps` and lanes on a CPU: step for step what copies of the prompts give, and the same rollouts."""
 
+import threading
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.base import scaled_dot_product_attention
 
 import grpo_fn as g
-from grpo_fn import blocking, grid_steps
+from grpo_fn import blocking, grid_cache, grid_steps
 from grpo_fn.decode_step import CacheSteps, shared_steps
 from grpo_fn.grid_steps import GridSteps
 from grpo_fn.lanes import divided, grid_lanes
 from grpo_fn.prefill import prefill_once
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
-from tests.tiny_policies import tiny_policy, token_rows
+from tests.tiny_policies import tiny_module, tiny_policy, token_rows
 
 FOUR = [*RAGGED, [4, 4, 4]]
 
@@ -21,7 +25,8 @@ FOUR = [*RAGGED, [4, 4, 4]]
 def _small(monkeypatch, request):
     """Room for four own tokens at a time, so that it is outgrown; prompts apart, and in each row."""
     monkeypatch.setattr(grid_steps, "ROOM", 4)
-    monkeypatch.setattr(grid_steps, "SHORT", request.param)
+    monkeypatch.setattr(grid_cache, "ROOM", 4)
+    monkeypatch.setattr(grid_cache, "SHORT", request.param)
 
 
 def both_steps(policy, prompts, generations, **options):
@@ -164,7 +169,97 @@ def test_a_repetition_penalty_counts_in_each_lane():
     assert_same(roll(policy, lanes=2, **options), roll(policy, share_prefix=False, **options))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mamba"])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_any_thread_may_generate(lanes):
+    """Streams belong to a thread: the main one first, then two that come and go."""
+    policy = tiny_policy()
+    found = [roll(policy, EQUAL, lanes=lanes)]
+
+    def work():
+        found.append(roll(policy, EQUAL, lanes=lanes))
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(found) == 3, "one failed"
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_lanes_that_share_all_prompts_hold_them_once():
+    """An odd number of prompts: each lane takes half of every prompt's completions."""
+    policy = tiny_policy()
+    held = {}
+    for prompts in ([[5, 6, 7]] * 3, [[5, 6, 7]] * 4):
+        _, caches = prefill_once(policy, policy.module, prompts)
+        lanes = grid_lanes(policy, policy.module, caches, [3] * len(prompts), 4, 2, room=8)
+        keys = {id(prompt.keys): prompt.keys.nbytes for steps, *_ in lanes for prompt in steps._prompts}
+        held[len(prompts)] = sum(keys.values())
+    assert held[3] * 4 == held[4] * 3
+
+
+class _Late(llama.Attention):
+    """Attention that favours late positions, with scores of its own as a mask."""
+
+    def __call__(self, x, mask=None, cache=None):
+        rows, length, _ = x.shape
+
+        def heads(layer, number):
+            return layer(x).reshape(rows, length, number, -1).swapaxes(1, 2)
+
+        queries = heads(self.q_proj, self.n_heads)
+        keys, values = (heads(layer, self.n_kv_heads) for layer in (self.k_proj, self.v_proj))
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        seen = keys.shape[2]
+        back = mx.arange(seen) - mx.arange(seen - length, seen)[:, None]
+        own = mx.where(back <= 0, 0.7 * back, -1e9)
+        out = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=own)
+        return self.o_proj(out.swapaxes(1, 2).reshape(rows, length, -1))
+
+
+def test_a_mask_of_the_model_s_own_is_not_lost():
+    """A cache that attends by itself would not see it: such a model copies its prompts."""
+    module = tiny_module()
+    for layer in module.layers:
+        layer.self_attn.__class__ = _Late
+    policy = g.Policy.from_module(module)
+    assert not policy.shares_prefix and not policy.takes_lanes
+    assert_teacher_forced(policy, roll(policy, EQUAL, lanes=2))
+
+
+class _Twice(nn.Linear):
+    """A layer that is an `nn.Linear` by descent alone."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_a_layer_with_a_call_of_its_own_keeps_it():
+    module = tiny_module("llama-untied")
+    module.lm_head.__class__ = _Twice
+    policy = g.Policy.from_module(module)
+    assert policy.takes_lanes
+    assert_teacher_forced(policy, roll(policy, lanes=2))
+
+
+def test_a_model_that_fails_in_another_way_is_asked_no_more():
+    """Whatever it raises when it is tried with a cache that it does not know."""
+
+    class Cache(llama.Attention):
+        def __call__(self, x, mask=None, cache=None):
+            assert cache is None or cache.keys is None or cache.step  # AttributeError
+            return super().__call__(x, mask, cache)
+
+    module = tiny_module()
+    for layer in module.layers:
+        layer.self_attn.__class__ = Cache
+    policy = g.Policy.for_inference(module)
+    assert not policy.shares_prefix and not policy.takes_lanes
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mamba", "deepseek"])
 def test_what_cannot_share_a_prefix_decodes_in_one_lane(name):
     policy = tiny_policy(name)
     assert_same(roll(policy, lanes=2), roll(policy))

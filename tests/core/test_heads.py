@@ -29,6 +29,7 @@ PRODUCTS = {
     "gemma2": "model.embed_tokens.weight",
     "cohere": "model.embed_tokens.weight",
     "nanochat": "lm_head.weight",
+    "deepseek": "lm_head.weight",
 }
 SHAPES = {"gemma2": (1, 5), "cohere": (0.25, None), "nanochat": (1, 15)}  # scale and soft cap; else (1, None)
 

@@ -205,6 +205,11 @@ def test_entropy_is_that_of_the_whole_distribution(seed, temperature, scale):
         assert got == pytest.approx(want, abs=2e-5)
 
 
+def test_a_token_that_cannot_be_drawn_adds_nothing_to_the_entropy():
+    z = mx.array([[0.3, -mx.inf, 1.2], [-mx.inf, 2.0, -mx.inf]])
+    assert entropy(z).tolist() == pytest.approx([*entropy(mx.array([[0.3, 1.2]])).tolist(), 0.0], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

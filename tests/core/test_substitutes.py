@@ -88,13 +88,15 @@ def test_attention_is_mlx_s(mask):
 
 
 def test_a_cache_may_attend_by_itself():
-    """A cache with `attend` is asked; sinks, which it would not see, are refused."""
+    """A cache with `attend` is asked; a mask and sinks, which it would not see, are refused."""
 
     class Cache:
-        def attend(self, queries, keys, values, scale, mask):
+        def attend(self, queries, keys, values, scale):
             return queries * scale
 
     q = mx.ones((1, 2, 1, 4))
     assert difference(substitutes.attention(q, q, q, Cache(), 0.5, None), 0.5 * q) == 0
     with pytest.raises(ValueError, match="sinks"):
         substitutes.attention(q, q, q, Cache(), 0.5, None, sinks=mx.zeros((2,)))
+    with pytest.raises(ValueError, match="a mask"):
+        substitutes.attention(q, q, q, Cache(), 0.5, mx.zeros((1, 1, 1, 1)))

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from grpo_fn import blocking
 from runners import decode_choice, tuning
 from runners.config import load_config
 from runners.decode_choice import CHECKS
@@ -126,6 +127,17 @@ def test_measured_once_then_remembered(config, measured):
     fill(config("rollout.max_new_tokens=17"), 10**6)  # of the same power of two as 20
     fill(config("optim.learning_rate=0.5"), 10**6)
     assert len(measured) == 5
+    fill(config(), 10**6, cores=16)
+    fill(config(), 10**6, blas="another library")
+    assert len(measured) == 7
+
+
+def test_a_model_without_lanes_is_not_split(config, measured, monkeypatch):
+    """It would be measured as another name of `eval`."""
+    fill(config(), 10**6, cores=2)
+    monkeypatch.setattr(blocking, "MOST_BYTES", 10)
+    fill(config(), 10**6, cores=2)
+    assert [candidates.launches for candidates in measured] == [("split", "eval", "async"), ("eval", "async")]
 
 
 def test_what_is_fixed_stays(config, measured):
