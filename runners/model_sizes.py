@@ -69,7 +69,8 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     wish = config.rollout.launch
     shares = sharing_pays() and shares_prefix(module)
     split = "split" in (launches(platform) if wish == "auto" else [wish])
-    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute)
+    packing = _rollout_packing(config)
+    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute) and not packing
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -81,7 +82,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=0 if _rollout_packing(config) else sampling_form_bytes(module, compute, lanes=lanes),
+            sampling=0 if packing else sampling_form_bytes(module, compute, lanes=lanes),
         ),
         shares_prompts=can_share(module),
         shares_prefix=shares,
