@@ -11,7 +11,6 @@ Caches = list[Any]
 
 _PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
 
-
 # What a model raises that cannot be called in the way that is tried.
 UNFIT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 

@@ -232,7 +232,13 @@ def test_the_forecast_is_within_its_bound_of_a_real_step(name):
 
 @pytest.mark.parametrize(
     ("overrides", "cores", "lanes"),
-    [([], 2, True), ([], 1, False), (['rollout.launch="eval"'], 2, False), (['model.tune="lora"'], 2, True)],
+    [
+        ([], 2, True),
+        ([], 1, False),
+        (['rollout.launch="eval"'], 2, False),
+        (['model.tune="lora"'], 2, True),
+        (['rollout.quantization="affine-4"', 'rollout.storage="packed"'], 2, False),
+    ],
     ids=str,
 )
 def test_weights_in_blocks_are_counted_where_a_run_may_split_its_rows(config, overrides, cores, lanes):
