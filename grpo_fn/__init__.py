@@ -12,9 +12,10 @@ from grpo_fn.microbatches import halved, shape_of, split_batch
 from grpo_fn.optim import Optimizer, adamw, warmup_schedule
 from grpo_fn.packing import Shape
 from grpo_fn.policy import Policy
+from grpo_fn.prng import fold_in
 from grpo_fn.rollouts import Rollout, join_rollouts, take_groups
 from grpo_fn.rounding import stochastic_round
-from grpo_fn.sampling import Sampler, fold_in, sample
+from grpo_fn.sampling import Sampler, sample
 from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
 from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step

@@ -18,8 +18,9 @@ from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
 from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
+from grpo_fn.prng import completion_keys
 from grpo_fn.rollouts import Rollout
-from grpo_fn.sampling import Sampler, completion_keys, seen_tokens, uniforms
+from grpo_fn.sampling import Sampler, draw_words, seen_tokens
 from grpo_fn.trees import Tree
 
 
@@ -109,8 +110,8 @@ def generate(
                 seen_bv = None if seen_pv is None else seen_pv[index]
                 mine = [rows[place] for place in places]
                 # All at once on the device: a number that the host hands over at each step is waited for.
-                uniform_nb = uniforms(keys_b2[mx.array(places)], 0, max_new_tokens)
-                begun.append(Lane(steps, logits_pv[index], uniform_nb, mine, stream, seen_bv))
+                words_nbw = draw_words(keys_b2[mx.array(places)], 0, max_new_tokens)
+                begun.append(Lane(steps, logits_pv[index], words_nbw, mine, stream, seen_bv))
             decoder.run(begun, whole)
     return whole.rollout(prompts, num_generations)
 

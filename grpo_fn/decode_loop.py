@@ -105,7 +105,7 @@ class Decoder:
         """The n-th token of each row."""
         if lane.seen_bv is not None:
             lane.logits_bv = penalize(lane.logits_bv, lane.seen_bv, self._penalty)
-        drawn = self._draw(lane.logits_bv, lane.uniform_nb[n])
+        drawn = self._draw(lane.logits_bv, lane.words_nbw[n])
         if lane.seen_bv is not None:
             lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
         return drawn

@@ -28,7 +28,7 @@ class Lane:
 
     steps: Steps
     logits_bv: mx.array  # of the next token
-    uniform_nb: mx.array  # the random number of each draw
+    words_nbw: mx.array  # the random bits of each draw
     rows: list[int]  # numbers of its rows in the whole
     stream: Stream
     seen_bv: mx.array | None = None  # the tokens that each row has had, where repeating them is penalized
@@ -42,7 +42,7 @@ class Lane:
         """Go on with the rows at these places alone."""
         self.steps.keep(kept)
         index = mx.array(kept)
-        self.uniform_nb, self.rows = self.uniform_nb[:, index], [self.rows[i] for i in kept]
+        self.words_nbw, self.rows = self.words_nbw[:, index], [self.rows[i] for i in kept]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]
 
 

@@ -249,10 +249,10 @@ def sampling_arrays(
 ) -> int:
     """Arrays [rows,V] of float32 that a draw holds at its peak, the logits among them.
 
-    Measured. The exponential of `elementwise` is four of them; a draw has the logits' difference from their
-    top and the cumulative weights beside it. Top-k sorts a copy, top-p takes an exponential of it as well.
+    Measured. The exponential of `elementwise` is four of them, and the logits are there beside it. Top-k sorts
+    a copy, top-p takes an exponential of it as well. The entropy's arrays may all be there at the same time.
     """
     if temperature == 0:
         return 5 + 4 * with_entropy
-    truncation = 8 if top_p < 1 else 2 if top_k else 1 if min_p else 0
-    return 7 + max(truncation, 4 * with_entropy)
+    truncation = 8 + (top_k > 0) if top_p < 1 else 2 if top_k else 1 if min_p else 0
+    return 5 + max(truncation, 8 * with_entropy)

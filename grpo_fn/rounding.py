@@ -11,11 +11,9 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from grpo_fn.guards import check_dtype
-from grpo_fn.sampling import fold_in
+from grpo_fn.prng import fold_in
 from grpo_fn.trees import Tree, arrays_of
 
-# Branches of a run's key. Rollouts take the ones numbered by batch steps, which stay below 2**31.
-UPDATES, REFERENCES = 2**31, 2**31 + 1
 _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat16's largest number and of inf
 _QUIET = 0x0040  # set in the upper half of a NaN: its payload may have been in the lower half alone
 
@@ -67,9 +65,3 @@ def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.arra
         return new.astype(old.dtype)
 
     return store
-
-
-def rounding_key(key: mx.array, branch: int, count: mx.array) -> mx.array:
-    """The key for the `count`-th rounding of one kind, `UPDATES` or `REFERENCES`, in a run with this key."""
-    of_branch = fold_in(key[None], mx.array([branch], mx.uint32))
-    return fold_in(of_branch, count[None])[0]

@@ -6,29 +6,12 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.categorical import WORDS, draw
 from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.draw_kernel import draw_rows, takes_logits
 from grpo_fn.elementwise import exp, logsumexp, softmax
 from grpo_fn.guards import check_rank
-
-_BELOW_ONE = 1 - 2.0**-20  # keeps draw · total below the total, whatever rounding does
-
-
-def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
-    """A new PRNG key for each (key, integer) pair: [N,2] uint32 from [N,2] and [N].
-
-    Unlike `mx.random.split`, whose i-th key depends on how many are asked for.
-    """
-    low = mx.bitwise_xor(keys_n2[:, 1], data_n.astype(mx.uint32))
-    mixed = mx.stack([keys_n2[:, 0], low], axis=1)
-    return mx.vmap(lambda key: mx.random.split(key)[0])(mixed)
-
-
-def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
-    """The key [N,2] of each completion, from its prompt's and its own number."""
-    rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
-    return fold_in(fold_in(rows, prompts_n), generations_n)
-
+from grpo_fn.prng import random_words
 
 def sample(
     logits_bv: mx.array,
@@ -39,15 +22,13 @@ def sample(
     top_k: int = 0,
     min_p: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """Draw one token a row, by inverting the cumulative distribution at one uniform number.
+    """Draw one token a row, by inverting the cumulative distribution (see `categorical`).
 
     Args:
         logits_bv: [B,V], any floating dtype.
         keys_b2: a PRNG key for each row, uint32 [B,2].
         temperature: divides the logits; 0 takes the most likely token.
-        top_p, top_k, min_p: keep the smallest set of tokens with at least this probability, this many, those
-            with at least this share of the largest probability; each is judged on the whole distribution, and
-            a token must pass all. 1.0, 0 and 0.0 keep everything.
+        top_p, top_k, min_p: which tokens to keep; see `truncate`. 1.0, 0 and 0.0 keep everything.
 
     Returns:
         (token_b int32, logp_b float32): the log-probability is that of the distribution drawn from (tempered,
@@ -61,18 +42,13 @@ def sample(
     return drawn["tokens"], drawn["logp"]
 
 
-def uniforms(keys_b2: mx.array, first: int, count: int) -> mx.array:
-    """The random numbers [N,B] that rows with these keys take for their draws `first`, `first` + 1, …"""
-    numbers = mx.repeat(mx.arange(first, first + count), keys_b2.shape[0])
-    return _uniform(fold_in(mx.tile(keys_b2, (count, 1)), numbers)).reshape(count, -1)
-
-
-def _uniform(keys_b2: mx.array) -> mx.array:
-    return mx.vmap(lambda key: mx.random.uniform(key=key))(keys_b2) * _BELOW_ONE
+def draw_words(keys_b2: mx.array, first: int, count: int) -> mx.array:
+    """The random bits [N,B,W] that rows with these keys take for their draws `first`, `first` + 1, …"""
+    return random_words(keys_b2, first, count, WORDS)
 
 
 def _sample(
-    logits_bv: mx.array, uniform_b: mx.array, temperature: float, top_p: float, top_k: int, min_p: float
+    logits_bv: mx.array, words_bw: mx.array, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> tuple[mx.array, mx.array]:
     check_rank("logits_bv", logits_bv, 2)
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
@@ -86,14 +62,13 @@ def _sample(
         logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
         return token_b.astype(mx.int32), logp_b
     if takes_logits(logits_bv) and top_p == 1 and top_k == 0 and min_p == 0:
-        return draw_rows(logits_bv, uniform_b, temperature)
-    z_bv = truncate(z_bv / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        return draw_rows(logits_bv, words_bw, temperature)
+    if temperature != 1:
+        z_bv = z_bv / temperature
+    z_bv = truncate(z_bv, top_p=top_p, top_k=top_k, min_p=min_p)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
-    below_bv = mx.cumsum(exp(z_bv), axis=-1)
-    total_b = below_bv[:, -1]
-    # The first token whose cumulative weight lies above the draw: never one of weight zero.
-    token_b = (below_bv <= (uniform_b * total_b)[:, None]).sum(axis=-1)
-    return token_b.astype(mx.int32), _taken(z_bv, token_b) - mx.log(total_b)
+    token_b, total_b = draw(exp(z_bv), words_bw)
+    return token_b, _taken(z_bv, token_b) - mx.log(total_b)
 
 
 def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
@@ -101,7 +76,12 @@ def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
 
 
 def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits with every token outside the kept set at −inf. Ties at the threshold are all kept."""
+    """The logits with every token outside the kept set at −inf. Ties at a threshold are all kept.
+
+    The order is that of transformers, vLLM and TRL: top-k keeps the k largest; of the distribution over these,
+    top-p keeps the smallest set with at least this probability; min-p keeps those of at least this share of the
+    largest probability, which renormalising does not change.
+    """
     if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
         return z_bv
     least_b1 = mx.full((z_bv.shape[0], 1), -mx.inf)
@@ -110,9 +90,11 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
     if top_p < 1 or 0 < top_k < z_bv.shape[-1]:
         sorted_bv = mx.sort(z_bv, axis=-1)[:, ::-1]
         if 0 < top_k < z_bv.shape[-1]:
-            least_b1 = mx.maximum(least_b1, sorted_bv[:, top_k - 1 : top_k])
+            kth_b1 = sorted_bv[:, top_k - 1 : top_k]
+            least_b1 = mx.maximum(least_b1, kth_b1)
+            sorted_bv = mx.where(sorted_bv >= kth_b1, sorted_bv, -mx.inf)
         if top_p < 1:
-            p_bv = softmax(sorted_bv)
+            p_bv = softmax(sorted_bv)  # of what top-k has left
             before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
             kept_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
             least_b1 = mx.maximum(least_b1, kept_bv.min(axis=-1, keepdims=True))
@@ -162,11 +144,11 @@ class Sampler:
 
     def __call__(self, logits_bv: mx.array, keys_b2: mx.array) -> dict[str, mx.array]:
         """Token and log-prob of each row, and its entropy where asked for."""
-        return self.at(logits_bv, _uniform(keys_b2))
+        return self.at(logits_bv, draw_words(keys_b2, 0, 1)[0])
 
-    def at(self, logits_bv: mx.array, uniform_b: mx.array) -> dict[str, mx.array]:
-        """The same with the random number of each row, from [0, 1)."""
-        token_b, logp_b = _sample(logits_bv, uniform_b, self.temperature, self.top_p, self.top_k, self.min_p)
+    def at(self, logits_bv: mx.array, words_bw: mx.array) -> dict[str, mx.array]:
+        """The same with the random bits of each row, as `draw_words` gives them."""
+        token_b, logp_b = _sample(logits_bv, words_bw, self.temperature, self.top_p, self.top_k, self.min_p)
         drawn = {"tokens": token_b, "logp": logp_b}
         if self.with_entropy:
             drawn["entropy"] = entropy(logits_bv, self.temperature or 1.0)

@@ -15,7 +15,8 @@ from grpo_fn.loss_stats import LossStats, merge_stats
 from grpo_fn.losses import empty_stats, loss_sum
 from grpo_fn.optim import Optimizer
 from grpo_fn.policy import Policy
-from grpo_fn.rounding import UPDATES, rounding_key, storing
+from grpo_fn.prng import UPDATE_ROUNDING, stream_key
+from grpo_fn.rounding import storing
 from grpo_fn.specs import LossSpec
 from grpo_fn.state import TrainState, zeros_like
 from grpo_fn.trees import Tree, arrays_of
@@ -199,7 +200,7 @@ def make_update_step(
         grads = tree_map(lambda total: total * factor, accum_grads)
         rate = optimizer.schedule(update_step)
         finite = mx.isfinite(norm) & mx.isfinite(rate)
-        store = storing(held, rounding_key(key, UPDATES, update_step))
+        store = storing(held, stream_key(key, UPDATE_ROUNDING, update_step))
         sound: list[mx.array] = []
 
         def keep(new: mx.array, old: mx.array) -> mx.array:

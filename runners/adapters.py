@@ -8,6 +8,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.prng import ADAPTERS, stream_key
+from grpo_fn.trees import on_host
 from runners.errors import UserError, did_you_mean, first_lines
 from runners.inside import check_links
 from runners.model_files import read_json
@@ -34,7 +36,8 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
         parameters["keys"] = keys
-    mx.random.seed(seed)
+    high, low = on_host(stream_key(mx.random.key(seed), ADAPTERS))
+    mx.random.seed(high << 32 | low)
     module.freeze()
     try:
         linear_to_lora_layers(module, lora.layers, parameters, use_dora=tune == "dora")

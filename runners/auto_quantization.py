@@ -18,6 +18,7 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.precision import is_quantized
+from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
 from runners import platform
 from runners.config import Config
@@ -54,7 +55,7 @@ class _Bench:
             policy,
             params,
             self.prompts[:prompts],
-            key=mx.random.key(self.config.run.seed),
+            key=stream_key(mx.random.key(self.config.run.seed), QUANTIZATION_TRIAL),
             num_generations=rollout.num_generations,
             max_new_tokens=tokens,
             sampler=g.Sampler(temperature=rollout.temperature),

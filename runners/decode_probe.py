@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.categorical import WORDS
 from grpo_fn.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
 from grpo_fn.sampling import drawing
 from grpo_fn.trees import arrays_of, on_host
@@ -81,16 +82,16 @@ class Probe:
 
     def _begun(self, steps: Steps, places: list[int], stream: Stream) -> Lane:
         rows = len(places)
-        uniform_nb = mx.full((1, rows), 0.5)
-        mx.eval(uniform_nb)
+        words_nbw = mx.full((1, rows, WORDS), 2**31, mx.uint32)
+        mx.eval(words_nbw)
         with mx.stream(stream):
-            return Lane(steps, steps(mx.zeros((rows,), mx.int32)), uniform_nb, places, stream)
+            return Lane(steps, steps(mx.zeros((rows,), mx.int32)), words_nbw, places, stream)
 
     def _run(self, lanes: list[Lane], launch: Callable[..., Any], check_every: int, steps: int) -> None:
         for n in range(steps):
             for lane in lanes:
                 with mx.stream(lane.stream):
-                    lane.drawn.append(self._draw(lane.logits_bv, lane.uniform_nb[0]))
+                    lane.drawn.append(self._draw(lane.logits_bv, lane.words_nbw[0]))
             launch([lane.drawn[-1] for lane in lanes])
             token_b = [lane.drawn[-1]["tokens"] for lane in lanes]
             look = (n + 1) % check_every == 0 or n + 1 == steps

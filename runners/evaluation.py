@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from grpo_fn.prng import EVALUATION
 from grpo_fn.rewards import extract_answer, numbers_equal
 from runners.config import Config
 from runners.data import load_rows, load_split
@@ -238,6 +239,7 @@ def _sampling(config: Config, limit: int) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         seed=config.run.seed,
+        purpose=EVALUATION,
         max_tokens=limit,
     )
 

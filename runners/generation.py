@@ -12,7 +12,8 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.decode_loop import FindStop
-from grpo_fn.sampling import completion_keys, drawing, mark_seen, penalize, seen_tokens, uniforms
+from grpo_fn.prng import GENERATION, completion_keys, stream_key
+from grpo_fn.sampling import draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.inference import InferenceModel
 from runners.launching import keywords
@@ -34,7 +35,13 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    purpose: int = GENERATION  # of the draws, as `grpo_fn.prng` lists them
     max_tokens: int = 512
+
+    @property
+    def key(self) -> mx.array:
+        """The PRNG key of all completions."""
+        return stream_key(mx.random.key(self.seed), self.purpose)
 
     def sampler(self) -> g.Sampler:
         """For `g.generate`."""
@@ -161,16 +168,16 @@ def follow(
 
 def draws(sampling: Sampling, number: int = 0) -> Callable[[mx.array], mx.array]:
     """mlx-lm's sampler: the n-th call draws the n-th token of completion 0 of a prompt."""
-    key_12 = completion_keys(mx.random.key(sampling.seed), mx.array([number]), mx.array([0]))
+    key_12 = completion_keys(sampling.key, mx.array([number]), mx.array([0]))
     draw = drawing(sampling.sampler())
-    numbers = _numbers(key_12)
-    return lambda logits_1v: draw(logits_1v, next(numbers))["tokens"]
+    words = _words(key_12)
+    return lambda logits_1v: draw(logits_1v, next(words))["tokens"]
 
 
-def _numbers(key_12: mx.array) -> Iterator[mx.array]:
-    """The random number [1] of each draw."""
+def _words(key_12: mx.array) -> Iterator[mx.array]:
+    """The random bits [1,W] of each draw."""
     for first in itertools.count(step=256):
-        yield from uniforms(key_12, first, 256)
+        yield from draw_words(key_12, first, 256)
 
 
 def penalty(sampling: Sampling, prompt: Tokens | None) -> Callable[[mx.array, mx.array], mx.array]:
@@ -223,7 +230,7 @@ def generate_batches(
             model.policy,
             {},
             part,
-            key=mx.random.key(sampling.seed),
+            key=sampling.key,
             num_generations=num_generations,
             max_new_tokens=sampling.max_tokens,
             sampler=sampling.sampler(),

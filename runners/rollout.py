@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.prng import stream_key
 from grpo_fn.trees import Tree
 from runners.config import Config
 from runners.prompts import Example, columns_of
@@ -68,7 +69,7 @@ class Collector:
         kept: list[Experience] = []
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part = self._once(params, take(missing), _folded(key, number), trainer_state)
+            part = self._once(params, take(missing), stream_key(key, number), trainer_state)
             spent += part.sampled_tokens
             varied = _varied_groups(part.rewards_pg)
             missing -= len(varied)
@@ -135,10 +136,6 @@ class Collector:
                 rollout.lengths_b, self.config.rollout.max_new_tokens, overlong.buffer, overlong.penalty
             )
         return np.array(rewards_b, np.float64).reshape(len(rollout.prompts), rollout.num_generations)
-
-
-def _folded(key: mx.array, number: int) -> mx.array:
-    return g.fold_in(key[None], mx.array([number]))[0]
 
 
 def _varied_groups(rewards_pg: np.ndarray) -> list[int]:

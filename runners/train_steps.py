@@ -9,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
+from grpo_fn.prng import ROLLOUTS, stream_key
 from runners.gradients import Gradients
 from runners.loop_state import LoopState
 from runners.rollout import Experience
@@ -40,7 +41,7 @@ class TrainSteps:
     def roll_out(self) -> Experience:
         """The rollout of the next batch step, scored."""
         at, plan, stream = self.at, self.run.plan, self.run.stream
-        key = g.fold_in(self.state.key[None], mx.array([at.batch_step]))[0]
+        key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
         progress = TrainerState(at.update, plan.updates, stream.epoch, self.config.optim.num_epochs)
         experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
         self._heed_role()

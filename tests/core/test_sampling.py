@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_repetition_penalty
 
 import grpo_fn as g
-from grpo_fn.sampling import completion_keys, entropy, mark_seen, penalize, seen_tokens, truncate
+from grpo_fn.prng import completion_keys
+from grpo_fn.sampling import entropy, mark_seen, penalize, seen_tokens, truncate
 
 LOGITS = np.array([1.2, -0.3, 0.8, 2.0, -1.5, 0.0, 0.4, -4.0])
 DRAWS = 20_000
@@ -42,17 +43,20 @@ def test_frequencies_are_the_distribution_s(temperature):
     assert chi2(counts, softmax(LOGITS / temperature)) < CHI2_999[7]
 
 
-def test_frequencies_of_a_truncated_distribution():
+@pytest.mark.parametrize(
+    "options", [{"top_k": 4}, {"top_k": 5, "top_p": 0.92}, {"top_k": 6, "top_p": 0.98, "min_p": 0.2}], ids=str
+)
+def test_frequencies_of_a_truncated_distribution(options):
     """What is cut off never comes, and the rest in its renormalised proportions."""
     logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, 8))
-    tokens, _ = g.sample(logits, keys(DRAWS, seed=1), top_k=4)
+    tokens, _ = g.sample(logits, keys(DRAWS, seed=1), **options)
     counts = np.bincount(np.array(tokens), minlength=8)
-    kept = np.argsort(LOGITS)[-4:]
-    assert counts.sum() == counts[kept].sum() == DRAWS
+    kept, _ = naive_set(LOGITS, options.get("top_p", 1.0), options["top_k"], options.get("min_p", 0.0))
+    assert kept.sum() == 4 and counts.sum() == counts[kept].sum() == DRAWS
     assert chi2(counts[kept], softmax(LOGITS[kept])) < CHI2_999[3]
 
 
-@pytest.mark.parametrize("axis", ["step", "generation", "prompt", "seed"])
+@pytest.mark.parametrize("axis", ["step", "generation", "prompt", "seed", "seed and prompt"])
 def test_neighbouring_keys_draw_independently(axis):
     """Draws of one step and the next, of one completion, prompt or seed and the next: no dependence."""
     half = DRAWS // 2
@@ -64,6 +68,11 @@ def test_neighbouring_keys_draw_independently(axis):
         "generation": (completion_keys(base, numbers, zero), completion_keys(base, numbers, zero + 1)),
         "prompt": (completion_keys(base, zero, numbers), completion_keys(base, zero + 1, numbers)),
         "seed": (keys(half, seed=0), keys(half, seed=1)),
+        # Of the same exclusive or: what a mere XOR of the two would draw alike.
+        "seed and prompt": (
+            completion_keys(mx.random.key(0), numbers, zero),
+            completion_keys(mx.random.key(1), mx.bitwise_xor(numbers, mx.array(1, numbers.dtype)), zero),
+        ),
     }
     a, b = (np.array(g.sample(logits, k)[0]) for k in pairs[axis])
     table = np.zeros((8, 8))
@@ -102,18 +111,22 @@ def test_a_row_s_draw_depends_on_nothing_beside_it(seed, rows, row, top_p):
 
 
 def naive_set(z, top_p, top_k, min_p):
-    """The kept tokens by their definitions, in float64, and how close any was to the other side."""
-    p = softmax(z)
-    order = np.argsort(-p)
+    """The kept tokens by their definitions, in float64, and how close any was to the other side.
+
+    top-k, then top-p of what that left, then min-p of what those left, each normalised again before.
+    """
     kept, margin = np.ones(len(z), bool), np.inf
     if top_k:
-        kept &= np.isin(np.arange(len(z)), order[:top_k])
+        kept &= np.isin(np.arange(len(z)), np.argsort(-z)[:top_k])
     if top_p < 1:
+        p = softmax(np.where(kept, z, -np.inf))
+        order = np.argsort(-p)
         ahead = np.cumsum(p[order]) - p[order]
-        margin = np.abs(ahead - top_p)[1:].min(initial=np.inf)
+        margin = np.abs(ahead - top_p)[1 : kept.sum()].min(initial=np.inf)
         kept[order[ahead >= top_p]] = False
     if min_p:
-        margin = min(margin, np.abs(p / p.max() - min_p).min())
+        p = softmax(np.where(kept, z, -np.inf))
+        margin = min(margin, np.abs(p / p.max() - min_p)[kept].min())
         kept &= p >= min_p * p.max()
     return kept, margin
 
@@ -148,6 +161,39 @@ def test_the_kept_set_written_out():
     assert kept(top_k=1) == [1] and kept(top_k=2) == [1, 3] and kept(top_k=3) == [0, 1, 2, 3]
     assert kept(min_p=0.2) == [0, 1, 2, 3] and kept(min_p=0.4) == [1, 3] and kept(min_p=0.6) == [1]
     assert kept(top_k=2, top_p=0.4) == [1] and kept() == [0, 1, 2, 3]
+    # Of the two that top-k leaves the first has 2/3: enough for top_p = 0.6, as its 0.5 of all were not.
+    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_p=0.6) == [1, 3]
+    assert kept(top_k=2, top_p=0.6, min_p=0.9) == [1] and kept(top_k=3, top_p=0.9, min_p=0.3) == [1, 3]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2]),
+    top_k=st.sampled_from([0, 1, 4, 20]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4]),
+)
+def test_the_kept_set_is_that_of_transformers(seed, temperature, top_p, top_k, min_p):
+    """Its processors, in the order in which its `generate` puts them: the same set, the same log-probs."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as theirs
+
+    z = np.random.default_rng(seed).normal(size=(3, 30)).astype(np.float32) * 2
+    for row in z.astype(np.float64) / temperature:
+        assume(naive_set(row, top_p, top_k, min_p)[1] > 1e-5)
+    processors = [theirs.TemperatureLogitsWarper(temperature)]
+    processors += [theirs.TopKLogitsWarper(top_k)] if top_k else []
+    processors += [theirs.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    processors += [theirs.MinPLogitsWarper(min_p)] if min_p else []
+    scores = torch.tensor(z)
+    for processor in processors:
+        scores = processor(torch.zeros((3, 1), dtype=torch.long), scores)
+    want = scores.log_softmax(dim=-1).numpy()
+    kept = truncate(mx.array(z) / temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    assert (np.array(kept) == -np.inf).tolist() == (want == -np.inf).tolist()
+    options = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    tokens, logp = g.sample(mx.array(z), keys(3, seed=seed % 1000), **options)
+    assert logp.tolist() == pytest.approx(want[np.arange(3), np.array(tokens)].tolist(), abs=1e-5)
 
 
 @given(

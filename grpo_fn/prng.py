@@ -1,0 +1,64 @@
+"""Random keys: one independent stream for each (seed, purpose, step, prompt, index).
+
+A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring seeds differ in
+a few bits, and so do the numbers that are folded into them. Each key is therefore hashed before a number meets
+it, and once more afterwards: whatever differs in any part of a stream's name gives another stream.
+
+Use a key either to make further keys or to draw from, not for both.
+"""
+
+import mlx.core as mx
+
+# What a run's key is used for: the first number folded into it. They begin at 2^31, so that a loop of one's
+# own can fold its step numbers (int32) into the same key.
+ROLLOUTS = 2**31  # of training; then the batch step and the round of dynamic sampling
+UPDATE_ROUNDING = 2**31 + 1  # of weights and moments to bfloat16; then the number of the update
+REFERENCE_ROUNDING = 2**31 + 2  # of the reference when it is mixed; then the number of the update
+ADAPTERS = 2**31 + 3  # their first values
+QUANTIZATION_TRIAL = 2**31 + 4  # rollouts that are timed before a run
+GENERATION = 2**31 + 5  # completions of `grpo generate` and `grpo chat`
+EVALUATION = 2**31 + 6  # completions of `grpo eval`
+
+
+def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
+    """A new PRNG key for each (key, integer) pair: [N,2] uint32 from [N,2] and [N].
+
+    Any two pairs that differ give independent keys, also for `mx.random.key` of small seeds and for small
+    integers. Unlike `mx.random.split`, whose i-th key depends on how many are asked for.
+
+    Args:
+        keys_n2: uint32.
+        data_n: integers from 0 to 2^32 − 1.
+    """
+    return _combined(_hashed(keys_n2), data_n)
+
+
+def stream_key(key: mx.array, *name: int | mx.array) -> mx.array:
+    """The key [2] of one stream: a purpose, or any other numbers, folded into a key [2] one after another."""
+    for number in name:
+        key = fold_in(key[None], mx.array(number, mx.uint32).reshape(1))[0]
+    return key
+
+
+def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
+    """The key [N,2] of each completion, from its prompt's and its own number."""
+    rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
+    return fold_in(fold_in(rows, prompts_n), generations_n)
+
+
+def random_words(keys_b2: mx.array, first: int, count: int, words: int) -> mx.array:
+    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these keys."""
+    rows = keys_b2.shape[0]
+    numbers = mx.repeat(mx.arange(first, first + count), rows)
+    keys = _combined(mx.tile(_hashed(keys_b2), (count, 1)), numbers, -(-words // 2))
+    return keys[:, :words].reshape(count, rows, words)
+
+
+def _combined(hashed_n2: mx.array, data_n: mx.array, keys: int = 1) -> mx.array:
+    low = mx.bitwise_xor(hashed_n2[:, 1], data_n.astype(mx.uint32))
+    return _hashed(mx.stack([hashed_n2[:, 0], low], axis=1), keys)
+
+
+def _hashed(keys_n2: mx.array, keys: int = 1) -> mx.array:
+    """Threefry of each key at fixed counters: so many keys, side by side."""
+    return mx.vmap(lambda key: mx.random.split(key, keys).reshape(-1))(keys_n2)
