@@ -16,7 +16,7 @@ from runners.model_files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = "grpo_fn.checkpoint"
-VERSION = 1
+VERSION = 2  # 1 drew from other random streams: a run could not go on from it as it began
 
 
 class Damaged(UserError):
@@ -71,13 +71,20 @@ def _read(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {FORMAT}")
     if content.get("version") != VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {FORMAT}, "
-            f"wanted {VERSION}; grpo_fn {__version__} reads no other"
+            f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by {_writer(content)}; "
+            f"grpo_fn {__version__} goes on from version {VERSION} alone: finish the run with the grpo_fn that "
+            "wrote it, or start again with --overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise Damaged(f"{file}: its table of files is damaged")
     return files
+
+
+def _writer(content: dict[str, Any]) -> str:
+    written_by = content.get("written_by")
+    version = written_by.get("grpo_fn") if isinstance(written_by, dict) else None
+    return f"grpo_fn {version}" if isinstance(version, str) else "an unknown program"
 
 
 def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:

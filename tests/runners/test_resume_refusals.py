@@ -119,10 +119,19 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
     assert before == {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
 
 
-def test_another_version_is_refused_and_not_passed_over(copy):
-    """A checkpoint of a later grpo_fn is no damage: going on from the one before would lose it."""
-    rewrite(copy.folder / "checkpoint-3", version=7)
-    with pytest.raises(UserError, match=r"found version 7 of grpo_fn\.checkpoint, wanted 1"):
+@pytest.mark.parametrize(
+    ("number", "writer", "told"),
+    [
+        (1, {"grpo_fn": "0.0.9", "mlx": "0.32.4"}, r"grpo_fn 0\.0\.9"),  # it drew other random numbers
+        (7, {"grpo_fn": "9.1"}, r"grpo_fn 9\.1"),
+        (7, "somebody", "an unknown program"),
+    ],
+)
+def test_another_version_is_refused_and_not_passed_over(copy, number, writer, told):
+    """A checkpoint of another grpo_fn is no damage: going on from the one before would lose it."""
+    rewrite(copy.folder / "checkpoint-3", version=number, written_by=writer)
+    message = rf"found version {number} of grpo_fn\.checkpoint, written by {told}; .* version 2 alone: .* --overwrite"
+    with pytest.raises(UserError, match=message):
         run_training(copy(), report=Quiet(), resume=True)
 
 
