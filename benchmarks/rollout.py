@@ -133,7 +133,7 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
     first = ours(policy, prompts, attrs.evolve(case, new=early))().completions()
     ending = {tuple(tokens) for row, tokens in enumerate(first) if row % 4}
 
-    def find_stop(tokens: Sequence[int]) -> int | None:
+    def find_stop(tokens: Sequence[int], start: int) -> int | None:
         return early if len(tokens) >= early and tuple(tokens[:early]) in ending else None
 
     calls = {

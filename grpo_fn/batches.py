@@ -10,7 +10,7 @@ from itertools import pairwise
 import attrs
 import mlx.core as mx
 
-from grpo_fn.guards import check_shape
+from grpo_fn.guards import check_shape, check_token_ids
 from grpo_fn.rollouts import Rollout
 from grpo_fn.specs import LossSpec
 from grpo_fn.trees import map_arrays, on_host
@@ -39,6 +39,7 @@ class Batch:
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
     kept_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, B·T for none, int32;
     # None: all. What is left out counts as 0: it has to be masked.
+    vocabulary: int | None = None  # all token ids are below it; None: not known
 
 
 def make_batch(
@@ -59,10 +60,14 @@ def make_batch(
             2506.01939). Needs the rollout's entropies. 1.0: all.
 
     Raises:
-        ValueError: a shape is wrong, ρ is outside (0, 1], or entropies are needed and missing.
+        ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is outside
+            (0, 1], or entropies are needed and missing.
     """
     check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations))
     width = rollout.tokens_bt.shape[1]
+    if width == 0:
+        raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: wanted at least one column")
+    vocabulary = _token_bound(rollout)
     lengths = [len(prompt) for prompt in rollout.prompts]
     longest = max(lengths)
     padded = [list(prompt) + [0] * (longest - len(prompt)) for prompt in rollout.prompts]
@@ -90,7 +95,17 @@ def make_batch(
         num_tokens=mask_bt.sum().astype(mx.float32),
         keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
         group_b=mx.repeat(mx.arange(len(lengths), dtype=mx.int32), rollout.num_generations),
+        vocabulary=vocabulary,
     )
+
+
+def check_vocabulary(batch: Batch, rows: int | None) -> None:
+    """Raise ValueError where a batch has token ids that an embedding of so many rows does not (None: any)."""
+    if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
+        raise ValueError(
+            f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the model's "
+            "token embedding"
+        )
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
@@ -137,6 +152,18 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         return array if array.ndim == 0 else array[index]
 
     return map_arrays(taken, attrs.evolve(batch, kept_n=None))
+
+
+def _token_bound(rollout: Rollout) -> int:
+    """What all token ids of a rollout are below. Waits for the device only where `generate` did not make it."""
+    check_token_ids(rollout.prompts, rollout.vocabulary)
+    if rollout.vocabulary is not None:  # the completions were drawn from it
+        return rollout.vocabulary
+    tokens_bt = rollout.tokens_bt
+    low, high = on_host(mx.stack([tokens_bt.min(), tokens_bt.max()]))
+    if low < 0:
+        raise ValueError(f"tokens_bt has the token id {low}: wanted 0 <= id")
+    return 1 + max(high, *map(max, rollout.prompts))
 
 
 def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:

@@ -8,12 +8,14 @@ a completion becomes depends on its key, its prompt and the model alone (to the 
 
 from collections.abc import Iterable, Sequence
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
 from grpo_fn.decode_loop import Columns, Decoder, FindStop
 from grpo_fn.decode_step import CacheSteps, shared_steps
+from grpo_fn.guards import check_token_ids
 from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
 from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
@@ -53,7 +55,8 @@ def generate(
         max_new_tokens: length limit of a completion, tokens.
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
         eos_ids: tokens that end a completion; the one that does is kept and counts.
-        find_stop: given a completion's tokens so far, how many of them to keep if it has ended, else None.
+        find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have seen
+            the first `start` and found no end: how many of them to keep if it has ended, else None.
         max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
         check_every: steps between looks at which rows have ended; a look waits for the device.
@@ -67,13 +70,15 @@ def generate(
         compact: drop rows that have ended from the batch once a quarter of it has.
 
     Raises:
-        ValueError: there is no prompt, one is empty, or a number is out of range.
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number is
+            out of range, or `find_stop` gives more tokens than there are.
     """
     sampler = sampler or Sampler()
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
     if not sampler.repetition_penalty > 0:
         raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
+    check_token_ids(prompts, policy.vocabulary)
     for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ValueError(f"{name} = {value}: wanted at least 1")
@@ -113,7 +118,8 @@ def generate(
                 words_nbw = draw_words(keys_b2[mx.array(places)], 0, max_new_tokens)
                 begun.append(Lane(steps, logits_pv[index], words_nbw, mine, stream, seen_bv))
             decoder.run(begun, whole)
-    return whole.rollout(prompts, num_generations)
+    rollout = whole.rollout(prompts, num_generations)
+    return attrs.evolve(rollout, vocabulary=policy.vocabulary)
 
 
 def _prefilled(

@@ -12,7 +12,9 @@ from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
-FindStop = Callable[[Sequence[int]], int | None]
+# From a completion's tokens so far, and how many of them earlier calls have seen, which found no end, to how many
+# of them to keep if it has ended, else None.
+FindStop = Callable[[Sequence[int], int], int | None]
 
 
 @attrs.define(eq=False)
@@ -32,9 +34,9 @@ class Columns:
         return cls(drawn, [width] * rows, [False] * rows)
 
     def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
-        """The rollout, as wide as its longest completion; zeros after the end of each."""
+        """The rollout, as wide as its longest completion, at least 1; zeros after the end of each."""
         lengths_b = mx.array(self.lengths, mx.int32)
-        width = max(self.lengths)
+        width = max(1, *self.lengths)
         within_bt = mx.arange(width)[None] < lengths_b[:, None]
         cut = {
             name: mx.where(within_bt, array[:, :width], mx.array(0, array.dtype))
@@ -138,7 +140,13 @@ class Decoder:
         """Tokens to keep if the completion has ended at or after `start`, else None."""
         ends = [n + 1 for n in range(start, len(tokens)) if tokens[n] in self._eos_ids][:1]
         if self._find_stop is not None:
-            found = self._find_stop(tokens[: ends[0]] if ends else tokens)
+            seen = tokens[: ends[0]] if ends else tokens
+            found = self._find_stop(seen, start)
             if found is not None:
+                if not 0 <= found <= len(seen):
+                    raise ValueError(
+                        f"find_stop gave {found} for a completion of {len(seen)} tokens: wanted None, or how many "
+                        f"of them to keep, 0 to {len(seen)}"
+                    )
                 ends.append(found)
         return min(ends, default=None)

@@ -1,6 +1,6 @@
 """Checks that run before any arithmetic, so that a broadcast cannot hide a mistake."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 import mlx.core as mx
@@ -24,6 +24,19 @@ def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
     """Raise ValueError unless `array` has the dtype `wanted`."""
     if array.dtype != wanted:
         raise ValueError(f"{name} is {array.dtype}, wanted {wanted}")
+
+
+def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
+    """Raise ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: any from 0 on).
+
+    MLX reads past the end of an embedding table without a word.
+    """
+    for number, prompt in enumerate(prompts):
+        low, high = min(prompt, default=0), max(prompt, default=0)
+        bad = low if low < 0 else high
+        if bad < 0 or (vocabulary is not None and bad >= vocabulary):
+            bound = "" if vocabulary is None else f" < {vocabulary}, the rows of the model's token embedding"
+            raise ValueError(f"prompt {number} has the token id {bad}: wanted 0 <= id{bound}")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -93,9 +93,8 @@ def shape_of(piece: Batch) -> Shape:
 def _rows_between(piece: Batch, low: int, high: int, width: int) -> Batch:
     """The rows from `low` to before `high`; what belongs to shared prompts, and the counts, as they are."""
     prompts = {"tokens_bl", "prompt_lengths_b"} if piece.prompt_index_b is not None else set()
-    by_row = (
-        {field.name for field in attrs.fields(Batch)} - prompts - {"num_sequences", "num_tokens", "kept_n"}
-    )
+    of_whole = {"num_sequences", "num_tokens", "kept_n", "vocabulary"}
+    by_row = {field.name for field in attrs.fields(Batch)} - prompts - of_whole
     found = {name: getattr(piece, name) for name in by_row}
     cut = {name: array[low:high] for name, array in found.items() if array is not None}
     if piece.kept_n is not None:

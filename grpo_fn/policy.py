@@ -41,6 +41,7 @@ class Policy:
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
     takes_kernel: bool  # whether they can with the kernel of `prefix_kernel`
     takes_lanes: bool  # whether they can in `lanes`
+    vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     # `kernel_forward`, for `KernelSteps`
     kernel_step: Compiled = attrs.field(
         init=False,
@@ -85,6 +86,7 @@ class Policy:
             shares_prefix=shares,
             takes_kernel=shares and takes_kernel(module),
             takes_lanes=shares and takes_lanes(module, compute_dtype),
+            vocabulary=_embedding_rows(module),
         )
 
     @classmethod
@@ -102,6 +104,7 @@ class Policy:
             shares_prefix=shares,
             takes_kernel=shares and takes_kernel(module),
             takes_lanes=shares and takes_lanes(module),
+            vocabulary=_embedding_rows(module),
         )
 
     def skeleton(self) -> "Policy":
@@ -172,3 +175,13 @@ class Policy:
         if name is None:
             return Head(used, logits)
         return Head(used, logits, weight, self.split.scale, self.split.cap)
+
+
+def _embedding_rows(module: nn.Module) -> int | None:
+    """Rows of the token embedding: of several tables (positions may have one) that with a row for each logit."""
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    rows = {part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)}
+    if len(rows) > 1:
+        logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape alone: nothing is computed
+        return logits if logits in rows else max(rows)
+    return max(rows, default=None)

@@ -19,6 +19,7 @@ class Rollout:
     logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
     finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
     entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
+    vocabulary: int | None = None  # all token ids are below it, as `generate` knows; None: not known
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, end token included, on the host."""
@@ -60,6 +61,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     def joined(columns: Sequence[mx.array]) -> mx.array:
         return mx.concatenate([mx.pad(c, [(0, 0), (0, width - c.shape[1])]) for c in columns])
 
+    bounds = [part.vocabulary for part in parts]
     entropies = [part.entropy_bt for part in parts if part.entropy_bt is not None]
     return Rollout(
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
@@ -69,4 +71,5 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         logp_bt=joined([part.logp_bt for part in parts]),
         finished_b=mx.concatenate([part.finished_b for part in parts]),
         entropy_bt=joined(entropies) if entropies else None,
+        vocabulary=None if None in bounds else max(bounds),
     )

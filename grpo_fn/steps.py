@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.batches import Batch
+from grpo_fn.batches import Batch, check_vocabulary
 from grpo_fn.compiled import Compiled, compiled
 from grpo_fn.kept import kept_hidden, kept_targets, spread
 from grpo_fn.logprobs import token_logprobs, token_logprobs_and_entropy
@@ -61,14 +61,16 @@ class GradStep:
             batch: one batch, or the micro-batches that it was split into.
 
         Raises:
-            ValueError: there is no batch, or beta > 0 and neither state nor batch has a reference.
+            ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and neither
+                state nor batch has a reference.
         """
         parts = [batch] if isinstance(batch, Batch) else list(batch)
         if not parts:
             raise ValueError("wanted a batch, or at least one micro-batch; found an empty list")
         accum = state.accum_grads, state.accum_weight
         stats: list[LossStats] = []
-        for part in parts:
+        for number, part in enumerate(parts, 1):
+            check_vocabulary(part, self._policy.vocabulary)
             if self._spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
                 raise ValueError(
                     f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"
@@ -82,11 +84,13 @@ class GradStep:
                 continue
             ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
-            part = attrs.evolve(part, tokens_bl=mx.depends(part.tokens_bl, [*arrays_of(accum)]))
+            tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
+            # Any number in a batch is a part of what is compiled for it: this one would be for nothing.
+            part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             frozen = self._policy.frozen, self._ref_policy.frozen
             accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
-            if part is not parts[-1]:
+            if number < len(parts):
                 # It computes while the next one is described. Nothing follows the last: who takes it decides.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
         accum_grads, accum_weight = accum
@@ -252,7 +256,12 @@ def make_logprob_step(
     step = compiled(
         lambda params, frozen, batch: _logprobs(policy, params, frozen, batch, temperature), enabled=compile
     )
-    return lambda params, batch: step(params, policy.frozen, batch)
+
+    def logprob_step(params: Tree, batch: Batch) -> mx.array:
+        check_vocabulary(batch, policy.vocabulary)
+        return step(params, policy.frozen, attrs.evolve(batch, vocabulary=None))
+
+    return logprob_step
 
 
 def _logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:

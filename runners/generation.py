@@ -12,9 +12,11 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.decode_loop import FindStop
+from grpo_fn.guards import check_token_ids
 from grpo_fn.prng import GENERATION, completion_keys, stream_key
 from grpo_fn.sampling import draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
+from runners.errors import UserError
 from runners.inference import InferenceModel
 from runners.launching import keywords
 from runners.tokenizers import TextDecoder
@@ -113,6 +115,7 @@ def stream(
     """
     from mlx_lm import stream_generate
 
+    _check_token_ids(model, [prompt])
     responses = stream_generate(
         model.module,
         model.tokenizer,
@@ -148,7 +151,9 @@ def follow(
         if piece:
             text += piece
             yield piece
-        if response.token in eos_ids or (find_stop is not None and find_stop(tokens) is not None):
+        if response.token in eos_ids or (
+            find_stop is not None and find_stop(tokens, len(tokens) - 1) is not None
+        ):
             finish = STOP
             break
         if stopped():
@@ -164,6 +169,14 @@ def follow(
         speed.tokens += len(tokens)
         speed.seconds += len(tokens) / response.generation_tps
     yield Completion(text + rest, tuple(tokens), finish)
+
+
+def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
+    """Raises UserError: a tokenizer may have added tokens that the model has no embedding for."""
+    try:
+        check_token_ids(prompts, model.policy.vocabulary)
+    except ValueError as error:
+        raise UserError(f"{model.path}: {error}") from error
 
 
 def draws(sampling: Sampling, number: int = 0) -> Callable[[mx.array], mx.array]:
@@ -217,11 +230,18 @@ def generate_batches(
     are, and no others follow.
     """
 
-    def end(tokens: Sequence[int]) -> int | None:
+    def end(tokens: Tokens, start: int) -> int | None:
         if stopped():
             return len(tokens)
-        return None if find_stop is None else find_stop(tokens)
+        return None if find_stop is None else find_stop(tokens, start)
 
+    def is_whole(tokens: Tokens) -> bool:
+        """Whether an end token or a stop string is its last."""
+        if tokens[-1] in model.eos_ids:
+            return True
+        return find_stop is not None and find_stop(tokens, len(tokens) - 1) is not None
+
+    _check_token_ids(model, prompts)
     together = max((max_batch or ROWS) // num_generations, 1)
     for start in range(0, len(prompts), together):
         part = prompts[start : start + together]
@@ -249,8 +269,7 @@ def generate_batches(
         done = []
         for tokens, finished in zip(found, on_host(rollout.finished_b), strict=True):
             # Asked to stop, every row counts as finished; those that had come to their end are whole.
-            whole = tokens[-1] in model.eos_ids or (find_stop is not None and find_stop(tokens) is not None)
-            finish = STOP if whole else INTERRUPTED if finished else LENGTH
+            finish = STOP if is_whole(tokens) else INTERRUPTED if finished else LENGTH
             done.append(Completion(decoder.decode(tokens), tuple(tokens), finish))
         for row in range(0, len(done), num_generations):
             yield done[row : row + num_generations]

@@ -11,14 +11,17 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.decode_loop import FindStop
+from grpo_fn.guards import check_token_ids
 from grpo_fn.trees import Tree
 from runners.auto_quantization import settle_quantization
 from runners.config import Config
 from runners.data import load_rows
+from runners.errors import UserError
 from runners.evaluate import held_out
 from runners.launching import keywords
 from runners.learner import Learner, build_learner
 from runners.micro_batch import settle_micro_batch
+from runners.model_reading import vocabulary_rows
 from runners.models import LoadedModel, load_model
 from runners.plan import outlook, sizes_if_it_can_fit
 from runners.platform import Platform
@@ -143,8 +146,13 @@ def build_run(
 def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
     notices = []
     built = []
+    vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
     for name, part in zip(("train", "eval"), rows, strict=True):
         examples, too_long = build_examples(part, config.data, loaded.tokenizer)
+        try:
+            check_token_ids([example.tokens for example in examples], vocabulary)
+        except ValueError as error:
+            raise UserError(f"{name} data, {loaded.path}: {error}") from error
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))

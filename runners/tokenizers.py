@@ -5,10 +5,12 @@ Completions are scored as text but never tokenized again; these functions are al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from grpo_fn.decode_loop import FindStop
+
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -38,15 +40,18 @@ class TextDecoder:
         """Whether a token leaves no text: special ones do not, but the four tags do."""
         return token in self._dropped
 
-    def find_stop(self, stop_strings: Sequence[str]) -> Callable[[Sequence[int]], int | None] | None:
+    def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to how many of them to keep, None where it goes on.
+
+        Its second argument is how many of the tokens earlier calls have seen, 0 for none of them: these are not
+        gone through again.
 
         The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
         of that token behind the stop string stays, as tokens cannot be cut. A stop string that is a special
         token's name is found by its id. Without stop strings there is no function: None.
 
         Only where a token holds a stop string's last character is text decoded, and only as far back as the
-        string reaches: a call without such a token costs some microseconds.
+        string reaches: a call without such a token costs about a microsecond.
         Raises ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
@@ -63,26 +68,48 @@ class TextDecoder:
         looked_at: set[int] = set()
         ends: set[int] = set(by_id)  # tokens at which a stop string may end
 
-        def find(tokens: Sequence[int]) -> int | None:
-            for token in set(tokens) - looked_at:
+        def find(tokens: Sequence[int], start: int) -> int | None:
+            new = tokens[start:]
+            for token in set(new) - looked_at:
                 piece = self.decode([token, token])  # twice: decoders trim the first token's space
                 if any(character in piece for character in last_characters):
                     ends.add(token)
                 looked_at.add(token)
-            if ends.isdisjoint(tokens):
+            if ends.isdisjoint(new):
                 return None
-            kept: list[int] = []
-            for position, token in enumerate(tokens):
+            kept = self._last_kept(tokens, start, reach + 3)
+            for position, token in enumerate(new, start):
                 if token in self._dropped:
                     if token in by_id:
                         return position + 1
                     continue
                 kept.append(token)
-                if token in ends and any(stop in self.decode(kept[-reach:]) for stop in texts):
+                if token in ends and any(stop in self._tail(kept, reach) for stop in texts):
                     return position + 1
             return None
 
         return find
+
+    def _tail(self, tokens: Sequence[int], number: int) -> str:
+        """The text of the last so many tokens, and of up to three before them where it began inside a character:
+        some decoders make nothing of all bytes that follow such a beginning.
+        """
+        text = ""
+        for more in range(4):
+            text = self.decode(tokens[-(number + more) :])
+            if not text.startswith("\ufffd"):
+                break
+        return text
+
+    def _last_kept(self, tokens: Sequence[int], end: int, number: int) -> list[int]:
+        """The last so many tokens before place `end` that leave text; fewer where there are no more."""
+        found: list[int] = []
+        for place in range(end - 1, -1, -1):
+            if len(found) == number:
+                break
+            if tokens[place] not in self._dropped:
+                found.append(tokens[place])
+        return found[::-1]
 
 
 class TextStream:

@@ -98,7 +98,7 @@ def test_a_stop_ends_at_the_token_that_completes_it():
     free = roll(policy, generations=6).completions()
     seen = []
 
-    def find_stop(tokens):
+    def find_stop(tokens, start=0):
         seen.append(tuple(tokens))
         return next((n + 1 for n in range(1, len(tokens)) if tokens[n - 1] % 2 and tokens[n] % 2), None)
 
@@ -122,7 +122,7 @@ def test_a_stop_and_an_end_token_end_at_the_first_of_both():
     free = roll(policy, generations=6).completions()
     for at in (2, 5):
 
-        def find_stop(tokens, at=at):
+        def find_stop(tokens, start, at=at):
             assert not set(tokens[:-1]) & set(EOS)
             return at if len(tokens) >= at else None
 
@@ -130,6 +130,48 @@ def test_a_stop_and_an_end_token_end_at_the_first_of_both():
         for long, short in zip(free, got.completions(), strict=True):
             ends = [n + 1 for n, token in enumerate(long) if token in EOS]
             assert short == long[: min([at, *ends])]
+
+
+@pytest.mark.parametrize("every", [1, 5, 12])
+def test_a_stop_is_told_what_it_has_seen(every):
+    """From look to look `start` is how many tokens there were at the one before: none is new twice, none never."""
+    policy = tiny_policy()
+    new = []
+
+    def find_stop(tokens, start):
+        assert 0 <= start < len(tokens)
+        new.append(tuple(tokens[start:]))
+        return None
+
+    rollout = roll(policy, [[1, 2, 3]], generations=1, find_stop=find_stop, check_every=every)
+    assert [token for part in new for token in part] == rollout.completions()[0]
+    assert len(new) == -(-12 // every)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_every_completion_may_be_empty(kept, share_prefix):
+    """find_stop that keeps nothing, of all rows or of some: a rollout with a column, which can be learned from."""
+    policy = tiny_policy()
+    rollout = roll(policy, find_stop=lambda tokens, start: kept * (tokens[0] % 2), share_prefix=share_prefix)
+    lengths = np.array(rollout.lengths_b)
+    assert rollout.tokens_bt.shape == (9, 1) and rollout.finished_b.all().item()
+    assert set(lengths.tolist()) == {0, kept} and [len(row) for row in rollout.completions()] == lengths.tolist()
+    assert not np.array(rollout.tokens_bt)[lengths == 0].any() and not np.array(rollout.logp_bt)[lengths == 0].any()
+    batch = g.make_batch(rollout, mx.arange(9.0).reshape(3, 3) - 4)
+    spec = g.LossSpec(aggregation="token_mean")
+    state = g.init_state(policy.params, g.adamw(1e-2), key=mx.random.key(0))
+    for parts in ([batch], g.split_batch(batch, max_tokens=20), g.split_batch(g.drop_inactive(batch, spec), max_tokens=20)):
+        new, stats = g.make_grad_step(policy, spec, compile=False)(state, parts)
+        assert np.isfinite(stats.loss.item()) and new.accum_weight.item() == lengths.sum()
+    assert g.join_rollouts([rollout, rollout]).tokens_bt.shape == (18, 1)
+
+
+@pytest.mark.parametrize("found", [-1, 13])
+def test_a_stop_outside_of_the_completion_is_refused(found):
+    """The number that was given, and what is wanted."""
+    with pytest.raises(ValueError, match=rf"find_stop gave {found} for a completion of 12 tokens: wanted None, or"):
+        roll(tiny_policy(), find_stop=lambda tokens, start: found, check_every=12)
 
 
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])

@@ -156,6 +156,19 @@ def test_bad_data(place, name, content, line):
         assert line in refused(command, "train.toml")
 
 
+def test_tokens_that_the_model_has_no_embedding_for(place):
+    """Added tokens may lie beyond it; a prompt with one, as the default nudge is here, ends before the model runs."""
+    make_model_folder(place / "model", vocab_size=316, tokenizer_size=320)
+    write_config(model="model")
+    line = "prompt 0 has the token id 316: wanted 0 <= id < 316, the rows of the model's token embedding"
+    assert f"train data, {place}/model: {line}" in refused("run", "train.toml")
+    for command in (["generate", "model", "2"], ["chat", "model"]):
+        assert f"{place}/model: {line}" in refused(*command, "--nudge", "<reasoning>")
+    Path("prompts.txt").write_text("2\n")
+    assert line in refused("generate", "model", "--prompts", "prompts.txt", "--nudge", "<reasoning>")
+    assert line in refused("eval", "model", "--config", "train.toml")
+
+
 def test_a_bad_row_may_be_skipped(place):
     """data.on_bad_row = "skip": the run goes on without it, and says so."""
     Path("rows.jsonl").write_text("\n".join([*BAD_MIDDLE, LONG]))

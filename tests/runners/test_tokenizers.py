@@ -100,7 +100,7 @@ def test_a_stop_string_ends_the_completion(plain, stops, text, kept):
     """The completion ends with the token that completes the earliest stop string."""
     decoder, tokenizer = plain
     tokens = tokenizer.encode(text)
-    count = decoder.find_stop(stops)(tokens)
+    count = decoder.find_stop(stops)(tokens, 0)
     assert count == shortest(decoder, tokens, stops)
     assert (None if count is None else decoder.decode(tokens[:count])) == kept
 
@@ -111,10 +111,84 @@ def test_a_stop_string_ends_the_completion(plain, stops, text, kept):
     cut=st.integers(0, 3),
 )
 def test_find_stop_equals_the_naive_search(plain, sentencepiece, text, stops, cut):
-    """Any text, any stop strings, tokens cut anywhere and special ones strewn in: as the slow search says."""
+    """Any text, any stop strings, tokens cut anywhere and special ones strewn in: as the slow search says.
+
+    Not cut where bytes are a last resort: of bytes behind half a character such a decoder makes nothing at all.
+    """
+    for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
+        tokens = [*tokenizer.encode(text)[missing:], tokenizer.eos_token_id, *tokenizer.encode(text)]
+        assert decoder.find_stop(stops)(tokens, 0) == shortest(decoder, tokens, stops)
+
+
+class Counted(list):
+    """Tokens that count how many of them were read."""
+
+    reads = 0
+
+    def __getitem__(self, place):
+        """One of them, or some."""
+        found = super().__getitem__(place)
+        Counted.reads += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self):
+        """All of them."""
+        Counted.reads += len(self)
+        return super().__iter__()
+
+
+def looks(find, tokens, places):
+    """What a decoding loop finds that looks when so many tokens are there, one look after another."""
+    start = 0
+    for stop in places:
+        found = find(tokens[:stop], start)
+        if found is not None:
+            return found
+        start = stop
+    return None
+
+
+@given(
+    text=st.text(alphabet="ab1 \né√<>/", max_size=30),
+    stops=st.lists(st.text(alphabet="ab1 \né√", min_size=1, max_size=4), min_size=1, max_size=3),
+    cut=st.integers(0, 3),
+    data=st.data(),
+)
+def test_look_by_look_finds_what_one_search_does(plain, sentencepiece, text, stops, cut, data):
+    """Wherever the looks cut a stop string or a character, with special tokens strewn in."""
+    for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
+        tokens = [*tokenizer.encode(text)[missing:], tokenizer.eos_token_id, *tokenizer.encode(text)]
+        places = sorted({*data.draw(st.sets(st.integers(1, len(tokens)))), len(tokens)})
+        assert looks(decoder.find_stop(stops), tokens, places) == shortest(decoder, tokens, stops)
+
+
+@pytest.mark.parametrize("text", ["abab ", "12 <|im_start|>"], ids=["no end in sight", "an end in every look"])
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_long_completion_is_not_gone_through_again_at_every_look(plain, monkeypatch, text, every):
+    """Twice the length is twice the work: tokens read and text decoded, whatever looks at each token."""
+    decoder, tokenizer = plain
+    decoded = []
+    decode = decoder.decode
+    monkeypatch.setattr(decoder, "decode", lambda tokens: decoded.append(len(tokens)) or decode(tokens))
+
+    def work(repeats):
+        tokens, find = tokenizer.encode(text) * repeats, decoder.find_stop(["2 times", "no 2"])
+        Counted.reads = 0
+        decoded.clear()
+        for stop in range(every, len(tokens) + 1, every):
+            assert find(Counted(tokens[:stop]), stop - every) is None
+        return Counted.reads, sum(decoded)
+
+    (reads, texts), (more_reads, more_texts) = work(100), work(200)
+    assert 0 < reads and more_reads < 2.1 * reads and more_texts <= 2.1 * texts
+
+
+@pytest.mark.parametrize("text", ["é√", "éé√", "漢√", "😀√", "a√"])
+def test_a_stop_behind_other_characters_of_many_bytes(plain, sentencepiece, text):
+    """A look back that begins inside a character must not spoil the stop string behind it."""
     for decoder, tokenizer in (plain, sentencepiece):
-        tokens = [*tokenizer.encode(text)[cut:], tokenizer.eos_token_id, *tokenizer.encode(text)]
-        assert decoder.find_stop(stops)(tokens) == shortest(decoder, tokens, stops)
+        tokens = tokenizer.encode(text)
+        assert decoder.find_stop(["√"])(tokens, 0) == len(tokens) == shortest(decoder, tokens, ["√"])
 
 
 def test_one_finder_serves_many_completions(plain):
@@ -123,13 +197,13 @@ def test_one_finder_serves_many_completions(plain):
     find = decoder.find_stop(["</answer>", "b a"])
     texts = ["b", " a", "b a</answer>", "</answer>b a", "x"]
     expected = [shortest(decoder, tokenizer.encode(text), ["</answer>", "b a"]) for text in texts]
-    assert [find(tokenizer.encode(text)) for text in texts] == expected
+    assert [find(tokenizer.encode(text), 0) for text in texts] == expected
 
 
 def test_a_special_token_can_be_a_stop_string(plain):
     """Its text is never decoded, so it is found by its id."""
     decoder, tokenizer = plain
-    assert decoder.find_stop(["<|im_start|>"])(tokenizer.encode("a b<|im_start|>c")) == 4 - 1
+    assert decoder.find_stop(["<|im_start|>"])(tokenizer.encode("a b<|im_start|>c"), 0) == 4 - 1
 
 
 def test_no_stop_strings_is_no_function_and_an_empty_one_an_error(plain):
