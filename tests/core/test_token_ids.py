@@ -108,7 +108,10 @@ def test_the_largest_id_costs_no_trace():
     """It differs from batch to batch; the compiled steps do not see it."""
     policy = tiny_policy()
     state, grad_step = make_state(policy), g.make_grad_step(policy, g.LossSpec())
+    rollout = tiny_rollout()
+    small = attrs.evolve(rollout, prompts=((1, 2, 3, 4), (5, 6)), tokens_bt=mx.minimum(rollout.tokens_bt, 30))
     for token in (VOCAB - 1, VOCAB - 2):
-        batch = batch_of(with_token(attrs.evolve(tiny_rollout(), prompts=((1, 2, 3, 4), (5, 6))), token))
+        batch = batch_of(with_token(small, token))
+        assert batch.vocabulary == token + 1
         state, _ = grad_step(state, batch)
     assert grad_step.traces == 1
