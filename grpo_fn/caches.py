@@ -11,8 +11,9 @@ Caches = list[Any]
 
 _PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
 
-# What a model raises that cannot be called in the way that is tried.
-UNFIT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+# What a model raises that cannot be called in the way that is tried. MLX reports that memory has run out as a
+# RuntimeError, which says nothing about the model.
+UNFIT = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 
 def plain_caches(model: nn.Module) -> Caches:

@@ -7,6 +7,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
+from grpo_fn.caches import takes_ragged
+from grpo_fn.grid_steps import takes_lanes
+from grpo_fn.prefixes import shares_prefix
 from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import map_arrays
 from tests.tiny_policies import (
@@ -221,3 +224,38 @@ def test_a_module_without_a_backbone_works_whole():
         logits, axis=-1
     )
     assert mx.abs(logp - want).max().item() < 1e-6
+
+
+def module_for_probes(error=None):
+    """A model; with an error one whose first block raises it, but for a single row."""
+    module = tiny_module()
+    use_own_functions(module)
+    mlp = module.model.layers[0].mlp
+
+    class Failing(type(mlp)):
+        def __call__(self, x, *args, **kwargs):
+            if error is not None and x.shape[0] > 1:
+                raise error
+            return super().__call__(x, *args, **kwargs)
+
+    mlp.__class__ = Failing
+    return module
+
+
+PROBES = {"takes_ragged": takes_ragged, "shares_prefix": shares_prefix, "takes_lanes": takes_lanes}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_model_that_cannot_be_called_in_a_way_takes_the_plain_one(probe):
+    """What says that the model does not fit, in words of its own or of Python's."""
+    for error in (ValueError("shapes"), NotImplementedError("no masks here"), AttributeError("no keys")):
+        assert PROBES[probe](module_for_probes(error)) is False
+    assert PROBES[probe](module_for_probes()) is True
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_memory_that_runs_out_is_no_answer(probe):
+    """It would choose the slow way without a word: what was raised goes on to the caller."""
+    for error in (RuntimeError("[malloc] Unable to allocate 5000000000 bytes."), MemoryError()):
+        with pytest.raises(type(error)):
+            PROBES[probe](module_for_probes(error))
