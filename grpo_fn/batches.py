@@ -103,8 +103,8 @@ def check_vocabulary(batch: Batch, rows: int | None) -> None:
     """Raise ValueError where a batch has token ids that an embedding of so many rows does not (None: any)."""
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
-            f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the model's "
-            "token embedding"
+            f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "
+            "model's token embedding"
         )
 
 
@@ -155,7 +155,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """What all token ids of a rollout are below. Waits for the device only where `generate` did not make it."""
+    """What all token ids of a rollout are below. Waits for the device where `generate` did not make it."""
     check_token_ids(rollout.prompts, rollout.vocabulary)
     if rollout.vocabulary is not None:  # the completions were drawn from it
         return rollout.vocabulary

@@ -55,8 +55,8 @@ def generate(
         max_new_tokens: length limit of a completion, tokens.
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
         eos_ids: tokens that end a completion; the one that does is kept and counts.
-        find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have seen
-            the first `start` and found no end: how many of them to keep if it has ended, else None.
+        find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
+            seen the first `start` and found no end: how many of them to keep if it has ended, else None.
         max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
         check_every: steps between looks at which rows have ended; a look waits for the device.
@@ -70,8 +70,8 @@ def generate(
         compact: drop rows that have ended from the batch once a quarter of it has.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number is
-            out of range, or `find_stop` gives more tokens than there are.
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
+            is out of range, or `find_stop` gives more tokens than there are.
     """
     sampler = sampler or Sampler()
     if not prompts or not all(len(prompt) for prompt in prompts):

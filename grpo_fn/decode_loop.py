@@ -12,8 +12,8 @@ from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
-# From a completion's tokens so far, and how many of them earlier calls have seen, which found no end, to how many
-# of them to keep if it has ended, else None.
+# From a completion's tokens so far, and how many of them earlier calls have seen without finding an end, to
+# how many of them to keep if it has ended, else None.
 FindStop = Callable[[Sequence[int], int], int | None]
 
 
@@ -145,8 +145,8 @@ class Decoder:
             if found is not None:
                 if not 0 <= found <= len(seen):
                     raise ValueError(
-                        f"find_stop gave {found} for a completion of {len(seen)} tokens: wanted None, or how many "
-                        f"of them to keep, 0 to {len(seen)}"
+                        f"find_stop gave {found} for a completion of {len(seen)} tokens: wanted None, or how "
+                        f"many of them to keep, 0 to {len(seen)}"
                     )
                 ends.append(found)
         return min(ends, default=None)

@@ -2,8 +2,8 @@
 
 A block of threads draws for one row: the largest logit, the sums of the weights e^{z − top} of blocks of
 groups, then by the random words one block, one group of it and one token of that. What MLX composes for the
-same is a dozen passes over float32 copies. The sums of a row are taken in an order that does not depend on the
-other rows.
+same is a dozen passes over float32 copies. The sums of a row are taken in an order that does not depend on
+the other rows.
 """
 
 import mlx.core as mx
@@ -55,7 +55,7 @@ _SOURCE = """
     float total = 0;
     for (int block = 0; block < BLOCKS; block++) total += of_blocks[block];
 
-    // The first whose cumulative count lies above the word's share of all; counts are shares of 2^30, rounded up.
+    // The first whose cumulative count lies above the word's share of all; as categorical._inverted.
     auto place = [](const float* weights, int number, unsigned int word) {
         float sum = 0;
         for (int n = 0; n < number; n++) sum += weights[n];

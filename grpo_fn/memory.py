@@ -249,8 +249,8 @@ def sampling_arrays(
 ) -> int:
     """Arrays [rows,V] of float32 that a draw holds at its peak, the logits among them.
 
-    Measured. The exponential of `elementwise` is four of them, and the logits are there beside it. Top-k sorts
-    a copy, top-p takes an exponential of it as well. The entropy's arrays may all be there at the same time.
+    Measured. The exponential of `elementwise` is four of them, and the logits are there beside it. Top-k
+    sorts a copy, top-p takes an exponential of it as well. The entropy's arrays may all be there too.
     """
     if temperature == 0:
         return 5 + 4 * with_entropy

@@ -178,7 +178,7 @@ class Policy:
 
 
 def _embedding_rows(module: nn.Module) -> int | None:
-    """Rows of the token embedding: of several tables (positions may have one) that with a row for each logit."""
+    """Rows of the token embedding: of several tables (positions may have one), one for each logit."""
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     rows = {part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)}
     if len(rows) > 1:

@@ -1,8 +1,8 @@
 """Random keys: one independent stream for each (seed, purpose, step, prompt, index).
 
-A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring seeds differ in
-a few bits, and so do the numbers that are folded into them. Each key is therefore hashed before a number meets
-it, and once more afterwards: whatever differs in any part of a stream's name gives another stream.
+A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring seeds differ
+in a few bits, and so do the numbers that are folded into them. Each key is therefore hashed before a number
+is folded in, and once more afterwards: names that differ in any part give independent streams.
 
 Use a key either to make further keys or to draw from, not for both.
 """

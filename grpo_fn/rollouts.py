@@ -61,7 +61,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     def joined(columns: Sequence[mx.array]) -> mx.array:
         return mx.concatenate([mx.pad(c, [(0, 0), (0, width - c.shape[1])]) for c in columns])
 
-    bounds = [part.vocabulary for part in parts]
+    bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
     entropies = [part.entropy_bt for part in parts if part.entropy_bt is not None]
     return Rollout(
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
@@ -71,5 +71,5 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         logp_bt=joined([part.logp_bt for part in parts]),
         finished_b=mx.concatenate([part.finished_b for part in parts]),
         entropy_bt=joined(entropies) if entropies else None,
-        vocabulary=None if None in bounds else max(bounds),
+        vocabulary=max(bounds) if len(bounds) == len(parts) else None,
     )

@@ -13,6 +13,7 @@ from grpo_fn.elementwise import exp, logsumexp, softmax
 from grpo_fn.guards import check_rank
 from grpo_fn.prng import random_words
 
+
 def sample(
     logits_bv: mx.array,
     keys_b2: mx.array,
@@ -78,9 +79,9 @@ def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
 def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
     """The logits with every token outside the kept set at −inf. Ties at a threshold are all kept.
 
-    In this order, as in transformers and TRL: top-k keeps the k largest; of the distribution over these top-p keeps
-    the smallest set with at least this probability; min-p keeps those of at least this share of the largest
-    probability, which renormalising does not change.
+    In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest set with at
+    least this probability of what top-k left, normalised again; min-p keeps those of at least this share of
+    the largest probability.
     """
     if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
         return z_bv

@@ -61,8 +61,8 @@ class GradStep:
             batch: one batch, or the micro-batches that it was split into.
 
         Raises:
-            ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and neither
-                state nor batch has a reference.
+            ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
+                neither state nor batch has a reference.
         """
         parts = [batch] if isinstance(batch, Batch) else list(batch)
         if not parts:

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import caches as cache_rows
-from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.categorical import WORDS
+from grpo_fn.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
 from grpo_fn.sampling import drawing
 from grpo_fn.trees import arrays_of, on_host

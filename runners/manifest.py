@@ -71,9 +71,9 @@ def _read(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {FORMAT}")
     if content.get("version") != VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by {_writer(content)}; "
-            f"grpo_fn {__version__} goes on from version {VERSION} alone: finish the run with the grpo_fn that "
-            "wrote it, or start again with --overwrite"
+            f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by "
+            f"{_writer(content)}; grpo_fn {__version__} goes on from version {VERSION} alone: finish the run "
+            "with the grpo_fn that wrote it, or start again with --overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from grpo_fn.decode_loop import FindStop
-
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from grpo_fn.decode_loop import FindStop
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -43,8 +43,8 @@ class TextDecoder:
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to how many of them to keep, None where it goes on.
 
-        Its second argument is how many of the tokens earlier calls have seen, 0 for none of them: these are not
-        gone through again.
+        Its second argument is how many of the tokens earlier calls have seen, 0 for none: these are not gone
+        through again.
 
         The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
         of that token behind the stop string stays, as tokens cannot be cut. A stop string that is a special
@@ -91,8 +91,9 @@ class TextDecoder:
         return find
 
     def _tail(self, tokens: Sequence[int], number: int) -> str:
-        """The text of the last so many tokens, and of up to three before them where it began inside a character:
-        some decoders make nothing of all bytes that follow such a beginning.
+        """The text of the last so many tokens; of up to three more where it would begin inside a character.
+
+        Some decoders make nothing of all the bytes that follow such a beginning.
         """
         text = ""
         for more in range(4):

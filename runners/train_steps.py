@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.prng import ROLLOUTS, stream_key

@@ -54,7 +54,8 @@ def chances(weights):
     count = len(weights)
     row = mx.broadcast_to(mx.array(weights.astype(np.float32)), (count, count))
     total = row.sum(axis=-1, keepdims=True)
-    low, high = np.zeros(count, np.int64), np.full(count, 2**32, np.int64)  # the first word at or past place i
+    # Bounds of the first word at or past place i.
+    low, high = np.zeros(count, np.int64), np.full(count, 2**32, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
         found = np.array(categorical._inverted(row, total, mx.array(middle.astype(np.uint32))[:, None]))[:, 0]
@@ -93,7 +94,7 @@ def test_each_place_has_its_exact_probability(count, spread):
 
 
 def test_small_weights_behind_a_large_one_keep_theirs():
-    """Places of 1e-8 beside one of nearly 1, where float32 sums would lose them: each is as likely as it says."""
+    """Places of 1e-8 beside two of 0.5, where float32 sums would lose them: each is as likely as it says."""
     weights = np.full(WIDTH, 1e-8)
     weights[3] = weights[20] = 0.5
     found = chances(weights)
@@ -118,7 +119,7 @@ def test_the_first_and_the_last_word_pass_over_tokens_without_weight(vocabulary)
 
 
 def test_rows_that_are_no_distribution_stay_inside_the_vocabulary():
-    """No weight at all, and NaN among them or everywhere: some token of the vocabulary, never one behind it."""
+    """No weight at all, NaN among them or everywhere: some token of the vocabulary, never one behind it."""
     bad = mx.array([[0.0] * 40, [float("nan")] * 40, [1.0] * 32 + [float("nan")] * 8, [1.0] * 40])
     for word in (0, 2**31, FULL):
         tokens, _ = draw(bad, mx.full((4, WORDS), word, mx.uint32))
@@ -126,14 +127,17 @@ def test_rows_that_are_no_distribution_stay_inside_the_vocabulary():
 
 
 @given(
-    seed=st.integers(0, 2**31), vocabulary=st.sampled_from([3, 64, 1100]), spread=st.sampled_from([0.5, 4.0, 20.0])
+    seed=st.integers(0, 2**31),
+    vocabulary=st.sampled_from([3, 64, 1100]),
+    spread=st.sampled_from([0.5, 4.0, 20.0]),
 )
 def test_a_row_and_its_words_decide_alone(seed, vocabulary, spread):
     """Alone, or among other rows: the same token and sum; the sum is that of the weights."""
     weights = np.stack([weights_of(vocabulary, spread, seed + row) for row in range(4)]).astype(np.float32)
     words = mx.array(words_of(4, seed))
     tokens, totals = draw(mx.array(weights), words)
-    assert tokens.dtype == mx.int32 and totals.tolist() == pytest.approx(weights.sum(axis=1).tolist(), rel=1e-5)
+    assert tokens.dtype == mx.int32
+    assert totals.tolist() == pytest.approx(weights.sum(axis=1).tolist(), rel=1e-5)
     for row in range(4):
         token, total = draw(mx.array(weights[row : row + 1]), words[row : row + 1])
         assert (token.item(), total.item()) == (tokens[row].item(), totals[row].item())

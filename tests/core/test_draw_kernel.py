@@ -1,4 +1,4 @@
-"""The CUDA kernel that draws tokens: against the composed draw and float64, and as the sampler asks for it."""
+"""The CUDA kernel that draws tokens: against the composed draw and float64, and as the sampler uses it."""
 
 import mlx.core as mx
 import numpy as np

@@ -61,7 +61,7 @@ def test_other_embeddings():
 @pytest.mark.parametrize("token", OUTSIDE)
 def test_generate_refuses(token):
     """The prompt's number, the id, and the rows; nothing is computed."""
-    message = rf"prompt 1 has the token id {token}: wanted 0 <= id < {VOCAB}, the rows of the model's token emb"
+    message = rf"prompt 1 has the token id {token}: wanted 0 <= id < {VOCAB}, the rows of the model's"
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), [[1, 2], [3, token, 4]])
     assert roll(tiny_policy(), [[0], [VOCAB - 1]]).vocabulary == VOCAB
@@ -69,7 +69,7 @@ def test_generate_refuses(token):
 
 @pytest.mark.parametrize("token", OUTSIDE)
 def test_rollouts_of_one_s_own_are_refused(token):
-    """In a prompt or a completion: ids below 0 by make_batch, those above the embedding by the learner's steps."""
+    """In a prompt or a completion: ids below 0 by make_batch, those beyond the embedding by the learner."""
     policy, rollout = tiny_policy(), tiny_rollout()
     prompts = (rollout.prompts[0], (3, token))
     for bad in (with_token(rollout, token), attrs.evolve(rollout, prompts=prompts)):

@@ -157,7 +157,7 @@ def test_bad_data(place, name, content, line):
 
 
 def test_tokens_that_the_model_has_no_embedding_for(place):
-    """Added tokens may lie beyond it; a prompt with one, as the default nudge is here, ends before the model runs."""
+    """Added tokens may lie beyond it, as the default nudge does here: a prompt with one is refused."""
     make_model_folder(place / "model", vocab_size=316, tokenizer_size=320)
     write_config(model="model")
     line = "prompt 0 has the token id 316: wanted 0 <= id < 316, the rows of the model's token embedding"
