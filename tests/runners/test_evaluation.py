@@ -5,10 +5,12 @@ import re
 
 import attrs
 import click
+import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from grpo_fn.prng import EVALUATION, ROLLOUTS, stream_key
 from runners import cli
 from runners.comparison import difference, shared, summary, table
 from runners.config import load_config
@@ -16,7 +18,8 @@ from runners.data import load_rows, load_split
 from runners.embedded import DATA_DIR
 from runners.estimators import bootstrap, mcnemar, wilson
 from runners.evaluate import evaluate, held_out
-from runners.evaluation import Measured, Metric, Plan, _tally, choose, eval_rows, measure
+from runners.evaluation import Measured, Metric, Plan, _sampling, _tally, choose, eval_rows, measure
+from runners.generation import Sampling
 from runners.inference import load_inference
 from runners.platform import Platform
 from runners.prompts import build_examples
@@ -66,6 +69,15 @@ def test_greedy_exact_match_is_that_of_training(model, measured):
     assert [row["completion"] for row in greedy] == list(theirs.texts)
     assert [row["prompt"] for row in greedy] == [example.text for example in examples]
     assert measured.metrics["exact match"].values.sum() == theirs.correct == sum(r["correct"] for r in greedy)
+
+
+def test_samples_are_drawn_for_evaluation_alone():
+    """The same seed gives `grpo generate`, and a run, other random numbers."""
+    seed = 5
+    sampling = _sampling(config_of(f"run.seed={seed}"), 8)
+    assert (sampling.seed, sampling.purpose) == (seed, EVALUATION)
+    others = (Sampling(seed=seed).key, stream_key(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
+    assert not any(mx.array_equal(sampling.key, other) for other in others)
 
 
 def test_the_metrics_follow_from_the_completions(measured):

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+from grpo_fn.prng import EVALUATION
 from runners.conversation import Conversation
 from runners.generation import Completion, Sampling, Speed, generate_batches, stream
 from runners.inference import load_inference
@@ -90,6 +91,14 @@ def test_seeds_differ_and_repeat(model):
     first, again, other = draw(1), draw(1), draw(2)
     assert first == again != other
     assert len({completion.tokens for completion in first[0]}) == 3
+
+
+def test_seeds_and_purposes_share_no_completion(model):
+    """Four copies of a question from seeds 0 to 3, and from one seed for another purpose: all different."""
+    prompts = prompts_of(model)[:1] * 4
+    kinds = [{"seed": seed} for seed in range(4)] + [{"purpose": EVALUATION}]
+    drawn = [batched(model, prompts, Sampling(temperature=1.0, max_tokens=24, **kind)) for kind in kinds]
+    assert len({group[0].tokens for groups in drawn for group in groups}) == 20
 
 
 def test_batches_of_any_size_give_the_same(model):

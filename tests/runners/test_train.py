@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config import load_config
 from runners.report import Quiet
@@ -101,6 +103,22 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
         logs.append(facts(run(tmp_path / name, f"run.seed={seed}")[1]))
     assert logs[0] == logs[1]
     assert logs[0] != logs[2]
+
+
+def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch step and round of dynamic sampling of seeds 0, 1 and 3 has a random key of its own."""
+    keys, generate = [], g.generate
+
+    def watched(*args: Any, key: mx.array, sampler: g.Sampler, **options: Any) -> g.Rollout:
+        if sampler.temperature:  # evaluation draws nothing
+            keys.append(tuple(key.tolist()))
+        return generate(*args, key=key, sampler=sampler, **options)
+
+    monkeypatch.setattr(g, "generate", watched)
+    for seed in (0, 1, 3):
+        run(tmp_path, f"run.seed={seed}", "loss.dynamic_sampling=true", "eval.every=0")
+    assert len(keys) > 3 * 2, "or no group was replaced"
+    assert len(set(keys)) == len(keys)
 
 
 REWARDS = """
