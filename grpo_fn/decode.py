@@ -18,6 +18,7 @@ from grpo_fn.lanes import Lane, LaneSteps, grid_lanes, lane_stream
 from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
+from grpo_fn.process_check import check_process
 from grpo_fn.rollouts import Rollout
 from grpo_fn.sampling import Sampler, completion_keys, seen_tokens, uniforms
 from grpo_fn.trees import Tree
@@ -68,6 +69,7 @@ def generate(
     Raises:
         ValueError: there is no prompt, one is empty, or a number is out of range.
     """
+    check_process()
     sampler = sampler or Sampler()
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")

@@ -16,6 +16,7 @@ import attrs
 from runners import install_hints
 from runners.errors import UserError
 from runners.malloc import keep_freed_memory
+from runners.thread_ends import wait_for_this_thread
 from runners.versions import installed_version, untested_versions
 
 if TYPE_CHECKING:
@@ -88,15 +89,24 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
 
     On a CPU memory that is freed stays in the process: see `malloc`.
 
-    Raises UserError where MLX is not installed, or is installed without a backend.
+    In another thread than the main one it sees to it that the process outlives the thread: see `thread_ends`.
+
+    Raises UserError where MLX is not installed, or is installed without a backend, and in a process that was
+    forked from one that has computed.
     """
     _shorten_buffers()
     try:
         found = blas()  # loads it before MLX is imported
 
         import mlx.core as mx
+
+        from grpo_fn.process_check import fork_problem
     except ImportError as error:
         raise UserError(_explain_import(error)) from error
+    problem = fork_problem()
+    if problem:
+        raise UserError(problem)
+    wait_for_this_thread()
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
     backend = _backend(mx)
