@@ -1,8 +1,8 @@
 """Threads that have computed, waited for at the end of the process.
 
-MLX keeps compiled programs for each thread, and frees them after the thread's last line of Python: it takes
-the interpreter once more for that. Before Python 3.13 `Thread.join` does not wait for it. If the interpreter is
-shut down meanwhile, it ends the thread inside of MLX, and the process aborts.
+MLX keeps compiled programs for each thread, and frees them after the thread's last line of Python; for that
+it takes the interpreter's lock again. Before Python 3.13 `Thread.join` does not wait for this. If the
+interpreter shuts down meanwhile, it ends the thread inside of MLX, and the process aborts.
 """
 
 from __future__ import annotations
