@@ -40,6 +40,16 @@ def test_importing_the_core_makes_a_blas_global_once():
 
 @linux_cpu
 @needs_blas
+def test_importing_run_training_is_enough():
+    """What `runners.train` imports has the core before MLX."""
+    result = in_new_process(
+        f"from runners.train import run_training\n{IS_GLOBAL}", "-W", "error::RuntimeWarning"
+    )
+    assert result.stdout.split() == ["True"], result.stderr
+
+
+@linux_cpu
+@needs_blas
 def test_any_module_of_the_core_has_the_blas_first():
     """Whichever is imported first, MLX finds the BLAS."""
     result = in_new_process(f"import grpo_fn.backends.cpu, grpo_fn.losses\n{IS_GLOBAL}", "-W", "error")

@@ -57,16 +57,11 @@ def load_blas() -> Blas:
     return _found[0]
 
 
-def is_cuda_build() -> bool:
-    """Whether the MLX that is installed for Linux computes on an NVIDIA GPU."""
-    return sys.platform == "linux" and _installed(*_CUDA_WHEELS)
-
-
 def _search() -> Blas:
     wish = os.environ.get(_VARIABLE, "")
     if sys.platform != "linux":
         return Blas(None, "this platform brings its own BLAS")
-    if is_cuda_build():
+    if _installed(*_CUDA_WHEELS):
         return Blas(None, "MLX computes on the GPU")
     loaded = _global_blas()
     if loaded:
