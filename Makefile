@@ -5,6 +5,7 @@
 ## make lint         ruff and pyright
 ## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
+## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
 ## make clean        remove .venv, caches and builds; outputs/ stays
 ##
 ## ARGS='...'        handed on: make quickstart ARGS='--set run.seed=1', make test ARGS='-k loss'
@@ -17,6 +18,13 @@ ARGS ?=
 EXTRA ?=
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
+# The versions that the tests run with.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# constraints.txt is made with the oldest Python: what supports it supports the newer ones as well.
+OLDEST ?= python3.11
+TORCH ?= torch==2.13.0
+# What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
+ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
 BENCHMARKS := logprobs loss step rollout learner peers quant sync generation loading memory depth checkpoint quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
@@ -24,7 +32,7 @@ HAS_BLAS = $(BIN)/python -c 'from runners.platform import blas; import sys; \
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint bench setup clean
+.PHONY: help quickstart test lint bench setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -46,12 +54,21 @@ bench: $(VENV)/.ready-bench
 
 setup: $(VENV)/.ready-dev
 
+constraints:
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && python="$$scratch/bin/python" && \
+	echo "installing the newest versions for $$($(OLDEST) --version): a few minutes" && \
+	$(OLDEST) -m venv "$$scratch" && \
+	"$$python" -m pip install --quiet --editable '.[cpu,math,vlm,dashboards,bench,peers,dev]' '$(TORCH)' && \
+	"$$python" -m pip freeze --exclude-editable > "$$scratch/all" && \
+	{ echo "# What the tests run with, on every platform: made by \`make constraints\`, used by make and CI."; \
+		grep -Ev '^($(ONE_PLATFORM))' "$$scratch/all" | sed 's/+.*//'; } > constraints.txt
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The backend that was chosen is kept in .venv/.extra, so that a later set-up cannot mix two of them.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found; PYTHON=... names one" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
@@ -63,7 +80,7 @@ $(VENV)/.ready: pyproject.toml
 		if test "$${cuda:-0}" -ge 13; then extra=cuda13; elif test "$${cuda:-0}" -eq 12; then extra=cuda12; fi; \
 	fi; \
 	echo "installing grpo_fn$${extra:+ for $$extra} into $(VENV): a minute or two"; \
-	$(BIN)/python -m pip install --quiet --editable ".$${extra:+[$$extra]}" && echo "$$extra" > $(VENV)/.extra
+	$(INSTALL) --editable ".$${extra:+[$$extra]}" && echo "$$extra" > $(VENV)/.extra
 	@$(HAS_BLAS) || if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		echo "installing OpenBLAS: apt-get install libopenblas0-pthread"; \
 		apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
@@ -78,10 +95,10 @@ $(VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready-bench: $(VENV)/.ready
 	@echo "installing what the measurements are drawn and compared with"
-	@$(BIN)/python -m pip install --quiet --editable ".[bench,peers]"
+	@$(INSTALL) --editable ".[bench,peers]"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "installing the tools for tests and checks"
-	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(INSTALL) --editable ".[dev]"
 	@touch $@

@@ -1,5 +1,9 @@
-"""GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one."""
+"""GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one.
 
+Importing it has one effect: on a Linux CPU it loads the machine's BLAS, before it imports MLX.
+"""
+
+import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
 from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
 from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches
 from grpo_fn.compiled import Compiled, compiled

@@ -10,16 +10,29 @@ from typing import Any
 
 import mlx.core as mx
 
+from grpo_fn.process_check import check_process
 from grpo_fn.trees import map_arrays, structure_of
 
 PROGRAMS = 128  # of one function; each is a graph of some thousand operations
 
 
 class _Hole:
-    """Marks the place of an array in a template: keeping the array itself would pin its memory."""
+    """Marks the place of an array in a template."""
 
 
-_HOLE = _Hole()
+class _Template:
+    """A tree without its arrays, each of which would pin its memory."""
+
+    def __init__(self, tree: Any) -> None:
+        # Kept here, as importlib.reload gives the name another class.
+        self._kind = _Hole
+        hole = self._kind()
+        self._tree = map_arrays(lambda _: hole, tree)
+
+    def fill(self, leaves: list[mx.array]) -> Any:
+        """The tree with these arrays in place of its own, in their order."""
+        remaining = iter(leaves)
+        return map_arrays(lambda _: next(remaining), self._tree, kind=self._kind)
 
 
 class Compiled:
@@ -44,6 +57,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         if not self._enabled:
+            check_process()
             return self._function(*args)
         program, leaves = self.program(*args)
         return program(leaves)
@@ -54,11 +68,12 @@ class Compiled:
         For a loop: looking through large trees takes longer than launching a small program. Where compiling
         is disabled, it calls the function as it is.
         """
+        check_process()
         leaves: list[mx.array] = []
         structure = structure_of(args, leaves)
         if not self._enabled:
-            arguments = map_arrays(lambda _: _HOLE, args)
-            return (lambda leaves: self._function(*_fill(arguments, leaves))), leaves
+            arguments = _Template(args)
+            return (lambda leaves: self._function(*arguments.fill(leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         program = self._programs.pop(key, None) or self._compile_for(args)
         self._programs[key] = program  # as the last
@@ -67,22 +82,22 @@ class Compiled:
         return program, leaves
 
     def _compile_for(self, example: tuple[Any, ...]) -> Callable[[list[mx.array]], Any]:
-        arguments = map_arrays(lambda _: _HOLE, example)
-        result_template: list[Any] = []
+        arguments = _Template(example)
+        result_template: list[_Template] = []
 
         def flat(leaves: list[mx.array]) -> list[mx.array]:
             self.traces += 1
-            result = self._function(*_fill(arguments, leaves))
+            result = self._function(*arguments.fill(leaves))
             found: list[mx.array] = []
             structure_of(result, found)
-            result_template[:] = [map_arrays(lambda _: _HOLE, result)]
+            result_template[:] = [_Template(result)]
             return found
 
         program = mx.compile(flat)
 
         def call(leaves: list[mx.array]) -> Any:
             found = program(leaves)  # fills the template the first time
-            return _fill(result_template[0], found)
+            return result_template[0].fill(found)
 
         return call
 
@@ -90,8 +105,3 @@ class Compiled:
 def compiled(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
     """Compile a pure function of trees (attrs values included); see `Compiled`."""
     return Compiled(function, enabled=enabled)
-
-
-def _fill(template: Any, leaves: list[mx.array]) -> Any:
-    remaining = iter(leaves)
-    return map_arrays(lambda _: next(remaining), template, kind=_Hole)

@@ -21,6 +21,7 @@ from grpo_fn.policy import Policy
 from grpo_fn.prefill import prefill, prefill_once
 from grpo_fn.prefixes import sharing_pays
 from grpo_fn.prng import completion_keys
+from grpo_fn.process_check import check_process
 from grpo_fn.rollouts import Rollout
 from grpo_fn.sampling import Sampler, draw_words, seen_tokens
 from grpo_fn.trees import Tree
@@ -73,6 +74,7 @@ def generate(
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
             is out of range, or `find_stop` gives more tokens than there are.
     """
+    check_process()
     sampler = sampler or Sampler()
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")

@@ -7,7 +7,7 @@
 `shared_steps` chooses between the first two where completions share their prompt; `lanes` takes the third.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from grpo_fn import caches as cache_rows
 from grpo_fn.caches import Caches
 from grpo_fn.kernel_steps import KernelSteps
 from grpo_fn.policy import Policy
-from grpo_fn.prefixes import PrefixCache, fork, keep_prefix_rows
+from grpo_fn.prefixes import fork, keep_prefix_rows
 
 
 class Steps(Protocol):
@@ -39,8 +39,14 @@ class Steps(Protocol):
 class CacheSteps:
     """Steps of a model over caches."""
 
-    def __init__(self, model: nn.Module, caches: Caches) -> None:
-        self._model, self.caches = model, caches
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: Caches,
+        keep_rows: Callable[[Caches, list[int]], None] = cache_rows.keep_rows,
+    ) -> None:
+        """`keep_rows` is what drops rows of such caches."""
+        self._model, self.caches, self._keep_rows = model, caches, keep_rows
 
     def __call__(self, token_b: mx.array) -> mx.array:
         """As `Steps`."""
@@ -52,10 +58,7 @@ class CacheSteps:
 
     def keep(self, rows: list[int]) -> None:
         """As `Steps`."""
-        if isinstance(self.caches[0], PrefixCache):
-            keep_prefix_rows(self.caches, rows)
-        else:
-            cache_rows.keep_rows(self.caches, rows)
+        self._keep_rows(self.caches, rows)
 
 
 def shared_steps(
@@ -85,4 +88,4 @@ def shared_steps(
     forked = fork(caches, list(lengths), num_generations)
     for cache in forked if drawn else ():
         cache.skip(drawn)
-    return CacheSteps(model, forked)
+    return CacheSteps(model, forked, keep_prefix_rows)

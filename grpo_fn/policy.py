@@ -20,6 +20,7 @@ from grpo_fn.heads import HeadSplit, split_head
 from grpo_fn.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.logprobs import Head
 from grpo_fn.prefixes import shares_prefix
+from grpo_fn.process_check import check_process
 from grpo_fn.sampling_form import sampling_form
 from grpo_fn.substitutes import use_own_functions
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
@@ -68,6 +69,7 @@ class Policy:
         Raises:
             ValueError: nothing is trainable.
         """
+        check_process()
         trainable = named_leaves(module.trainable_parameters())
         if not trainable:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
@@ -92,6 +94,7 @@ class Policy:
     @classmethod
     def for_inference(cls, module: nn.Module) -> "Policy":
         """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
+        check_process()
         use_own_functions(module)
         shares = shares_prefix(module)
         return cls(

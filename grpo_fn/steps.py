@@ -1,6 +1,6 @@
 """The two steps of the learner: gradient of a batch, and optimizer update. Pure, compiled once per shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -64,7 +64,7 @@ class GradStep:
             ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
                 neither state nor batch has a reference.
         """
-        parts = [batch] if isinstance(batch, Batch) else list(batch)
+        parts = list(batch) if isinstance(batch, Iterable) else [batch]
         if not parts:
             raise ValueError("wanted a batch, or at least one micro-batch; found an empty list")
         accum = state.accum_grads, state.accum_weight

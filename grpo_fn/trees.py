@@ -10,6 +10,8 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from grpo_fn.process_check import check_process
+
 Tree = Any
 
 
@@ -82,6 +84,7 @@ def materialize(*trees: Tree) -> None:
 
     `mx.eval` for values of this library: `mx.eval(state)` would do nothing and say nothing.
     """
+    check_process()
     mx.eval([array for tree in trees for array in arrays_of(tree)])
 
 

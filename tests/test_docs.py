@@ -69,6 +69,14 @@ def test_a_python_snippet_is_python(snippet):
     ast.parse(snippet.text, filename=snippet.id)
 
 
+@named("python")
+def test_a_python_snippet_imports_the_core_before_mlx(snippet):
+    """Where it imports both: the BLAS of a Linux CPU has to be loaded first."""
+    found = re.findall(r"^\s*(?:import|from) (grpo_fn|runners|mlx\w*)\b", snippet.text, re.MULTILINE)
+    if any(name.startswith("mlx") for name in found) and {"grpo_fn", "runners"} & {*found}:
+        assert found[0] == "grpo_fn"
+
+
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
     """What is marked to be run ends without an error."""

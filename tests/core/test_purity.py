@@ -12,6 +12,12 @@ ALLOWED = {
     "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
     "math", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
+# Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone; a process
+# asks for its own number.
+EFFECTS = {
+    "process_check.py": {"os"},
+    "backends/cpu/blas.py": {"ctypes", "glob", "importlib", "os", "pathlib", "sys", "warnings"},
+}  # fmt: skip
 KEYED = {
     "bernoulli", "bits", "categorical", "gumbel", "laplace", "multivariate_normal", "normal", "permutation",
     "randint", "truncated_normal", "uniform",
@@ -49,7 +55,8 @@ def test_there_is_something_to_check():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_imports_nothing_with_an_effect(file):
     """No os, sys, time, pathlib, random, json, logging, click, rich, datasets, runners; nor anything new."""
-    assert set(imports(parsed(file))) <= ALLOWED
+    more = EFFECTS.get(file.relative_to(CORE).as_posix(), set())
+    assert set(imports(parsed(file))) <= ALLOWED | more
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

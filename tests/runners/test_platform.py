@@ -1,4 +1,4 @@
-"""The machine: the BLAS is in force before MLX, missing parts are named with what installs them."""
+"""The machine: missing parts are named with what installs them, memory is measured."""
 
 import importlib.util
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fn.backends.cpu import blas
 from runners import install_hints, platform
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
 linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
-needs_blas = pytest.mark.skipif(platform.blas().library is None, reason="no OpenBLAS or MKL on this machine")
 
 
 def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -32,36 +32,10 @@ def test_importing_platform_imports_no_mlx():
     assert result.stdout.split() == ["False", "False"], result.stderr
 
 
-@linux_cpu
-@needs_blas
-def test_blas_becomes_global_before_mlx_and_only_once():
-    """After load_blas the process has cblas_sgemm in its global scope; a second call answers alike."""
-    result = in_new_process(
-        "import ctypes; from runners.platform import load_blas\n"
-        "before = hasattr(ctypes.CDLL(None), 'cblas_sgemm')\n"
-        "first = load_blas()\n"
-        "print(before, hasattr(ctypes.CDLL(None), 'cblas_sgemm'), first is not None and first == load_blas())"
-    )
-    assert result.stdout.split() == ["False", "True", "True"], result.stderr
-
-
-@linux_cpu
-def test_blas_after_mlx_changes_nothing_and_says_so():
-    """With mlx.core imported first no library is loaded, and a notice names the reason."""
-    result = in_new_process(
-        "import mlx.core\n"
-        "from runners.platform import load_blas, prepare\n"
-        "print(load_blas()); print(prepare().notices[0])"
-    )
-    first, notice = result.stdout.splitlines()
-    assert first == "None"
-    assert "imported before a BLAS could be loaded" in notice
-
-
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeypatch):
     """20 operations each; what stands in the environment stays, and other builds get nothing."""
-    monkeypatch.setattr(platform, "_installed", lambda *names: cuda)
+    monkeypatch.setattr(platform, "installed_version", lambda name: "0.32.4" if cuda else None)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")  # and removed again after the test
     platform._shorten_buffers()
@@ -74,25 +48,17 @@ def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeyp
 @linux_cpu
 def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tmp_path):
     """On a bare machine the notices give the commands to type: BLAS first, then the compiler."""
-    monkeypatch.setattr(platform, "_candidates", list)
-    monkeypatch.setattr(platform, "_mapped_blas", lambda: None)
+    monkeypatch.setattr(blas, "_candidates", list)
+    monkeypatch.setattr(blas, "_global_blas", lambda: None)
     monkeypatch.delitem(sys.modules, "mlx.core")  # as before its import
+    monkeypatch.delenv("GRPO_FN_BLAS", raising=False)
     monkeypatch.setattr(install_hints, "_of_distribution", lambda lines: lines["debian"])
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = platform.blas.__wrapped__()
+    found = blas._search()
     notices = platform._cpu_notices(found)
     assert found.library is None
     assert "apt-get install libopenblas0-pthread" in notices[0]
     assert "apt-get install g++" in notices[1]
-
-
-@linux_cpu
-def test_environment_can_forbid_and_misname_a_blas():
-    """GRPO_FN_BLAS=none loads nothing and is no news; a library without BLAS in it is an error."""
-    forbidden = in_new_process("from runners.platform import prepare; print(prepare())", GRPO_FN_BLAS="none")
-    assert "blas=None" in forbidden.stdout and "matrix products" not in forbidden.stdout
-    misnamed = in_new_process("from runners.platform import prepare; prepare()", GRPO_FN_BLAS="libm.so.6")
-    assert "GRPO_FN_BLAS=libm.so.6" in misnamed.stderr.splitlines()[-1]
 
 
 @linux_cpu
@@ -159,21 +125,3 @@ def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, c
     file.write_text(release)
     monkeypatch.setattr(install_hints, "Path", lambda name: file)
     assert install_hints.blas().startswith(command)
-
-
-@linux_cpu
-def test_a_64_bit_blas_is_refused(monkeypatch):
-    """A library that says it takes 64-bit integers would read garbage sizes from MLX."""
-
-    class Ilp64:
-        @staticmethod
-        def cblas_sgemm(): ...
-
-        @staticmethod
-        def openblas_get_config():
-            return b"OpenBLAS 0.3.21 USE64BITINT DYNAMIC_ARCH"
-
-    opened = []
-    monkeypatch.setattr(platform.ctypes, "CDLL", lambda name, **mode: opened.append(mode) or Ilp64)
-    assert platform._load_global("libopenblas64.so") is False
-    assert opened == [{}]  # looked at, never made global

@@ -1,0 +1,125 @@
+"""The BLAS that MLX multiplies with on a Linux CPU: the one effect of `import grpo_fn`.
+
+The reference BLAS inside MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and rounds
+differently. Another library takes its place only if its symbols are global before MLX is imported.
+"""
+
+import ctypes
+import glob
+import importlib.metadata
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import attrs
+
+# In order of preference; LP64 builds only. Fedora names the threaded builds libopenblasp/o.
+_LIBRARIES = (
+    "libopenblas.so.0",
+    "libopenblasp.so.0",
+    "libopenblaso.so.0",
+    "libopenblas.so",
+    "libmkl_rt.so.2",
+    "libmkl_rt.so.1",
+    "libmkl_rt.so",
+)
+_CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
+_VARIABLE = "GRPO_FN_BLAS"
+TOO_LATE = "mlx was imported before grpo_fn: import grpo_fn first"
+_AS_IT_IS = "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
+
+
+@attrs.frozen
+class Blas:
+    """The outcome of the search for a BLAS: the library that is loaded, or why there is none."""
+
+    library: str | None
+    reason: str = ""
+
+
+_found: list[Blas] = globals().setdefault("_found", [])  # importlib.reload keeps what was found
+
+
+def load_blas() -> Blas:
+    """Makes a fast BLAS global, once per process; the environment's GRPO_FN_BLAS names one, or says "none".
+
+    Nothing is loaded on macOS, with a CUDA build of MLX, and where MLX has been imported already, which gets
+    a warning.
+
+    Raises ImportError where GRPO_FN_BLAS names something that is no BLAS.
+    """
+    if not _found:
+        _found.append(_search())
+        if _found[0].reason == TOO_LATE:
+            # Level 4 is the line that imports grpo_fn.
+            warnings.warn(f"{TOO_LATE}; {_AS_IT_IS}", RuntimeWarning, stacklevel=4)
+    return _found[0]
+
+
+def _search() -> Blas:
+    wish = os.environ.get(_VARIABLE, "")
+    if sys.platform != "linux":
+        return Blas(None, "this platform brings its own BLAS")
+    if _installed(*_CUDA_WHEELS):
+        return Blas(None, "MLX computes on the GPU")
+    loaded = _global_blas()
+    if loaded:
+        return Blas(loaded)
+    if wish.lower() == "none":
+        return Blas(None, f"{_VARIABLE}=none")
+    if "mlx.core" in sys.modules:
+        return Blas(None, TOO_LATE)
+    for name in (wish,) if wish else _candidates():
+        if _load_global(name):
+            return Blas(name)
+    if wish:
+        wanted = "a library with 32-bit cblas_sgemm that can be loaded, or none"
+        raise ImportError(f"{_VARIABLE}={wish}: wanted {wanted}", name=_VARIABLE)
+    return Blas(None, "no OpenBLAS or MKL was found")
+
+
+def _installed(*distributions: str) -> bool:
+    for name in distributions:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def _candidates() -> list[str]:
+    folders = (Path(sys.prefix) / "lib", Path(sys.base_prefix) / "lib", Path.home() / ".local" / "lib")
+    private = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libmkl_rt.so*"))]
+    return [*_LIBRARIES, *dict.fromkeys(private)]
+
+
+def _load_global(name: str) -> bool:
+    try:
+        library = ctypes.CDLL(name)  # local first: a library that will not do must not become global
+    except OSError:
+        return False
+    if not hasattr(library, "cblas_sgemm") or _is_ilp64(library):
+        return False
+    ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _is_ilp64(library: ctypes.CDLL) -> bool:
+    # With 64-bit integers under unsuffixed names MLX would pass garbage sizes.
+    if os.environ.get("MKL_INTERFACE_LAYER", "").upper().startswith("ILP64"):
+        return hasattr(library, "MKL_Get_Max_Threads")
+    if not hasattr(library, "openblas_get_config"):
+        return False
+    library.openblas_get_config.restype = ctypes.c_char_p
+    return b"USE64BITINT" in library.openblas_get_config()
+
+
+def _global_blas() -> str | None:
+    """A BLAS that is global already, as by LD_PRELOAD; private copies, such as NumPy's, do not count."""
+    try:
+        program = ctypes.CDLL(None)
+    except OSError:
+        return None
+    return "already loaded" if hasattr(program, "cblas_sgemm") else None

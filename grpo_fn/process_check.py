@@ -1,0 +1,33 @@
+"""Refusing to compute in a forked process.
+
+MLX computes in threads of its own, on a GPU through a driver's context. A forked process has neither, and its
+first computation would wait for ever.
+"""
+
+import os
+
+_computing: list[int] = []  # the process in which this library has been used
+
+
+def check_process() -> None:
+    """Notes that this process computes.
+
+    Raises:
+        RuntimeError: it was forked from one that has computed.
+    """
+    problem = fork_problem()
+    if problem:
+        raise RuntimeError(problem)
+    if not _computing:
+        _computing.append(os.getpid())
+
+
+def fork_problem() -> str | None:
+    """A line where this process was forked from one that has computed; else None."""
+    process = os.getpid()
+    if not _computing or _computing[0] == process:
+        return None
+    return (
+        f"process {process} was forked from process {_computing[0]} after MLX was used there, and MLX hangs "
+        'in such a process: start it with multiprocessing.get_context("spawn")'
+    )

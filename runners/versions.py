@@ -1,0 +1,31 @@
+"""The versions of MLX and mlx-lm that the tests run with: parts of both are used that may change any day."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# As pyproject.toml has them.
+TESTED = {"mlx": ">=0.32.4,<0.33", "mlx-lm": ">=0.32.2,<0.33"}
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version that is installed, read from its metadata without an import; None: there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def untested_versions() -> tuple[str, ...]:
+    """A line for each of `TESTED` whose installed version is outside its range."""
+    from packaging.specifiers import SpecifierSet
+
+    lines = []
+    for name, wanted in TESTED.items():
+        found = installed_version(name)
+        if found is not None and not SpecifierSet(wanted).contains(found, prereleases=True):
+            lines.append(
+                f"{name} {found} is not a tested version ({wanted}); if something fails: "
+                f"pip install '{name}{wanted}'"
+            )
+    return tuple(lines)
