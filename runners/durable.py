@@ -6,7 +6,9 @@ if the path leads into another one by now; messages still use the path.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,12 @@ from runners.tensor_header import check_header
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+# How a full or read-only disk shows in the exceptions of MLX, and of libraries written in Rust.
+_MLX_WRITE = "[write] Unable to write"
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_PROBE = 1 << 16  # bytes
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -103,7 +111,8 @@ def new_folder(target: Path, *, replace: bool = True, within: int | None = None)
             with staging(parent, target.name) as stage:
                 os.mkdir(NEW, dir_fd=stage.folder)
                 folder = target.parent / stage.name / NEW
-                yield folder
+                with _disk_errors(target, stage.folder):
+                    yield folder
                 _flush(folder)
                 stage.put(replace=replace)
                 os.fsync(parent)
@@ -152,3 +161,40 @@ def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
         flush(path)
     flush(folder)
+
+
+@contextmanager
+def _disk_errors(target: Path, staged: int) -> Iterator[None]:
+    """Turns exceptions into UserErrors where they come from a write that the disk refused."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        reason = _refusal(error, staged)
+        if reason is None:
+            raise
+        raise UserError(f"{target}: cannot be written: {reason}") from error
+
+
+def _refusal(error: Exception, staged: int) -> str | None:
+    """Why the disk refused a write, where MLX or a library in Rust failed for that; None: for another reason.
+
+    They raise RuntimeError or Exception, not OSError. MLX does not name the reason: a file of our own, into
+    the same folder, meets it again.
+    """
+    text = str(error.__cause__ if isinstance(error, UserError) else error)
+    found = _RUST_ERROR.search(text)
+    if found and int(found[1]) in _REFUSALS:
+        return os.strerror(int(found[1]))
+    if not text.startswith(_MLX_WRITE):
+        return None
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with open(os.open(NEW + "/probe", flags, 0o600, dir_fd=staged), "wb") as stream:
+            stream.write(bytes(_PROBE))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as refused:
+        return refused.strerror or str(refused)
+    return first_line(error)

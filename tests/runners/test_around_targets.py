@@ -1,4 +1,7 @@
-"""Files around the targets of convert, export and runs are untouched."""
+"""Files around the targets of convert, export and runs are untouched; full disks leave no half target."""
+
+import os
+import resource
 
 import pytest
 from click.testing import CliRunner
@@ -7,18 +10,22 @@ from runners import cli
 from runners.report import Quiet
 from runners.train import run_training
 from tests.decoys import look, plant
+from tests.disks import small_disk
 from tests.resuming import SHORT, config_in, outcome
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import train
 
+PAGE = 4096
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What is converted, and what is exported."""
+    """What is converted, and what is exported: of full weights, and of adapters."""
     folder = tmp_path_factory.mktemp("sources")
     return {
         "convert": ["convert", str(make_model_folder(folder / "model", dtype="bfloat16"))],
         "export": ["export", str(train(folder, "full", "full")), "--out"],
+        "fuse": ["export", str(train(folder, "lora", "lora") / "checkpoint-2"), "--out"],
     }
 
 
@@ -74,3 +81,39 @@ def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
     result = grpo("convert", source, tmp_path / "models", "--force")
     assert result.exit_code == 2 and f"the source {source} lies in it; wanted another folder" in result.stderr
     assert look([tmp_path / "models"]) == before
+
+
+@pytest.mark.parametrize("command", ["convert", "export", "fuse"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.8, 0.9])
+def test_a_full_disk_is_one_line_and_leaves_nothing(sources, tmp_path, command, share):
+    """A tmpfs with room for a part: exit code 2, the target as it was, nothing beside it."""
+    assert grpo(*sources[command], tmp_path / "whole").exit_code == 0
+    pages = sum(-(-file.stat().st_size // PAGE) for file in (tmp_path / "whole").iterdir())
+    with small_disk(tmp_path / "disk", PAGE * (2 + int(pages * share))) as disk:
+        (disk / "out").mkdir()
+        (disk / "out" / "old").touch()
+        result = grpo(*sources[command], disk / "out", "--force")
+        assert result.exit_code == 2, result.output
+        (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
+        assert line == f"{disk / 'out'}: cannot be written: No space left on device"
+        assert [path.name for path in disk.iterdir()] == ["out"]
+        assert [path.name for path in (disk / "out").iterdir()] == ["old"]
+        (disk / "out" / "old").unlink()
+        (disk / "out").rmdir()
+        assert grpo(*sources[command], disk / "out").exit_code == 2 and not os.listdir(disk)
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
+def test_a_file_that_may_not_grow_is_one_line(sources, tmp_path, command, limit):
+    """RLIMIT_FSIZE, for where a disk cannot be mounted: the kernel refuses in the midst of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        result = grpo(*sources[command], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
+    assert line == f"{tmp_path / 'out'}: cannot be written: File too large"
+    assert not os.listdir(tmp_path)
