@@ -82,6 +82,8 @@ def check_target(target: Path, force: bool) -> None:
 
     What a killed process had moved aside comes back first: it counts as being there.
     """
+    if target.name in ("", ".."):
+        raise UserError(f"{target}: this folder cannot be replaced; wanted the name of a new one")
     try:
         if target.parent.is_dir():
             with opened(target.parent) as parent:

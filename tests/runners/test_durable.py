@@ -222,6 +222,13 @@ def test_a_target_that_is_no_folder_is_replaced_itself(tmp_path, shape):
     assert not (tmp_path / "target").is_symlink() and debris(tmp_path, {"target", "precious"}) == set()
 
 
+@pytest.mark.parametrize("name", [".", "..", "/", "a/.."])
+def test_a_target_without_a_name_is_refused(name):
+    """Before any work is done."""
+    with pytest.raises(UserError, match="cannot be replaced; wanted the name of a new one"):
+        durable.check_target(Path(name), True)
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Folders are written all the same; nobody's leftovers are cleared away, as their owners may live."""
 
