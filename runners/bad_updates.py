@@ -3,8 +3,10 @@ where they do not end."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from runners.durable import new_folder, remove_folder, save_arrays
+from runners.durable import new_folder, opened, remove_folder, save_arrays
 from runners.errors import NumbersError, UserError, count_in
 from runners.json_lines import to_json
 from runners.records import completion_records
 from runners.rollout import Experience
+from runners.run_folder import BAD_BATCHES, RunFolder
 
-FOLDER = "bad_batches"
 KEPT = 10
 _NAME = re.compile(r"update-(\d+)")
 
@@ -26,9 +28,9 @@ _NAME = re.compile(r"update-(\d+)")
 class BadUpdates:
     """Counts skipped updates, and writes what they were computed from."""
 
-    def __init__(self, run_dir: Path, limit: int) -> None:
-        """`limit` is optim.max_bad_updates: so many in a row end the run; 0: never."""
-        self._run_dir, self._limit = run_dir, limit
+    def __init__(self, folder: RunFolder, limit: int) -> None:
+        """`folder` is the run's; `limit` is optim.max_bad_updates: so many in a row end the run; 0: never."""
+        self._folder, self._limit = folder, limit
         self.total = self.in_a_row = 0
 
     def see(
@@ -54,7 +56,9 @@ class BadUpdates:
         if not experiences:
             return [f"{line}; what it was computed from had been sampled before the run was resumed"]
         try:
-            path = save_bad_batch(self._run_dir, why, metrics, experiences)
+            path = self._folder.write(
+                lambda folder, held: save_bad_batch(folder, why, metrics, experiences, within=held)
+            )
         except UserError as error:  # of the disk: a record less, and no reason to stop
             return [line, str(error)]
         return [f"{line}; what it was computed from is in {path}"]
@@ -65,7 +69,7 @@ class BadUpdates:
             raise NumbersError(
                 f"{self.in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
                 f"{self._limit}); the last good state has been saved; lower optim.learning_rate, or look into"
-                f" {self._run_dir / FOLDER}"
+                f" {self._folder.path / BAD_BATCHES}"
             )
 
     def facts(self) -> dict[str, int]:
@@ -83,15 +87,17 @@ def save_bad_batch(
     why: str,
     metrics: Mapping[str, Any],
     experiences: Sequence[Experience],
+    *,
+    within: int | None = None,
 ) -> Path:
     """Writes `bad_batches/update-N` with batch.safetensors and batch.json; of such folders the last 10 stay.
 
     The arrays are a rollout's, rows prompt-major: `prompts_pl` (0 behind `prompt_lengths_p`), `tokens_bt`,
     `lengths_b`, `logp_bt`, `rewards_kb` (one row a reward; NaN: none), `rewards_pg`, `advantages_pg`.
 
-    Raises UserError where the disk refuses.
+    `within` is a descriptor of `run_dir`. Raises UserError where the disk refuses.
     """
-    folder = run_dir / FOLDER / f"update-{metrics['update']}"
+    folder = run_dir / BAD_BATCHES / f"update-{metrics['update']}"
     rollout = g.join_rollouts([experience.rollout for experience in experiences])
     longest = max(map(len, rollout.prompts))
     arrays = {
@@ -112,20 +118,35 @@ def save_bad_batch(
         for record in completion_records(each, step, metrics["update"])
     ]
     text, _ = to_json({"why": why, "metrics": numbers, "completions": records})
-    with new_folder(folder) as temporary:
-        save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
-        (temporary / "batch.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     try:
-        _prune(folder.parent)
+        with opened(run_dir, within) as held, _subfolder(held) as parent:
+            with new_folder(folder, within=parent) as temporary:
+                save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
+                (temporary / "batch.json").write_text(
+                    text + "\n", encoding="utf-8", errors="backslashreplace"
+                )
+            _prune(folder.parent, parent)
     except OSError as error:
-        raise UserError(f"{folder.parent}: cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return folder
 
 
-def _prune(folder: Path) -> None:
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+@contextmanager
+def _subfolder(run_dir: int) -> Iterator[int]:
+    """A descriptor of `bad_batches`, made if need be, in a folder that is given by one."""
+    with suppress(FileExistsError):
+        os.mkdir(BAD_BATCHES, dir_fd=run_dir)
+    descriptor = os.open(BAD_BATCHES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=run_dir)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path, held: int) -> None:
+    found = {int(match[1]): name for name in os.listdir(held) if (match := _NAME.fullmatch(name))}
     for number in sorted(found)[:-KEPT]:
-        remove_folder(found[number])
+        remove_folder(folder / found[number], within=held)
 
 
 def _why(metrics: Mapping[str, Any]) -> str:

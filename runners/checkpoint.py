@@ -6,8 +6,10 @@ A checkpoint keeps the master weights (float32, exact) and the rest of the state
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.trees import nbytes
-from runners.durable import new_folder, remove_folder, save_text
+from runners.durable import new_folder, opened, remove_folder, save_text
 from runners.errors import UserError
 from runners.json_lines import to_json
 from runners.manifest import write_manifest
@@ -72,22 +74,24 @@ def take_snapshot(
     return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded)
 
 
-def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
+def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = None) -> Path:
     """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
 
-    A folder of that name is replaced. Raises UserError where the disk refuses: what was there is still there.
+    A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.durable`. Raises
+    UserError where the disk refuses: what was there is still there.
     """
     target = run_dir / f"checkpoint-{snapshot.step}"
-    with new_folder(target) as folder:
+    with new_folder(target, within=within) as folder:
         write_trained(folder, snapshot.weights, snapshot.loaded)
         save_state(folder, snapshot.state)
         line, _ = to_json(snapshot.trainer_state)
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)
         if target.exists():  # for a moment there will be no folder of that name
-            (run_dir / LATEST).unlink(missing_ok=True)
+            with opened(run_dir, within) as held, suppress(FileNotFoundError):
+                os.unlink(LATEST, dir_fd=held)
     try:
-        save_text(run_dir / LATEST, target.name + "\n")
+        save_text(run_dir / LATEST, target.name + "\n", within=within)
     except OSError as error:
         raise UserError(f"{run_dir / LATEST}: cannot be written: {error.strerror or error}") from error
     return target
@@ -106,11 +110,14 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [path for path in checkpoint_folders(run_dir).values() if (path / TRAINER_STATE).is_file()]
 
 
-def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> list[Path]:
+def prune_checkpoints(
+    run_dir: Path, *, keep_last: int = 0, keep_best: int = 0, within: int | None = None
+) -> list[Path]:
     """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
 
     The newest always stays; with both 0 everything does. Best is the highest "em" in trainer_state.json, then
-    the highest "reward", then the newest; a missing or null number ranks lowest.
+    the highest "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of
+    `run_dir`.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0 and keep_best <= 0:
@@ -119,7 +126,7 @@ def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) 
     keep = {*folders[-max(keep_last, 1) :], *ranked[:keep_best]}
     doomed = [folder for folder in folders if folder not in keep]
     for folder in doomed:
-        remove_folder(folder)
+        remove_folder(folder, within=within)
     return doomed
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import attrs
 
 from runners import checks, rules, sections
+from runners.durable import save_text
 from runners.errors import ConfigError, UserError, show, spell_tables
 from runners.settings import KeyPath, Settings, apply_override, key_hint, read_settings
 
@@ -155,9 +156,7 @@ def write_resolved(config: Config) -> Path:
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)
+        save_text(path, content)
     except OSError as error:
         where = config.where("run.output_dir")
         raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error

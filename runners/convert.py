@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from runners.durable import new_folder
+from runners.durable import check_target, new_folder
 from runners.errors import UserError, first_line
 from runners.model_files import copy_companions, resolve_model, tokenizer_pickle
 from runners.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
@@ -87,15 +87,18 @@ def convert(
     if dequantize and quantization.wanted:
         raise UserError("--dequantize and quantization exclude each other")
     folder = Path(source).expanduser()
-    if target.exists() and not force:
-        raise UserError(f"{target}: this exists; --force replaces it")
-    if folder.exists() and target.exists() and folder.resolve() == target.resolve():
-        raise UserError(f"{target}: source and target are the same folder")
+    check_target(target, force)
+    if folder.exists() and target.exists():
+        inside = target.resolve()
+        if folder.resolve() == inside:
+            raise UserError(f"{target}: source and target are the same folder")
+        if inside in folder.resolve().parents:
+            raise UserError(f"{target}: the source {folder} lies in it; wanted another folder")
     if is_checkpoint(folder):
         if dequantize:
             raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
         checkpoint = find_checkpoint(folder, step)
-        with new_folder(target) as temporary:
+        with new_folder(target, replace=force) as temporary:
             convert_checkpoint(checkpoint, temporary, dtype)
             if quantization.wanted:
                 _pack_folder(temporary, quantization)
@@ -109,7 +112,7 @@ def convert(
             "quantization (--bits, --mode or --recipe)"
         )
     options = _options(quantization, dequantize, dtype)
-    with new_folder(target) as temporary:
+    with new_folder(target, replace=force) as temporary:
         if tokenizer_pickle(path) is not None:
             _copy(path, temporary)
             _pack_folder(temporary, quantization)

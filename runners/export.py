@@ -12,7 +12,7 @@ import mlx.nn as nn
 from runners.adapters import base_of, read_adapters
 from runners.convert import Quantization, pack, write_weights
 from runners.dtypes import cast_floating
-from runners.durable import new_folder
+from runners.durable import check_target, new_folder
 from runners.errors import UserError, first_line
 from runners.model_card import model_card, run_facts
 from runners.model_files import (
@@ -84,8 +84,7 @@ def export(
     Raises UserError for what is missing, does not fit or is in the way.
     """
     quantization.check()
-    if target.exists() and not force:
-        raise UserError(f"{target}: this exists; --force replaces it")
+    check_target(target, force)
     source = find_source(name)
     inside = target.resolve()
     for folder in (source.folder.resolve(), source.model.resolve()):
@@ -113,7 +112,7 @@ def export(
     if quantization.wanted:
         module, config = pack(module, config, quantization)
     facts = run_facts(source.folder)
-    with new_folder(target) as temporary:
+    with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
         copy_companions(source.model, temporary)
         card = model_card(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from runners.model_writing import save_final
 from runners.records import completion_records, header, summary
 from runners.report import Report
 from runners.row_memory import free_memory
+from runners.run_folder import FolderGone, RunFolder
 from runners.saving import Saver
 from runners.setup import Run
 from runners.statistics import loss_metrics, rollout_metrics
@@ -55,6 +57,7 @@ class Loop:
         state: g.TrainState,
         at: LoopState,
         *,
+        folder: RunFolder,
         log: MetricsLog,
         report: Report,
         saver: Saver,
@@ -62,12 +65,13 @@ class Loop:
         facts: Mapping[str, Any],
     ) -> None:
         """`state` is what to go on from, `at` where that is, `facts` what every trainer_state.json holds."""
+        self.folder, self._here = folder, folder.path  # held open, and the path that it had last
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
         self.steps, self.at = TrainSteps(run, state, at, report.note), at
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
-        self.bad_updates = BadUpdates(run.folder, self.config.optim.max_bad_updates)
+        self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._told: str | None = None  # what was last said of the log
@@ -101,7 +105,7 @@ class Loop:
             self._evaluate("at the end")
         self.saver.settle()
         self.report.status("saving the final model")
-        final = save_final(self.run.folder, steps.state, self.run.loaded)
+        final = self._save_final()
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
         shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
@@ -110,7 +114,7 @@ class Loop:
         if self.bad_updates.total:
             shown["updates skipped"] = self.bad_updates.total
         self.report.finish(shown)
-        return RunResult(self.run.folder, steps.state, first, last, at.update, self._elapsed())
+        return RunResult(final.parent, steps.state, first, last, at.update, self._elapsed())
 
     def _step(self) -> None:
         """An update where one is due, else a batch step."""
@@ -120,6 +124,7 @@ class Loop:
         else:
             self._batch_step()
         self._heed_log()
+        self._heed_folder()
 
     def _batch_step(self) -> None:
         """One rollout, what is worth saying of it, and its gradient."""
@@ -246,6 +251,26 @@ class Loop:
         if fault and fault != self._told:
             self.saver.failed(UserError(fault))
         self._told = fault
+
+    def _heed_folder(self) -> None:
+        """Tells, once, that the run's folder was renamed. Where it is gone, the next save tells."""
+        with suppress(FolderGone):
+            if (here := self.folder.here()) != self._here:
+                self.report.note(f"{self._here} was renamed to {here}; the run goes on there")
+                self._here = here
+
+    def _save_final(self) -> Path:
+        """Writes the final model; where the run's folder is gone, into a new one."""
+        steps, loaded = self.steps, self.run.loaded
+
+        def save(folder: Path, held: int) -> Path:
+            return save_final(folder, steps.state, loaded, within=held)
+
+        try:
+            return self.folder.write(save)
+        except FolderGone:
+            with self.folder.anew() as folder:
+                return folder.write(save)
 
     def _elapsed(self) -> float:
         """Seconds that the run has taken, those before a resume among them."""

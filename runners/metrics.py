@@ -41,7 +41,7 @@ class MetricsLog:
                 self._files[file] = JsonLines(run_dir / file, keep=place)
             except OSError as error:
                 raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
-        self.paths = [lines.path for lines in self._files.values()]
+        self.names = list(self._files)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""

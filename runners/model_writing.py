@@ -26,19 +26,22 @@ if TYPE_CHECKING:
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
-def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel) -> Path:
-    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it."""
-    return save_model(run_dir / "final", state.params, loaded)
+def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel, *, within: int | None = None) -> Path:
+    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
+
+    `within` is a descriptor of `run_dir`: see `runners.durable`.
+    """
+    return save_model(run_dir / "final", state.params, loaded, within=within)
 
 
-def save_model(folder: Path, params: Any, loaded: LoadedModel) -> Path:
+def save_model(folder: Path, params: Any, loaded: LoadedModel, *, within: int | None = None) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
 
     With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
     beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
     unquantized, since rounding them to few bits again would undo much of a small update.
     """
-    with new_folder(folder) as temporary:
+    with new_folder(folder, within=within) as temporary:
         config = read_json(loaded.path / "config.json")
         if loaded.adapter is None:
             weights = named_leaves(params) | loaded.frozen

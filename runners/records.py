@@ -37,7 +37,7 @@ def summary(
         shown["exact match"] = f"{before}{last:.1%} on {len(run.data.evaluation)} held-out problems"
     shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
     if run.config.log.jsonl:
-        shown["log"] = str(run.folder / "training_log.jsonl")
+        shown["log"] = str(final.parent / "training_log.jsonl")
     return shown
 
 

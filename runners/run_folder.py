@@ -1,65 +1,166 @@
-"""The folder of a run: who may write into it, and what of an earlier run lies there."""
+"""The folder of a run: who may write into it, where it is now, and what of an earlier run lies there."""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import attrs
 
 from runners.checkpoint import LATEST, checkpoint_folders
-from runners.durable import remove_folder, sweep
+from runners.durable import opened, remove_folder
 from runners.errors import UserError
+from runners.staging import FOLDER_FLAGS, sweep
 
 LOCK = ".lock"
 LOGS = ("training_log.jsonl", "completions.jsonl")
+BAD_BATCHES = "bad_batches"
+T = TypeVar("T")
+_OWNER = re.compile(rb"\d{0,20}\n?")  # what a lock file holds
+
+
+class FolderGone(UserError):
+    """A run's folder that was deleted, or moved to another disk."""
+
+
+@attrs.frozen
+class RunFolder:
+    """A run's folder, held open: it stays the same one, whatever happens to its path."""
+
+    path: Path  # as the config names it
+    descriptor: int
+
+    def here(self) -> Path:
+        """Where the folder is now: its own path, or the one that it was renamed to. FolderGone: nowhere."""
+        held, path, answer = os.fstat(self.descriptor), self.path, None
+        while True:  # it may be renamed between the system's answer and the look there: then once again
+            with suppress(OSError):
+                if os.path.samestat(os.stat(path), held):
+                    return path
+            before, answer = answer, _path_of(self.descriptor)
+            if answer is None or answer == before:
+                raise FolderGone(f"{self.path}: the run's folder is gone")
+            path = answer
+
+    def write(self, act: Callable[[Path, int], T]) -> T:
+        """What `act` returns for the folder's path and descriptor.
+
+        Where the folder is renamed meanwhile, `act` fails, as the path of its new files is no more. It is
+        called once again, with the new path.
+        """
+        path = self.here()
+        try:
+            return act(path, self.descriptor)
+        except (OSError, UserError):
+            now = self.here()
+            if now == path:
+                raise
+        return act(now, self.descriptor)
+
+    @contextmanager
+    def anew(self) -> Iterator[RunFolder]:
+        """A new folder under the run's path, for a run whose own is gone. UserError: another run has it."""
+        with locked(self.path, "run.name") as fresh:
+            if name := holds_a_run(self.path):
+                raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
+            yield fresh
 
 
 @contextmanager
-def locked(folder: Path, key: str) -> Iterator[None]:
+def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     """The folder, made if need be, for this process alone; `key` is what messages call it.
 
     The lock is the kernel's and ends with the process, however that ends: a file left by a dead one holds
-    nothing. A folder that is still empty at the end goes again.
+    nothing. At the end the lock's file goes, and so does the folder if it is still empty; of another folder
+    that has the path by then nothing is touched.
 
     Raises UserError where another process is in it, or where it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = RunFolder(folder, stack.enter_context(opened(folder)))
+            lock = _acquire(held)
+            stack.callback(_release, held, lock, made)
+            _sweep(held)
+        except OSError as error:
+            raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        yield held
+
+
+def _sweep(held: RunFolder) -> None:
+    """Clears away what a killed run left half-done."""
+    sweep(held.descriptor)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(folder)
-        sweep(folder)  # what a killed run left half-done
-    except OSError as error:
-        raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        inside = os.open(BAD_BATCHES, FOLDER_FLAGS, dir_fd=held.descriptor)
+    except OSError:  # there is no such folder, or a file or a link has its name
+        return
     try:
-        yield
+        sweep(inside)
     finally:
-        (folder / LOCK).unlink(missing_ok=True)
-        os.close(lock)
-        with suppress(OSError):  # something is in it: then it stays
-            for path in made:
-                path.rmdir()
+        os.close(inside)
 
 
-def _acquire(folder: Path) -> int:
-    file = folder / LOCK
+def _acquire(held: RunFolder) -> int:
+    flags, other = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, "or choose another run.name"
     while True:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(LOCK, flags, 0o666, dir_fd=held.descriptor)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.read(lock, 32).decode("ascii", "replace").strip()
             os.close(lock)
             raise UserError(
-                f"{folder} is in use by process {owner or 'unknown'}; wait for it, or choose another run.name"
+                f"{held.path} is in use by process {owner or 'unknown'}; wait for it, {other}"
             ) from error
+        if not _OWNER.fullmatch(os.read(lock, 64)):
+            os.close(lock)
+            raise UserError(f"{held.path / LOCK}: found a file that is no run's lock; move it, {other}")
         # Between the two calls its owner may have removed the file: then the lock is on nothing.
-        if os.path.exists(file) and os.path.samestat(os.fstat(lock), os.stat(file)):
+        if _is_lock(held, lock):
             os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()}\n".encode())
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             return lock
         os.close(lock)
+
+
+def _release(held: RunFolder, lock: int, made: Sequence[Path]) -> None:
+    """Removes the lock's file, and the folders in `made` that are still empty: this run's, no others."""
+    with suppress(OSError):
+        if _is_lock(held, lock):
+            os.unlink(LOCK, dir_fd=held.descriptor)
+    os.close(lock)
+    with suppress(OSError):  # something is in one: then it stays
+        if made and os.path.samestat(os.stat(held.path), os.fstat(held.descriptor)):
+            for path in made:
+                path.rmdir()
+
+
+def _is_lock(held: RunFolder, lock: int) -> bool:
+    """Whether an open lock file still has its name."""
+    try:
+        found = os.stat(LOCK, dir_fd=held.descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(lock))
+
+
+def _path_of(descriptor: int) -> Path | None:
+    """The path that the system has for an open folder now; None where it does not tell."""
+    if command := getattr(fcntl, "F_GETPATH", None):  # macOS
+        name = fcntl.fcntl(descriptor, command, bytes(1024))
+        return Path(os.fsdecode(name.rstrip(b"\0")))
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:
+        return None
 
 
 def holds_a_run(folder: Path) -> str | None:
@@ -68,28 +169,32 @@ def holds_a_run(folder: Path) -> str | None:
     return next((name for name in left if (folder / name).exists()), None)
 
 
-def clear(folder: Path) -> None:
+def clear(folder: RunFolder) -> None:
     """Removes an earlier run's checkpoints and model; its logs are kept aside once new ones begin."""
+    path = folder.path
     try:
-        (folder / LATEST).unlink(missing_ok=True)
-        for path in (*checkpoint_folders(folder).values(), folder / "final", folder / "bad_batches"):
-            if path.is_dir() and not path.is_symlink():
-                remove_folder(path)
+        with suppress(FileNotFoundError):
+            os.unlink(LATEST, dir_fd=folder.descriptor)
+        for found in (*checkpoint_folders(path).values(), path / "final", path / BAD_BATCHES):
+            if found.is_dir() and not found.is_symlink():
+                remove_folder(found, within=folder.descriptor)
     except OSError as error:
-        raise UserError(f"{folder} cannot be cleared: {error.strerror or error}") from error
+        raise UserError(f"{path} cannot be cleared: {error.strerror or error}") from error
 
 
-def set_aside(folder: Path, after: int) -> list[Path]:
-    """Renames the checkpoints of later steps to NAME.aside: the run goes on from an earlier one."""
+def set_aside(folder: RunFolder, after: int) -> list[tuple[str, str]]:
+    """Renames the checkpoints of later steps: the run goes on from an earlier one. Names: old, new.
+
+    The new one is NAME.aside, or NAME.aside-2 and so on where there is one: nothing is replaced.
+    """
     moved = []
     try:
-        for step, path in checkpoint_folders(folder).items():
+        for step, path in checkpoint_folders(folder.path).items():
             if step > after:
-                aside = path.with_name(f"{path.name}.aside")
-                if aside.exists():
-                    remove_folder(aside)
-                os.rename(path, aside)
-                moved.append(path)
+                names = (f"{path.name}.aside{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+                aside = next(name for name in names if not os.path.lexists(path.with_name(name)))
+                os.rename(path.name, aside, src_dir_fd=folder.descriptor, dst_dir_fd=folder.descriptor)
+                moved.append((path.name, aside))
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{folder.path} cannot be written: {error.strerror or error}") from error
     return moved

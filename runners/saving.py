@@ -16,6 +16,7 @@ from typing import NamedTuple
 from runners.checkpoint import Snapshot, prune_checkpoints, write_checkpoint
 from runners.durable import flush
 from runners.errors import UserError
+from runners.run_folder import FolderGone, RunFolder
 from runners.sections import CheckpointConfig
 
 Place = tuple[int, int]  # batch step, update
@@ -32,9 +33,11 @@ class Saver:
     """Writes a run's checkpoints; a context manager that waits for the last of them."""
 
     def __init__(
-        self, folder: Path, settings: CheckpointConfig, logs: Sequence[Path], note: Callable[[str], None]
+        self, folder: RunFolder, settings: CheckpointConfig, logs: Sequence[str], note: Callable[[str], None]
     ) -> None:
-        """Saves into `folder`. `logs` are brought to the disk with each checkpoint; `note` takes lines."""
+        """Saves into `folder`. The files `logs` in it are brought to the disk with each checkpoint; `note`
+        takes lines.
+        """
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
@@ -97,23 +100,23 @@ class Saver:
         return seconds
 
     def _write(self, snapshot: Snapshot) -> Path:
-        if not self._folder.is_dir():
-            raise UserError(f"{self._folder}: the run's folder is gone; {self._name(snapshot)} is not saved")
-        try:
+        name, keep = f"checkpoint-{snapshot.step}", self._settings
+
+        def write(folder: Path, held: int) -> Path:
             for log in self._logs:
-                flush(log)
-            path = write_checkpoint(self._folder, snapshot)
-            keep = self._settings
-            prune_checkpoints(self._folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
+                flush(log, within=held)
+            path = write_checkpoint(folder, snapshot, within=held)
+            prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best, within=held)
+            return path
+
+        try:
+            return self._folder.write(write)
+        except FolderGone as error:
+            raise UserError(f"{error}; {name} is not saved") from error
         except OSError as error:
             raise UserError(
-                f"{self._folder}: {self._name(snapshot)} cannot be saved: {error.strerror or error}"
+                f"{self._folder.path}: {name} cannot be saved: {error.strerror or error}"
             ) from error
-        return path
-
-    @staticmethod
-    def _name(snapshot: Snapshot) -> str:
-        return f"checkpoint-{snapshot.step}"
 
     def __enter__(self) -> Saver:
         return self

@@ -8,6 +8,7 @@ import attrs
 
 from runners import platform
 from runners.config import Config, write_resolved
+from runners.errors import UserError
 from runners.interrupts import StopSignals
 from runners.loop import Loop, RunResult
 from runners.loop_state import LoopState
@@ -24,7 +25,7 @@ from runners.resume import (
     find_origin,
     restore,
 )
-from runners.run_folder import clear, locked, set_aside
+from runners.run_folder import RunFolder, clear, locked, set_aside
 from runners.saving import Saver
 from runners.setup import build_run
 
@@ -55,7 +56,7 @@ def run_training(
     config = config.check()
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
-    with report or make_report(every=config.log.every) as shown, locked(folder, where):
+    with report or make_report(every=config.log.every) as shown, locked(folder, where) as held:
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
@@ -78,7 +79,9 @@ def run_training(
             state, at = restore(run, origin, changed=allow_config_change)
             shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
         assert state is not None
-        keep = _make_room(folder, origin, shown)
+        if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
+            raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
+        keep = _make_room(held, origin, shown)
         write_resolved(run.config)
         if run.trial:
             shown.table(run.trial.title, *run.trial.table())
@@ -94,23 +97,25 @@ def run_training(
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
             ) as log,
-            Saver(folder, settings.checkpoint, log.paths, shown.note) as saver,
+            Saver(held, settings.checkpoint, log.names, shown.note) as saver,
             StopSignals() as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-            loop = Loop(run, state, at, log=log, report=shown, saver=saver, signals=signals, facts=facts)
+            loop = Loop(
+                run, state, at, folder=held, log=log, report=shown, saver=saver, signals=signals, facts=facts
+            )
             del state
             if origin is not None:
                 loop.restore(origin.facts)
             return loop.run_to_end()
 
 
-def _make_room(folder: Path, origin: Origin | None, shown: Report) -> dict[str, int] | None:
+def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
     """Clears what the run does not go on from; how much of the logs it does, None for nothing."""
-    if origin is None or origin.folder.resolve().parent != folder.resolve():
+    if origin is None or origin.folder.resolve().parent != folder.path.resolve():
         clear(folder)
         return None
-    for path in set_aside(folder, origin.step):
-        shown.note(f"{path.name} is of a later step: renamed to {path.name}.aside")
+    for name, aside in set_aside(folder, origin.step):
+        shown.note(f"{name} is of a later step: renamed to {aside}")
     return {name: size for name, size in origin.table("logs").items() if isinstance(size, int)}

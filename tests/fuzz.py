@@ -247,6 +247,7 @@ class Checkpoint(Target):
         from runners.sections import WatchConfig
         from runners.state_files import pack_state, save_state
         from runners.watch import Watch
+        from tests.folders import held
 
         self.checkpoint = folder / "run" / "checkpoint-1"
         self.checkpoint.mkdir(parents=True)
@@ -257,7 +258,7 @@ class Checkpoint(Target):
         at = LoopState(batch_step=1, update=1, scores=(0.5,))
         save_state(self.checkpoint, pack_state(state, weights, {**at.trees(), "anchor": params}))
         step: Any = None
-        self.parts = (BadUpdates(folder, 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
+        self.parts = (BadUpdates(held(folder), 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
         self.facts = {"step": 1, "em": 0.25, "reward": 1.5, "loop": {**at.plain(), "elapsed": 0.0}}
         for part in self.parts:
             self.facts |= part.facts()

@@ -1,9 +1,10 @@
-"""SIGKILL at random instants, mostly while a checkpoint is written: nothing may be lost, nothing may differ.
+"""SIGKILL at random instants, mostly while something is saved: nothing may be lost, nothing may differ.
 
-`python -m tests.kill_harness --kills 200` starts real `grpo-run --resume` processes on the embedded model,
+`python -m tests.kill_harness --kills 1000` starts real `grpo-run --resume` processes on the embedded model,
 kills them, and looks after each kill at what lies there: every checkpoint has to be whole and equal to the
 one of a run that nobody killed, `latest` has to name one, and the logs have to be the beginning of that
-run's.
+run's. It kills `grpo convert` and `grpo export`, too, alone and in pairs (`tests.killed_conversions`). Files
+of the user's, of many shapes, lie around all targets and have to be untouched after each kill.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import attrs
 import click
 
 from runners.checkpoint import LATEST, checkpoint_folders
 from runners.errors import UserError
 from runners.manifest import check_manifest
+from tests import killed_conversions
+from tests.killed_conversions import Conversions
+from tests.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, wait
 from tests.resuming import LETTERS, TINY, outcome, saved, without_noise
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMON = ["optim.max_steps=10", "checkpoint.every=1", "eval.every=3", "rollout.max_new_tokens=10"]
 KINDS = {
     "full": ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"],
@@ -37,19 +39,8 @@ KINDS = {
         "loss.correction=token_truncate",
     ],
 }
+ALL = (*KINDS, *killed_conversions.KINDS)
 PRUNED = ["checkpoint.keep_last=2", "checkpoint.keep_best=1"]  # so that checkpoints are removed, too
-SAVING = 0.7  # share of the kills that wait for a save
-PATIENCE = 600.0  # seconds for a process to come to its moment
-
-
-@attrs.define
-class Tally:
-    """What was seen."""
-
-    kills: int = 0
-    while_saving: int = 0  # a half-made folder lay there
-    runs: int = 0  # brought to their end
-    problems: list[str] = attrs.field(factory=list)
 
 
 class Harness:
@@ -61,10 +52,11 @@ class Harness:
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
         (folder / "train.toml").write_text(TINY.replace("{folder}", str(folder)))
+        around = self._surroundings("straight")
         started, saving = time.monotonic(), 0.0
         process = self._start(folder / "straight", [])
         while process.poll() is None:  # two samples a millisecond of whether it is saving
-            saving += 0.0005 * _half_made(folder / "straight" / "tiny")
+            saving += 0.0005 * bool(around.staged(whole=True))
             time.sleep(0.0005)
         if process.returncode:
             raise RuntimeError(
@@ -79,17 +71,15 @@ class Harness:
     def run(self, name: str, kills: int, tally: Tally) -> None:
         """One run that is killed up to `kills` times, and then left to end."""
         target = self.folder / name
+        around = self._surroundings(name)
         for _ in range(kills):
             process = self._start(target, PRUNED)
-            if not self._strike(process, target / "tiny"):
+            if not self._strike(process, target / "tiny", around):
                 break
             tally.kills += 1
-            tally.while_saving += any(
-                path.name.startswith(".") for path in _entries(target / "tiny") if path.is_dir()
-            )
-            tally.problems += [
-                f"{self.kind}, {name}, kill {tally.kills}: {p}" for p in self.look(target / "tiny")
-            ]
+            tally.while_saving += bool(around.staged(whole=True))
+            problems = [*self.look(target / "tiny"), *around.problems()]
+            tally.problems += [f"{self.kind}, {name}, kill {tally.kills}: {p}" for p in problems]
         process = self._start(target, PRUNED)
         if process.wait():
             said = (self.folder / f"{name}.out").read_text()[-400:]
@@ -99,7 +89,8 @@ class Harness:
         found = outcome(target / "tiny")
         different = [key for key in found if found[key] != self.outcome[key]]
         tally.problems += [f"{self.kind}, {name}: {key} differs" for key in different]
-        tally.problems += [f"{self.kind}, {name}: {p}" for p in self.look(target / "tiny")]
+        problems = [*self.look(target / "tiny"), *around.problems(), *around.left(tally)]
+        tally.problems += [f"{self.kind}, {name}: {p}" for p in problems]
 
     def look(self, run: Path) -> list[str]:
         """What is wrong in the folder of a run that may be dead."""
@@ -135,48 +126,33 @@ class Harness:
                 env={**os.environ, "GRPO_FN_CACHE": str(self.folder / "cache")},
             )
 
-    def _strike(self, process: subprocess.Popen, run: Path) -> bool:
+    def _surroundings(self, name: str) -> Surroundings:
+        return Surroundings((self.folder / name, "tiny"), (self.folder / name / "tiny", "checkpoint-2"))
+
+    def _strike(self, process: subprocess.Popen, run: Path, around: Surroundings) -> bool:
         """Waits for a random moment and kills; False where the process ended before it came."""
+
+        def saving() -> bool:
+            return bool(around.staged(whole=True))
+
         end = time.monotonic() + PATIENCE
         if self.chance.random() < SAVING:
             for _ in range(self.chance.randrange(4)):  # saves that succeed
-                if not _wait(lambda: _half_made(run), process, end):
+                if not wait(saving, process, end):
                     return False
-                _wait(lambda: not _half_made(run), process, end)
-            if not _wait(lambda: _half_made(run), process, end):
+                wait(lambda: not saving(), process, end)
+            if not wait(saving, process, end):
                 return False
             time.sleep(self.chance.uniform(0, 1.3) * self.save_seconds)
         else:
-            if not _wait(lambda: (run / ".lock").exists(), process, end):
+            if not wait(lambda: (run / ".lock").exists(), process, end):
                 return False
-            _wait(lambda: False, process, end, within=self.chance.uniform(0, self.seconds))
+            wait(lambda: False, process, end, within=self.chance.uniform(0, self.seconds))
         if process.poll() is not None:
             return False
         process.kill()
         process.wait()
         return True
-
-
-def _wait(holds, process: subprocess.Popen, end: float, within: float | None = None) -> bool:
-    """Whether it came to hold; False at the process's end or after `within` seconds."""
-    until = end if within is None else time.monotonic() + within
-    while time.monotonic() < until:
-        if holds():
-            return True
-        if process.poll() is not None:
-            return False
-        time.sleep(0.0003)
-    if within is None:
-        raise RuntimeError(f"process {process.pid} did not come to its moment in {PATIENCE:.0f} s")
-    return False
-
-
-def _half_made(run: Path) -> bool:
-    return any(path.name.startswith(".checkpoint") for path in _entries(run))
-
-
-def _entries(run: Path) -> list[Path]:
-    return list(run.iterdir()) if run.is_dir() else []
 
 
 def _whole_lines(file: Path) -> list[bytes]:
@@ -190,10 +166,13 @@ def _comparable(checkpoint: dict) -> dict:
     return {**checkpoint, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
 
 
-def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: int = 12, say=print) -> Tally:
-    """Kills so many processes, spread over the kinds of run; each run is killed up to `most` times."""
+def hunt(folder: Path, kills: int, *, kinds=ALL, seed: int = 0, most: int = 12, say=print) -> Tally:
+    """Kills so many processes, spread over the kinds; each run or folder sees up to `most` of them."""
     chance, tally, rounds = random.Random(seed), Tally(), 0
-    harnesses = [Harness(kind, folder / kind, chance) for kind in kinds]
+    harnesses = [
+        (Harness if kind in KINDS else Conversions)(kind, folder / kind, chance)
+        for kind in dict.fromkeys(kinds)
+    ]
     while tally.kills < kills:
         harness = harnesses[rounds % len(harnesses)]
         share = -(-(kills - tally.kills) // max(len(harnesses) - rounds, 1))
@@ -209,18 +188,24 @@ def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: i
 @click.command()
 @click.option("--kills", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="[all]")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(ALL), help="[all]")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the runs, which then stay.")
 def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None) -> None:
-    """Kill `grpo-run` again and again, and compare. Exit code 1 where anything was lost or differs."""
+    """Kill runs, conversions and exports again and again, and compare.
+
+    Exit code 1 where anything was lost, differs, or was touched.
+    """
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        tally = hunt(keep or Path(folder), kills, kinds=kinds or tuple(KINDS), seed=seed, say=click.echo)
+        tally = hunt(keep or Path(folder), kills, kinds=kinds or ALL, seed=seed, say=click.echo)
     for problem in tally.problems:
         click.echo(problem)
     lost = sum(": lost" in problem for problem in tally.problems)
     click.echo(
-        f"{tally.kills} kills, {tally.while_saving} of them while a checkpoint was being written; "
-        f"{tally.runs} runs brought to their end; {lost} lost, {len(tally.problems) - lost} differences"
+        f"{tally.kills} kills in {(time.monotonic() - started) / 60:.0f} minutes, {tally.while_saving} of "
+        f"them while something was saved; {tally.pairs} pairs side by side; {tally.runs} runs and commands "
+        f"brought to their end; {lost} lost, {len(tally.problems) - lost} differences; {tally.unmarked} "
+        "empty folders of processes that were killed before they could mark them"
     )
     sys.exit(bool(tally.problems))
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -21,6 +20,7 @@ from runners.rollout import Experience
 from runners.state_files import load_state
 from runners.train import run_training
 from runners.watch import unknown_metric
+from tests.folders import held
 from tests.tiny_policies import tiny_rollout
 from tests.tiny_runs import Notes, small
 
@@ -196,7 +196,7 @@ def test_several_batch_steps_are_kept_together(tmp_path):
 )
 def test_the_reason_is_told(tmp_path, changes, why):
     """Loss first, then gradient, then weights."""
-    bad = BadUpdates(Path(tmp_path), 2)
+    bad = BadUpdates(held(tmp_path), 2)
     metrics = numbers(1, update_skipped=True, **changes)
     (line,) = bad.see(metrics, [experience()])
     assert f"update 1 skipped: {why}; the weights are as they were" in line
@@ -205,14 +205,14 @@ def test_the_reason_is_told(tmp_path, changes, why):
 
 def test_what_was_sampled_before_a_resume_is_not_kept(tmp_path):
     """The update is skipped and counted, and the line says why there is no folder."""
-    (line,) = BadUpdates(tmp_path, 2).see(numbers(1, update_skipped=True), [])
+    (line,) = BadUpdates(held(tmp_path), 2).see(numbers(1, update_skipped=True), [])
     assert "had been sampled before the run was resumed" in line
     assert not (tmp_path / "bad_batches").exists()
 
 
 def test_counts_come_back_from_a_checkpoint(tmp_path):
     """Two in a row before, one after: the third ends the run."""
-    first, second = BadUpdates(tmp_path, 3), BadUpdates(tmp_path, 3)
+    first, second = BadUpdates(held(tmp_path), 3), BadUpdates(held(tmp_path), 3)
     for update in (1, 2):
         first.see(numbers(update, update_skipped=True), [experience()])
         first.check()

@@ -1,6 +1,7 @@
 """nanochat's PyTorch checkpoints: the logits of a PyTorch forward, unknown tensors, memory, all in place."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -276,3 +277,17 @@ def test_a_tokenizer_with_fewer_ids_is_fine(tmp_path):
     source = write_checkpoint(tmp_path / "d3")
     write_pickle(source, make_encoding(size=310))
     assert convert(str(source), tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
+def test_a_disk_that_refuses_is_one_line(tmp_path, limit):
+    """Weights are written by safetensors' own library here, whose errors are no OSError."""
+    source = write_checkpoint(tmp_path / "d3")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        with pytest.raises(UserError, match=r"out: cannot be written: File too large$"):
+            convert(str(source), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["d3"]

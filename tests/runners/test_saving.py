@@ -10,6 +10,7 @@ from runners import saving
 from runners.errors import UserError
 from runners.saving import Saver
 from runners.sections import CheckpointConfig
+from tests.folders import held
 
 
 class Snapshot:
@@ -23,7 +24,7 @@ def slow(monkeypatch):
     """Writing waits for `gate`, then fails with what stands in `errors`, or succeeds."""
     gate, errors = threading.Event(), []
 
-    def write(folder, snapshot):
+    def write(folder, snapshot, *, within):
         assert gate.wait(300)
         if errors:
             raise errors.pop()
@@ -37,7 +38,7 @@ def slow(monkeypatch):
 
 def saver(folder: Path, notes: list, **settings) -> Saver:
     """A saver into a folder, whose lines go to `notes`."""
-    return Saver(folder, CheckpointConfig(**settings), [], notes.append)
+    return Saver(held(folder), CheckpointConfig(**settings), [], notes.append)
 
 
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):

@@ -98,10 +98,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "tuning.json"
     durable.save_text(file, "old")
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="No space"):
         durable.save_text(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
