@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_fn.rewards import extract_answer
+from runners import install_hints
 from runners.errors import UserError
 from runners.reward_calls import is_async
 
@@ -135,7 +136,7 @@ def _math_verify() -> tuple[Callable[..., list], Callable[..., bool]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise UserError("math_verify_reward needs math-verify: pip install 'grpo-fn[math]'") from error
+        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}") from error
     # Its own limits need signals, which only a main thread has; each call would say that they are off.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -231,7 +231,7 @@ def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
     """The line says what to install."""
     source = write_checkpoint(tmp_path / "d3")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"pip install 'grpo-fn\[torch\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[torch\]' in a clone"):
         convert(str(source), tmp_path / "out")
 
 
