@@ -132,7 +132,7 @@ def test_checkpointing_keeps_a_blocks_input_alone():
 
 
 def bytes_in_flight(compute):
-    """The most bytes that a computation holds beyond its inputs: those it holds before its first step is done.
+    """The most bytes that a computation holds beyond its inputs: before its first step is done.
 
     MLX allocates the results of all steps in one thread and computes them in another, which frees what it has
     read. How much is held at a time depends on which of the two a busy machine lets run. Here the computing
