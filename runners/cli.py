@@ -99,18 +99,18 @@ def main() -> None:
 def _run(
     name: str, overrides: Sequence[str], resume: str | None, allow_config_change: bool, dry_run: bool
 ) -> None:
+    from runners import platform
     from runners.config import load_config, write_resolved
 
     config = load_config(name, overrides)
     for notice in config.notices:
         click.echo(notice, err=True)
     if dry_run:
+        platform.load_blas()  # before `check` imports MLX
         config = config.check()
         click.echo(config.to_toml())
         click.echo(f"written to {write_resolved(config)}", err=True)
         return
-
-    from runners import platform
 
     # The BLAS has to be in place before anything imports MLX.
     for notice in platform.prepare(config.system.memory_limit_gb).notices:
