@@ -146,18 +146,18 @@ def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def write_resolved(config: Config) -> Path:
-    """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
+    """Writes output_dir/name/config.resolved.json, sections only, and returns its path. Imports MLX.
 
-    Raises UserError where the folder cannot be written to.
+    A crash leaves the old file or the new one. Raises UserError where the folder cannot be written to.
     """
+    from runners.durable import save_text
+
     folder = Path(config.run.output_dir) / config.run.name
     path = folder / "config.resolved.json"
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)
+        save_text(path, content)
     except OSError as error:
         where = config.where("run.output_dir")
         raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
