@@ -17,7 +17,7 @@ import grpo_fn as g
 from runners.bad_updates import BadUpdates
 from runners.checkpoint import Snapshot, take_snapshot
 from runners.constant_rewards import ConstantRewards
-from runners.errors import NumbersError, UserError
+from runners.errors import NumbersError, RewardError, UserError
 from runners.evaluate import evaluate
 from runners.interrupts import Stopped, StopSignals
 from runners.loop_state import LoopState
@@ -124,7 +124,11 @@ class Loop:
     def _batch_step(self) -> None:
         """One rollout, what is worth saying of it, and its gradient."""
         self.report.status("sampling")
-        experience = self.steps.roll_out()
+        try:
+            experience = self.steps.roll_out()
+        except RewardError:
+            self._save_to_stop("before the reward failed: ")
+            raise
         for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
             self.report.note(problem)
         self.log.completions(completion_records(experience, self.at.batch_step, self.at.update + 1))
@@ -231,11 +235,15 @@ class Loop:
         number = self.signals.received
         if number is None:
             return
+        self._save_to_stop("interrupted: ")
+        raise Stopped(number)
+
+    def _save_to_stop(self, why: str) -> None:
+        """Saves what has been done since the last checkpoint, before the run ends early."""
         self.saver.settle()
         if self.at.batch_step and self.saver.done != self._place():
             self.report.status("saving")
-            self.saver.save(self._snapshot, self._place(), "interrupted: ", strict=True)
-        raise Stopped(number)
+            self.saver.save(self._snapshot, self._place(), why, strict=True)
 
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update

@@ -35,6 +35,7 @@ HARMLESS = (
     "watch",
     "stop",
     "optim.max_bad_updates",
+    "reward.stop_if_all_fail",
     "system.memory_limit_gb",
 )
 # What the config may leave to a measurement, and a resumed run takes over from the first one.

@@ -134,6 +134,7 @@ class RewardConfig:
     aggregate: Aggregate = "sum_then_normalize"
     timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
     on_error: OnError = "skip"
+    stop_if_all_fail: bool = True  # where a reward fails for every completion of a batch step
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

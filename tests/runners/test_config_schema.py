@@ -72,6 +72,7 @@ def test_defaults_are_the_documented_ones(load):
             "aggregate": "sum_then_normalize",
             "timeout": 60.0,
             "on_error": "skip",
+            "stop_if_all_fail": True,
         },
         "loss": {
             "preset": "grpo",
