@@ -22,6 +22,17 @@ Rewards = list[float | None]
 Reward = Callable[..., Rewards]
 
 
+def _checked_by(check: Callable[[], Any]) -> Callable[[Reward], Reward]:
+    """A decorator: `check` raises UserError where the reward cannot work, before a run loads its model."""
+
+    def mark(reward: Reward) -> Reward:
+        setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
+        return reward
+
+    return mark
+
+
+@_checked_by(lambda: _math_verify())
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
     """1.0 where the answer equals the gold one as mathematics, else 0.0; None where the gold is none.
 

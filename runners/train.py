@@ -8,6 +8,7 @@ import attrs
 
 from runners import platform
 from runners.config import Config, write_resolved
+from runners.dashboards import check_installed
 from runners.interrupts import StopSignals
 from runners.loop import Loop, RunResult
 from runners.loop_state import LoopState
@@ -53,6 +54,7 @@ def run_training(
     """
     machine = platform.prepare(config.system.memory_limit_gb)
     config = config.check()
+    check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
     with report or make_report(every=config.log.every) as shown, locked(folder, where):

@@ -58,6 +58,9 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[math\]' in a clone"):
         math_verify_reward(completions("1"), ["1"])
+    # A config's rewards are resolved before its model is loaded.
+    with pytest.raises(UserError, match="needs math-verify"):
+        resolve_rewards(["runners.reward_library:math_verify_reward"])
 
 
 def test_patterns():
