@@ -59,9 +59,16 @@ class LiveReport:
         # Twice a second is enough for the time to tick, and leaves the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
         """See `Report.start`."""
-        self._progress = Progress(total_updates, **self._sources)
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
         self._title = str(header.get("run", self._title))
         self._begun, self._status = True, ""
         self._print(_table({name: value for name, value in header.items() if name != "run"}))

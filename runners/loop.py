@@ -78,13 +78,13 @@ class Loop:
 
         Raises UserError where they say something else than a run saves.
         """
-        for part in (self.steps, self.bad_updates, self.watch):
+        for part in (self.steps, self.bad_updates, self.watch, self.constant):
             part.restore(facts)
 
     def run_to_end(self) -> RunResult:
         """All steps that are left, then the final evaluation and model."""
         config, at, steps = self.config, self.at, self.steps
-        self.report.start(self.run.plan.updates, header(self.run))
+        self.report.start(self.run.plan.updates, header(self.run), done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._heed_signals()
@@ -215,6 +215,7 @@ class Loop:
             **self.steps.facts(),
             **self.bad_updates.facts(),
             **self.watch.facts(),
+            **self.constant.facts(),
             "logs": self.log.positions(),
             "loop": {**at.plain(), "elapsed": self._elapsed()},
         }

@@ -27,8 +27,18 @@ WIDTH = 100  # columns of a plain line
 class Report(Protocol):
     """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt."""
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
-        """The run begins. `header` is name -> value, shown once; its "run" is the title."""
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
+        """The run begins. `header` is name -> value, shown once; its "run" is the title.
+
+        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        """
         ...
 
     def status(self, text: str) -> None:
@@ -63,7 +73,14 @@ class Report(Protocol):
 class Quiet:
     """Shows nothing: for tests, and for use from other programs."""
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None: ...
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None: ...
 
     def status(self, text: str) -> None: ...
 
@@ -100,9 +117,16 @@ class PlainReport:
         self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
         self._progress = Progress(0, **self._sources)
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
         """See `Report.start`."""
-        self._progress = Progress(total_updates, **self._sources)
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
         self._table(header)
 
     def status(self, text: str) -> None:

@@ -167,6 +167,20 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
     assert "▁" in block and "█" in block
 
 
+def test_a_resumed_run_is_shown_from_its_beginning():
+    """The first evaluation is the one before training, and the update is the one that was reached."""
+    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
+    report = LiveReport(console=console, clock=Clock(), memory=lambda: 0)
+    with report:
+        report.start(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89])
+        console.print(report.render())
+        report.eval("after update 50", 0.97, 194, 200, 0.4)
+        console.print(report.render())
+    text = console.export_text()
+    assert "update 25/100" in text
+    assert "exact match  89.0% from 45.5%" in text and "exact match  97.0% from 45.5%" in text
+
+
 def test_lines_scroll_above_the_block():
     """Header, evaluations, notes and the summary are printed as they are, brackets included."""
     clock = Clock()
