@@ -59,7 +59,9 @@ _LAST = "the last one"  # --resume without a value
     help="With --resume: go on although the config or the data are not those of the checkpoint.",
 )
 @click.option(
-    "--overwrite", is_flag=True, help="Begin anew where the run's folder holds a run: its checkpoints go."
+    "--overwrite",
+    is_flag=True,
+    help="Begin anew where the run's folder holds a run, also an interrupted one: its checkpoints go.",
 )
 @click.option(
     "--dry-run",
@@ -85,9 +87,8 @@ def run_command(
         raise click.UsageError("--resume goes on with a run, --overwrite begins anew: found both.")
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
-    if overwrite:
-        overrides = [*overrides, "run.overwrite=true"]
-    _run(config, overrides, resume, allow_config_change, dry_run)
+    how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
+    _run(config, overrides, dry_run, **how)
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
@@ -97,7 +98,13 @@ def main() -> None:
 
 
 def _run(
-    name: str, overrides: Sequence[str], resume: str | None, allow_config_change: bool, dry_run: bool
+    name: str,
+    overrides: Sequence[str],
+    dry_run: bool,
+    *,
+    resume: str | None,
+    allow_config_change: bool,
+    overwrite: bool,
 ) -> None:
     from runners import platform
     from runners.config import load_config, write_resolved
@@ -119,7 +126,7 @@ def _run(
     from runners.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(config.check(), resume=origin, allow_config_change=allow_config_change)
+    run_training(config.check(), resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def run_training(
     report: Report | None = None,
     resume: Path | bool = False,
     allow_config_change: bool = False,
+    overwrite: bool = False,
 ) -> RunResult:
     """Train as the config says; everything is written to OUTPUT_DIR/NAME.
 
@@ -47,6 +48,8 @@ def run_training(
         resume: go on from the last whole checkpoint of the run's folder, or from the one in this folder. A
             run without a checkpoint begins anew.
         allow_config_change: go on with a config on which the weights depend, and which differs.
+        overwrite: begin anew where the run's folder holds an interrupted run, too: its checkpoints go.
+            run.overwrite replaces a finished run alone.
 
     Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
     SIGINT or SIGTERM, and NumbersError where too many updates in a row had to be skipped, when the state is
@@ -61,10 +64,9 @@ def run_training(
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
-            if origin and origin.folder.resolve().parent != folder.resolve() and not config.run.overwrite:
-                check_free(folder, where)
-        elif not config.run.overwrite:
-            check_free(folder, where)
+        elsewhere = origin and origin.folder.resolve().parent != folder.resolve()
+        if not overwrite and (resume is False or elsewhere):
+            check_free(folder, where, replace_finished=config.run.overwrite)
         known = None
         if origin is not None:
             found = differences(config, origin)

@@ -158,8 +158,7 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
     """--resume with and without a folder, --allow-config-change, --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
     _, config, how = training.calls[1]
-    assert how == {"resume": origin, "allow_config_change": changes}
-    assert config.run.overwrite is overwrite
+    assert how == {"resume": origin, "allow_config_change": changes, "overwrite": overwrite}
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "--overwrite"], ["--allow-config-change"]])
