@@ -5,6 +5,9 @@ Only click is imported before a command runs, so that --help answers at once.
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,13 +91,28 @@ def run_command(
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    _run(config, overrides, dry_run, **how)
+    try:
+        _run(config, overrides, dry_run, **how)
+    except KeyboardInterrupt as interrupt:
+        if hasattr(interrupt, "advice"):  # of a run that has begun
+            interrupt.advice = f"to go on: {_command(config, overrides)}"
+        raise
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
 @click.version_option(__version__, prog_name="grpo_fn")
 def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
+
+
+def _command(config: str, overrides: Sequence[str]) -> str:
+    """What to type to go on with this run, in the words in which this command was called."""
+    program = click.get_current_context().command_path
+    called = sys.argv[0]
+    if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
+        program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
+    settings = [word for override in overrides for word in ("--set", override)]
+    return f"{program} {shlex.join([config, *settings, '--resume'])}"
 
 
 def _run(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from runners.interrupts import to_stderr
 from runners.progress import (
     Progress,
     count,
@@ -57,6 +58,10 @@ class Report(Protocol):
         """A line worth reading: a notice, a checkpoint."""
         ...
 
+    def alert(self, text: str) -> None:
+        """A line that the person at the terminal has to see at once; another thread may call this."""
+        ...
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A small table of text under a line."""
         ...
@@ -71,7 +76,7 @@ class Report(Protocol):
 
 
 class Quiet:
-    """Shows nothing: for tests, and for use from other programs."""
+    """Shows nothing but what a signal is answered with: for tests, and for use from other programs."""
 
     def start(
         self,
@@ -89,6 +94,10 @@ class Quiet:
     def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`."""
+        to_stderr(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
@@ -148,6 +157,10 @@ class PlainReport:
         """See `Report.note`."""
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`: standard output may be a file."""
+        to_stderr(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`: columns in line, names to the left and numbers to the right."""

@@ -99,7 +99,7 @@ def run_training(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
             ) as log,
             Saver(folder, settings.checkpoint, log.paths, shown.note) as saver,
-            StopSignals() as signals,
+            StopSignals(shown.alert) as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
