@@ -16,6 +16,7 @@ import click
 from runners import __version__
 from runners.command import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
+from runners.interrupts import Stopped
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -93,9 +94,8 @@ def run_command(
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
     try:
         _run(config, overrides, dry_run, **how)
-    except KeyboardInterrupt as interrupt:
-        if hasattr(interrupt, "advice"):  # of a run that has begun
-            interrupt.advice = f"to go on: {_command(config, overrides)}"
+    except Stopped as stopped:
+        stopped.advice = f"to go on: {_command(config, overrides)}"
         raise
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,13 @@ class Loop:
             self._evaluate("at the end")
         self.saver.settle()
         self.report.status("saving the final model")
-        final = save_final(self.run.folder, steps.state, self.run.loaded)
+        try:
+            final = save_final(self.run.folder, steps.state, self.run.loaded)
+        except UserError:
+            # Other programs have filled the disk. A checkpoint may be smaller, or go where room was made.
+            with suppress(UserError):
+                self._save_to_stop("the final model was not saved, but the training is: ")
+            raise
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
         shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)

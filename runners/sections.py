@@ -217,8 +217,8 @@ class CheckpointConfig:
     """[checkpoint]: how often, and how many stay."""
 
     every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
-    keep_last: int = field(default=0, validator=rules.at_least(0))  # 0: all
-    keep_best: int = field(default=0, validator=rules.at_least(0))
+    keep_last: int = field(default=3, validator=rules.at_least(0))  # 0: all
+    keep_best: int = field(default=1, validator=rules.at_least(0))
     on_error: OnSaveError = "continue"  # where the disk refuses a checkpoint or a line of the log
 
 

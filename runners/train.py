@@ -9,6 +9,7 @@ import attrs
 from runners import platform
 from runners.config import Config, write_resolved
 from runners.dashboards import check_installed
+from runners.disk_room import disk_room
 from runners.interrupts import StopSignals
 from runners.loop import Loop, RunResult
 from runners.loop_state import LoopState
@@ -82,11 +83,15 @@ def run_training(
             state, at = restore(run, origin, changed=allow_config_change)
             shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
         assert state is not None
+        anew = origin is None or origin.folder.resolve().parent != folder.resolve()
+        room = disk_room(folder, state, run.loaded)
+        left = run.plan.batch_steps - at.batch_step
+        scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
         keep = _make_room(folder, origin, shown)
         write_resolved(run.config)
         if run.trial:
             shown.table(run.trial.title, *run.trial.table())
-        for notice in run.notices:
+        for notice in (*run.notices, *scarce):
             shown.note(notice)
         facts = {
             "config": config.to_dict(),
@@ -98,7 +103,7 @@ def run_training(
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
             ) as log,
-            Saver(folder, settings.checkpoint, log.paths, shown.note) as saver,
+            Saver(folder, settings.checkpoint, log.paths, shown.note, room) as saver,
             StopSignals(shown.alert) as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
