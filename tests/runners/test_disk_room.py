@@ -130,15 +130,16 @@ class Asked(Killer):
 
 
 def test_the_last_checkpoint_of_a_stopped_run_may_take_that_room(tmp_path, disk):
-    """Without it the training so far would be lost."""
-    config = config_in(tmp_path / "a", *SHORT, "checkpoint.every=0")
-    sizes = size_of(run_training(config, report=Quiet()).folder / "final")
-    disk.free = 4 * sizes  # float32 weights and moments are some six times the model in 16 bits
-    (tmp_path / "b").mkdir()
-    config = config_in(tmp_path / "b", *SHORT, "checkpoint.every=0")
+    """Without it the training so far would be lost; one of a run that goes on is refused."""
+    finished = run_training(config_in(tmp_path / "a", *SHORT), report=Quiet()).folder
+    disk.free = size_of(finished / "checkpoint-1") + 0.5 * size_of(finished / "final")
+    notes = Notes()
+    run_training(config_in(tmp_path / "b", *SHORT), report=notes)
+    assert sum("is not saved" in line for line in notes.lines) == 3
+    config = config_in(tmp_path / "c", *SHORT, "checkpoint.every=0")
     with pytest.raises(Stopped):
         run_training(config, report=Asked("step", 1))
-    assert [path.name for path in list_checkpoints(tmp_path / "b" / "tiny")] == ["checkpoint-1"]
+    assert [path.name for path in list_checkpoints(tmp_path / "c" / "tiny")] == ["checkpoint-1"]
 
 
 def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
