@@ -115,15 +115,14 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
 
-    The newest always stays; with both 0 everything does. Best is the highest "em" in trainer_state.json, then
-    the highest "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of
-    `run_dir`.
+    With `keep_last` 0 everything stays. Best is the highest "em" in trainer_state.json, then the highest
+    "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of `run_dir`.
     """
     folders = list_checkpoints(run_dir)
-    if keep_last <= 0 and keep_best <= 0:
+    if keep_last <= 0:
         return []
     ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
-    keep = {*folders[-max(keep_last, 1) :], *ranked[:keep_best]}
+    keep = {*folders[-keep_last:], *ranked[:keep_best]}
     doomed = [folder for folder in folders if folder not in keep]
     for folder in doomed:
         remove_folder(folder, within=within)

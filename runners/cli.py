@@ -5,6 +5,9 @@ Only click is imported before a command runs, so that --help answers at once.
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import click
 from runners import __version__
 from runners.command import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
+from runners.interrupts import Stopped
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -59,7 +63,9 @@ _LAST = "the last one"  # --resume without a value
     help="With --resume: go on although the config or the data are not those of the checkpoint.",
 )
 @click.option(
-    "--overwrite", is_flag=True, help="Begin anew where the run's folder holds a run: its checkpoints go."
+    "--overwrite",
+    is_flag=True,
+    help="Begin anew where the run's folder holds a run, also an interrupted one: its checkpoints go.",
 )
 @click.option(
     "--dry-run",
@@ -85,9 +91,12 @@ def run_command(
         raise click.UsageError("--resume goes on with a run, --overwrite begins anew: found both.")
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
-    if overwrite:
-        overrides = [*overrides, "run.overwrite=true"]
-    _run(config, overrides, resume, allow_config_change, dry_run)
+    how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
+    try:
+        _run(config, overrides, dry_run, **how)
+    except Stopped as stopped:
+        stopped.advice = f"to go on: {_command(config, overrides)}"
+        raise
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
@@ -96,21 +105,37 @@ def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 
 
+def _command(config: str, overrides: Sequence[str]) -> str:
+    """What to type to go on with this run, in the words in which this command was called."""
+    program = click.get_current_context().command_path
+    called = sys.argv[0]
+    if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
+        program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
+    settings = [word for override in overrides for word in ("--set", override)]
+    return f"{program} {shlex.join([config, *settings, '--resume'])}"
+
+
 def _run(
-    name: str, overrides: Sequence[str], resume: str | None, allow_config_change: bool, dry_run: bool
+    name: str,
+    overrides: Sequence[str],
+    dry_run: bool,
+    *,
+    resume: str | None,
+    allow_config_change: bool,
+    overwrite: bool,
 ) -> None:
+    from runners import platform
     from runners.config import load_config, write_resolved
 
     config = load_config(name, overrides)
     for notice in config.notices:
         click.echo(notice, err=True)
     if dry_run:
+        platform.load_blas()  # before `check` imports MLX
         config = config.check()
         click.echo(config.to_toml())
         click.echo(f"written to {write_resolved(config)}", err=True)
         return
-
-    from runners import platform
 
     # The BLAS has to be in place before anything imports MLX.
     for notice in platform.prepare(config.system.memory_limit_gb).notices:
@@ -119,7 +144,7 @@ def _run(
     from runners.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(config.check(), resume=origin, allow_config_change=allow_config_change)
+    run_training(config.check(), resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
             click.echo("interrupted", err=True)
+            if advice := getattr(interrupt, "advice", ""):
+                click.echo(advice, err=True)
             sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
         except ConfigError as error:
             _end(error.problems, error.exit_code)

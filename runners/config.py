@@ -149,7 +149,7 @@ def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
 def write_resolved(config: Config) -> Path:
     """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
 
-    Raises UserError where the folder cannot be written to.
+    A crash leaves the old file or the new one. Raises UserError where the folder cannot be written to.
     """
     folder = Path(config.run.output_dir) / config.run.name
     path = folder / "config.resolved.json"

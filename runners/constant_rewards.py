@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 
+from runners.errors import UserError, count_in, show
+
 BATCH_STEPS = 10
+_FACTS = "constant_rewards"  # in trainer_state.json
 
 
 @attrs.define(eq=False)
 class ConstantRewards:
-    """Watches the first batch steps of a run, and then speaks once."""
+    """Watches the first batch steps of a run, those before a resume among them, and then speaks once."""
 
     names: Sequence[str]
     after: int = BATCH_STEPS
-    _read: list[np.ndarray] = attrs.field(factory=list, init=False)  # [K, B] of each batch step so far
+    _steps: int = attrs.field(default=0, init=False)
+    _completions: int = attrs.field(default=0, init=False)
+    _first: dict[str, float] = attrs.field(factory=dict, init=False)  # of each reward, the first value given
+    _varied: set[str] = attrs.field(factory=set, init=False)  # rewards that gave another value as well
 
     def read(self, values_kb: np.ndarray) -> list[str]:
         """A line for each reward without a second value, at batch step number `after`; else none.
 
         `values_kb` holds the values that the rewards gave at a batch step, NaN for none.
         """
-        if len(self._read) >= self.after:
+        if self._steps >= self.after:
             return []
-        self._read.append(values_kb)
-        if len(self._read) < self.after:
+        self._steps += 1
+        self._completions += values_kb.shape[1]
+        for name, values_b in zip(self.names, values_kb, strict=True):
+            given = values_b[~np.isnan(values_b)].tolist()
+            if given and any(value != self._first.setdefault(name, given[0]) for value in given):
+                self._varied.add(name)
+        if self._steps < self.after:
             return []
-        seen_kb = np.concatenate(self._read, axis=1)
-        self._read = [seen_kb[:, :0]] * self.after
-        lines = (self._line(name, values_b) for name, values_b in zip(self.names, seen_kb, strict=True))
-        return [line for line in lines if line]
+        return [self._line(name) for name in self.names if name not in self._varied]
 
-    def _line(self, name: str, values_b: np.ndarray) -> str:
-        given = values_b[~np.isnan(values_b)]
-        to_all = f"of {len(values_b):,} completions in the first {self.after} batch steps"
-        if not given.size:
+    def facts(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        counts = {"steps": self._steps, "completions": self._completions}
+        return {_FACTS: {**counts, "first": dict(self._first), "varied": sorted(self._varied)}}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's facts; an old checkpoint without them is past the first batch steps.
+
+        Raises UserError where they are not what `facts` gave.
+        """
+        found = facts.get(_FACTS, {"steps": self.after})
+        if not isinstance(found, dict):
+            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, wanted a JSON object")
+        first, varied = found.get("first", {}), found.get("varied", [])
+        numbers = isinstance(first, dict) and all(isinstance(value, int | float) for value in first.values())
+        if not numbers or not isinstance(varied, list):
+            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, wanted what a run saves")
+        self._steps, self._completions = count_in(found, "steps", 0), count_in(found, "completions", 0)
+        self._first, self._varied = first, set(map(str, varied))
+
+    def _line(self, name: str) -> str:
+        to_all = f"of {self._completions:,} completions in the first {self.after} batch steps"
+        if name not in self._first:
             return f"reward {name} had nothing to say (None) about any {to_all}; check the columns it reads"
-        if np.any(given != given[0]):
-            return ""
         return (
-            f"reward {name} gave {given[0]:g} to each {to_all} and so teaches nothing; check what it looks "
-            "for in completions.jsonl, and what it gives a right answer with `grpo check`"
+            f"reward {name} gave {self._first[name]:g} to each {to_all} and so teaches nothing; check what "
+            "it looks for in completions.jsonl, and what it gives a right answer with `grpo check`"
         )

@@ -19,15 +19,19 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, Any]) -> list[Sink]:
-    """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
-    wanted = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
-    missing = [_missing(key, kind.package) for key, kind in wanted.items() if getattr(settings, key)]
+def check_installed(settings: LogConfig) -> None:
+    """Raises UserError where a dashboard that [log] asks for is not installed."""
+    missing = [_missing(key, kind.package) for key, kind in _DASHBOARDS.items() if getattr(settings, key)]
     problems = [problem for problem in missing if problem]
     if problems:
         raise UserError("; ".join(problems))
+
+
+def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, Any]) -> list[Sink]:
+    """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
+    check_installed(settings)
     sinks: list[Sink] = []
-    for key, kind in wanted.items():
+    for key, kind in _DASHBOARDS.items():
         if getattr(settings, key):
             try:
                 sinks.append(kind(run_dir, name, config))
@@ -84,6 +88,9 @@ class _Trackio:
 
     def close(self) -> None:
         self._trackio.finish()
+
+
+_DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
 
 
 def _missing(key: str, package: str) -> str | None:

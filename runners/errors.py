@@ -39,6 +39,10 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
 
+class RewardError(UserError):
+    """A reward that failed where reward.on_error or reward.stop_if_all_fail lets it end the run."""
+
+
 class NumbersError(UserError):
     """A run whose numbers have failed too often to go on; the last good state has been saved."""
 

@@ -21,6 +21,8 @@ _COMPILER = {
     "suse": "zypper install gcc-c++",
     "alpine": "apk add g++",
 }
+# No package index has grpo_fn, and whoever registers its name on one could put anything there.
+_WHERE = "in a clone of grpo_fn"
 
 
 def blas() -> str:
@@ -36,11 +38,16 @@ def compiler() -> str:
 def mlx() -> str:
     """MLX with a backend."""
     if sys.platform == "darwin":
-        return "pip install grpo-fn"
+        return f"pip install -e . {_WHERE}"
     return (
-        "pip install 'grpo-fn[cpu]' for the CPU, 'grpo-fn[cuda12]' or 'grpo-fn[cuda13]' for an NVIDIA GPU "
-        "(one of them: these wheels exclude each other)"
+        f"pip install -e '.[cpu]' {_WHERE} for the CPU, '.[cuda12]' or '.[cuda13]' for an NVIDIA GPU (one of "
+        "them: these wheels exclude each other)"
     )
+
+
+def extra(name: str) -> str:
+    """The packages of one of the extras of pyproject.toml."""
+    return f"pip install -e '.[{name}]' {_WHERE}"
 
 
 def _of_distribution(lines: dict[str, str]) -> str:

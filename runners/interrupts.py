@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
-ASKED = b"\nstopping after this step; once more: at once\n"
-_SHOW_CURSOR = b"\x1b[?25h"
+ASKED = "Saving after this step. Press Ctrl-C again to quit now."
+# The cursor stands at the end of the display's last line.
+_LEAVE_DISPLAY = b"\r\n\x1b[?25h"
+
+
+def to_stderr(text: str) -> None:
+    """Writes a line to standard error at once, on a line of its own: a terminal has shown "^C"."""
+    with suppress(OSError):  # closed: there is nobody to read it
+        os.write(2, f"\n{text}\n".encode())
 
 
 class Stopped(KeyboardInterrupt):
@@ -18,6 +27,7 @@ class Stopped(KeyboardInterrupt):
         """`number`: the signal's."""
         super().__init__(number)
         self.exit_code = 128 + number  # as shells count
+        self.advice = ""  # a line on how to go on
 
 
 class Interrupts:
@@ -62,6 +72,11 @@ class StopSignals(Interrupts):
 
     signals = (signal.SIGINT, signal.SIGTERM)
 
+    def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
+        """`say` shows a line at once; it is called in another thread."""
+        super().__init__()
+        self._say = say
+
     def __enter__(self) -> StopSignals:
         super().__enter__()
         if self._before:
@@ -87,8 +102,9 @@ class StopSignals(Interrupts):
                 continue
             if asked:
                 if os.isatty(1):
-                    os.write(1, _SHOW_CURSOR)
+                    os.write(1, _LEAVE_DISPLAY)
                 os._exit(128 + number[0])
             asked = True
-            os.write(2, ASKED)
+            # A display that is stuck, as after Ctrl-S, must not keep the second signal from being read.
+            threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
         os.close(self._reader)

@@ -29,6 +29,9 @@ from runners.progress import (
 )
 
 MAX_WIDTH = 100  # wider terminals leave the rest free
+# Columns at the right that stay free: the terminal writes "^C" behind the block's last line. If that were to
+# wrap, the cursor would be a line below where the block ends, and a part of the block would never be erased.
+_FREE = 2
 _SMALL = (
     ("loss", "loss"),
     ("kl", "kl"),
@@ -59,9 +62,16 @@ class LiveReport:
         # Twice a second is enough for the time to tick, and leaves the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
         """See `Report.start`."""
-        self._progress = Progress(total_updates, **self._sources)
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
         self._title = str(header.get("run", self._title))
         self._begun, self._status = True, ""
         self._print(_table({name: value for name, value in header.items() if name != "run"}))
@@ -91,6 +101,10 @@ class LiveReport:
         """See `Report.note`."""
         self._print(Text(text, style="dim"))
 
+    def alert(self, text: str) -> None:
+        """See `Report.alert`: above the block, which is redrawn below it."""
+        self._print(Text(text, style="bold"))
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`."""
         grid = Table(box=SIMPLE, title=Text(title, style="dim"), title_justify="left", header_style="dim")
@@ -112,6 +126,8 @@ class LiveReport:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._finished:
+            self._status = "stopped"  # what was going on no longer is
         self._live.stop()
 
     def render(self) -> RenderableType:
@@ -119,7 +135,7 @@ class LiveReport:
         if not self._begun:
             return Text(f"{self._status} ...", style="dim")
         progress = self._progress
-        width = min(self._console.width, MAX_WIDTH)
+        width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
         rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
         title = Text(self._title, style="bold")
         status = Text(self._status, style="cyan") if self._status else None
@@ -159,7 +175,7 @@ def _numbers(progress: Progress, width: int) -> RenderableType:
     for style in ("dim", "bold", "dim", "bold"):
         grid.add_column(style=style, no_wrap=True)
     reward = Text(f"{number(progress.metrics.get('reward')):<6}", style="bold")
-    bars = max((width - 60) // 2, 8)
+    bars = max((width - 58) // 2, 6)
     reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
     score = Text(percent(progress.exact_match), style="bold")
     if len(progress.scores) > 1 or (progress.scores and finite(progress.metrics.get("em"))):

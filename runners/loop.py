@@ -18,7 +18,7 @@ import grpo_fn as g
 from runners.bad_updates import BadUpdates
 from runners.checkpoint import Snapshot, take_snapshot
 from runners.constant_rewards import ConstantRewards
-from runners.errors import NumbersError, UserError
+from runners.errors import NumbersError, RewardError, UserError
 from runners.evaluate import evaluate
 from runners.interrupts import Stopped, StopSignals
 from runners.loop_state import LoopState
@@ -82,13 +82,13 @@ class Loop:
 
         Raises UserError where they say something else than a run saves.
         """
-        for part in (self.steps, self.bad_updates, self.watch):
+        for part in (self.steps, self.bad_updates, self.watch, self.constant):
             part.restore(facts)
 
     def run_to_end(self) -> RunResult:
         """All steps that are left, then the final evaluation and model."""
         config, at, steps = self.config, self.at, self.steps
-        self.report.start(self.run.plan.updates, header(self.run))
+        self.report.start(self.run.plan.updates, header(self.run), done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._heed_signals()
@@ -105,7 +105,13 @@ class Loop:
             self._evaluate("at the end")
         self.saver.settle()
         self.report.status("saving the final model")
-        final = self._save_final()
+        try:
+            final = self._save_final()
+        except UserError:
+            # Other programs have filled the disk. A checkpoint may be smaller, or go where room was made.
+            with suppress(UserError):
+                self._save_to_stop("the final model was not saved, but the training is: ")
+            raise
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
         shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
@@ -129,7 +135,11 @@ class Loop:
     def _batch_step(self) -> None:
         """One rollout, what is worth saying of it, and its gradient."""
         self.report.status("sampling")
-        experience = self.steps.roll_out()
+        try:
+            experience = self.steps.roll_out()
+        except RewardError:
+            self._save_to_stop("before the reward failed: ")
+            raise
         for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
             self.report.note(problem)
         self.log.completions(completion_records(experience, self.at.batch_step, self.at.update + 1))
@@ -216,6 +226,7 @@ class Loop:
             **self.steps.facts(),
             **self.bad_updates.facts(),
             **self.watch.facts(),
+            **self.constant.facts(),
             "logs": self.log.positions(),
             "loop": {**at.plain(), "elapsed": self._elapsed()},
         }
@@ -236,11 +247,15 @@ class Loop:
         number = self.signals.received
         if number is None:
             return
+        self._save_to_stop("interrupted: ")
+        raise Stopped(number)
+
+    def _save_to_stop(self, why: str) -> None:
+        """Saves what has been done since the last checkpoint, before the run ends early."""
         self.saver.settle()
         if self.at.batch_step and self.saver.done != self._place():
             self.report.status("saving")
-            self.saver.save(self._snapshot, self._place(), "interrupted: ", strict=True)
-        raise Stopped(number)
+            self.saver.save(self._snapshot, self._place(), why, strict=True)
 
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update

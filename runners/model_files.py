@@ -113,13 +113,16 @@ def read_json(file: Path) -> dict:
     return content
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copies what a model needs beside config.json and weights: tokenizer, templates, own code and the like.
-
-    Returns the names that were copied.
-    """
+def companions(source: Path) -> list[Path]:
+    """The files that a model needs beside config.json and weights: tokenizer, templates, own code and the
+    like."""
     skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
-    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
+    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copies what a model needs beside config.json and weights; returns the names that were copied."""
+    files = companions(source)
     for file in files:
         shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"

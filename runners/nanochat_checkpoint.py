@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from runners import install_hints
 from runners.errors import UserError, first_line
 from runners.model_files import read_json
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
@@ -139,7 +140,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError("a .pt file needs PyTorch to be read: pip install 'grpo-fn[torch]'") from error
+        raise UserError(f"a .pt file needs PyTorch to be read: {install_hints.extra('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle's, zip's and torch's own errors, which share no class

@@ -29,16 +29,21 @@ class Progress:
         self,
         total: int,
         *,
+        done: int = 0,
+        scores: Sequence[float] = (),
         clock: Callable[[], float] = time.monotonic,
         memory: Callable[[], int] = peak_memory,
     ):
-        """Starts the clock. `clock` gives seconds, `memory` bytes."""
+        """Starts the clock. `clock` gives seconds, `memory` bytes.
+
+        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        """
         self.total = total
-        self.done = 0
+        self.done = done
         self._steps = 0  # in this process; a resumed run is at an update further on
         self.metrics: dict[str, Any] = {}
         self.rewards: list[float] = []
-        self.scores: list[float] = []  # of evaluations, in order
+        self.scores = list(scores)  # of evaluations, in order
         self.memory = 0
         self.tokens_per_second: float | None = None
         self._read_memory = memory

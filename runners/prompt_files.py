@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runners.chat_format import SPEAKERS
 from runners.data_files import SUFFIXES, RawRow, read_file
 from runners.errors import UserError, did_you_mean, show
-from runners.prompts import Message
+
+if TYPE_CHECKING:
+    # Importing it would import MLX: `grpo generate` reads its prompts before the BLAS is loaded.
+    from runners.prompts import Message
 
 
 def read_prompts(name: str, column: str, system: str = "") -> list[list[Message]]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from runners.interrupts import to_stderr
 from runners.progress import (
     Progress,
     count,
@@ -27,8 +28,18 @@ WIDTH = 100  # columns of a plain line
 class Report(Protocol):
     """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt."""
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
-        """The run begins. `header` is name -> value, shown once; its "run" is the title."""
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
+        """The run begins. `header` is name -> value, shown once; its "run" is the title.
+
+        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        """
         ...
 
     def status(self, text: str) -> None:
@@ -47,6 +58,10 @@ class Report(Protocol):
         """A line worth reading: a notice, a checkpoint."""
         ...
 
+    def alert(self, text: str) -> None:
+        """A line that the person at the terminal has to see at once; another thread may call this."""
+        ...
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A small table of text under a line."""
         ...
@@ -61,9 +76,16 @@ class Report(Protocol):
 
 
 class Quiet:
-    """Shows nothing: for tests, and for use from other programs."""
+    """Shows nothing but what a signal is answered with: for tests, and for use from other programs."""
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None: ...
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None: ...
 
     def status(self, text: str) -> None: ...
 
@@ -72,6 +94,10 @@ class Quiet:
     def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`."""
+        to_stderr(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
@@ -100,9 +126,16 @@ class PlainReport:
         self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
         self._progress = Progress(0, **self._sources)
 
-    def start(self, total_updates: int, header: Mapping[str, Any]) -> None:
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
         """See `Report.start`."""
-        self._progress = Progress(total_updates, **self._sources)
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
         self._table(header)
 
     def status(self, text: str) -> None:
@@ -124,6 +157,10 @@ class PlainReport:
         """See `Report.note`."""
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`: standard output may be a file."""
+        to_stderr(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`: columns in line, names to the left and numbers to the right."""

@@ -18,7 +18,7 @@ from runners.loop_state import LoopState
 from runners.manifest import Damaged, check_manifest
 from runners.model_files import read_json
 from runners.prompts import Example
-from runners.run_folder import holds_a_run
+from runners.run_folder import holds_a_run, interrupted
 from runners.sections import EMBEDDED, ModelConfig
 from runners.setup import Run
 from runners.state_files import STATE_FILE, load_trees
@@ -35,6 +35,7 @@ HARMLESS = (
     "watch",
     "stop",
     "optim.max_bad_updates",
+    "reward.stop_if_all_fail",
     "system.memory_limit_gb",
 )
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
@@ -93,12 +94,18 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
     return None
 
 
-def check_free(folder: Path, key: str) -> None:
-    """Raises UserError where the folder holds a run; `key` is the config's, for the message."""
-    if name := holds_a_run(folder):
+def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:
+    """Raises UserError where the folder holds a run, or (with `replace_finished`) an interrupted one.
+
+    `key` is the config's, for the message.
+    """
+    checkpoint = interrupted(folder)
+    name = checkpoint or (None if replace_finished else holds_a_run(folder))
+    if name:
+        found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
-            f"{key}: {folder} holds a run already ({name}); --resume goes on with it, --overwrite begins "
-            "anew, another run.name leaves it alone"
+            f"{key}: {folder} holds {found} ({name}); --resume goes on with it, --overwrite begins anew, "
+            "another run.name leaves it alone"
         )
 
 

@@ -81,7 +81,8 @@ def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: floa
     """The reward that a name means: a built-in one, ``package.module:function`` or ``a/file.py:function``.
 
     Files and modules are looked for as `resolve_function` does. Raises UserError, in one line, for an unknown
-    name, for what `resolve_function` refuses, and for a signature without `completions`.
+    name, for what `resolve_function` refuses, for a signature without `completions`, and where the function's
+    `check_ready`, if it has one, finds that something is missing.
     """
     if ":" not in name:
         if name in REWARDS:
@@ -93,6 +94,7 @@ def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: floa
     function = resolve_function(name, base_dirs, key="reward")
     attribute = name.rpartition(":")[2]
     _check_signature(name, attribute, function)
+    getattr(function, "check_ready", lambda: None)()
     return Reward(attribute, function, weight)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_fn.rewards import extract_answer
+from runners import install_hints
 from runners.errors import UserError
 from runners.reward_calls import is_async
 
@@ -21,6 +22,17 @@ Rewards = list[float | None]
 Reward = Callable[..., Rewards]
 
 
+def _checked_by(check: Callable[[], Any]) -> Callable[[Reward], Reward]:
+    """A decorator: `check` raises UserError where the reward cannot work, before a run loads its model."""
+
+    def mark(reward: Reward) -> Reward:
+        setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
+        return reward
+
+    return mark
+
+
+@_checked_by(lambda: _math_verify())
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
     """1.0 where the answer equals the gold one as mathematics, else 0.0; None where the gold is none.
 
@@ -135,7 +147,7 @@ def _math_verify() -> tuple[Callable[..., list], Callable[..., bool]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise UserError("math_verify_reward needs math-verify: pip install 'grpo-fn[math]'") from error
+        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}") from error
     # Its own limits need signals, which only a main thread has; each call would say that they are off.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -14,6 +14,7 @@ import grpo_fn as g
 from grpo_fn.prng import stream_key
 from grpo_fn.trees import Tree
 from runners.config import Config
+from runners.errors import RewardError
 from runners.prompts import Example, columns_of
 from runners.scoring import Scorer
 from runners.tokenizers import TextDecoder
@@ -63,13 +64,17 @@ class Collector:
         With dynamic sampling, groups without variance are replaced by fresh prompts for at most
         `max_resample` rounds; whatever is missing then is filled with the last of them, which the learner
         skips.
+
+        Raises RewardError where a reward failed for every completion, unless reward.stop_if_all_fail is off.
         """
         wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         kept: list[Experience] = []
+        failed: dict[int, str] | None = None  # rewards that have judged no completion of any round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part = self._once(params, take(missing), stream_key(key, number), trainer_state)
+            part, failed_now = self._once(params, take(missing), stream_key(key, number), trainer_state)
+            failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
             varied = _varied_groups(part.rewards_pg)
             missing -= len(varied)
@@ -80,6 +85,11 @@ class Collector:
             replaced += missing
             if varied:
                 kept.append(_some_groups(part, varied))
+        if failed and self.config.reward.stop_if_all_fail:
+            raise RewardError(
+                f"{next(iter(failed.values()))}; it failed for every completion of this batch step: mend it "
+                "and go on with --resume, or train without it by reward.stop_if_all_fail = false"
+            )
         whole = _joined(kept)
         rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
         loss = self.config.loss
@@ -90,7 +100,8 @@ class Collector:
 
     def _once(
         self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> Experience:
+    ) -> tuple[Experience, dict[int, str]]:
+        """One round, and the rewards that failed for all of its completions."""
         started = time.perf_counter()
         rollout = self.generate(params, examples, key)
         sampled = time.perf_counter()
@@ -106,7 +117,7 @@ class Collector:
             trainer_state,
         )
         rewards_pg = self._combined(scores.values_kb, rollout)
-        return Experience(
+        experience = Experience(
             rollout=rollout,
             examples=tuple(examples),
             texts=tuple(texts),
@@ -120,6 +131,7 @@ class Collector:
             extras=scores.extras,
             logged=scores.metrics,
         )
+        return experience, scores.failed
 
     def _combined(self, values_kb: np.ndarray, rollout: g.Rollout) -> np.ndarray:
         weights = [reward.weight for reward in self.scorer.rewards]

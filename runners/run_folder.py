@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import attrs
 
-from runners.checkpoint import LATEST, checkpoint_folders
+from runners.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
 from runners.durable import opened, remove_folder
 from runners.errors import UserError
 from runners.staging import FOLDER_FLAGS, sweep
@@ -167,6 +167,19 @@ def holds_a_run(folder: Path) -> str | None:
     """The name of something that a run left in the folder; None: there is nothing."""
     left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)
+
+
+def interrupted(folder: Path) -> str | None:
+    """The name of a checkpoint that the folder's run has not gone beyond: there is no later final model."""
+    whole = list_checkpoints(folder)
+    if not whole:
+        return None
+    saved, final = whole[-1] / TRAINER_STATE, folder / "final" / "config.json"
+    try:
+        unfinished = not final.exists() or saved.stat().st_mtime_ns > final.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}") from error
+    return whole[-1].name if unfinished else None
 
 
 def clear(folder: RunFolder) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runners.checkpoint import Snapshot, prune_checkpoints, write_checkpoint
+from runners.disk_room import DiskRoom
 from runners.durable import flush
 from runners.errors import UserError
 from runners.run_folder import FolderGone, RunFolder
@@ -33,11 +34,19 @@ class Saver:
     """Writes a run's checkpoints; a context manager that waits for the last of them."""
 
     def __init__(
-        self, folder: RunFolder, settings: CheckpointConfig, logs: Sequence[str], note: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        settings: CheckpointConfig,
+        logs: Sequence[str],
+        note: Callable[[str], None],
+        room: DiskRoom | None = None,
     ) -> None:
         """Saves into `folder`. The files `logs` in it are brought to the disk with each checkpoint; `note`
         takes lines.
+
+        With `room`, a checkpoint is not begun where the disk has none for it and the final model.
         """
+        self._room = room
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
@@ -52,6 +61,8 @@ class Saver:
         started = time.perf_counter()
         try:
             snapshot = take()
+            if self._room:
+                self._room.check_checkpoint(f"checkpoint-{snapshot.step}", snapshot.nbytes, last=strict)
         except UserError as error:
             self.failed(error, strict)
         else:

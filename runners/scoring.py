@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import RewardError, did_you_mean, show
 from runners.functions import told
 from runners.reward_calls import Outcome, call, call_together, is_async
 from runners.reward_functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards
@@ -31,6 +31,7 @@ class Scores:
 
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
     problems: list[str]  # one line for each thing that went wrong, in the order of the rewards
+    failed: dict[int, str]  # rewards that failed at every completion: index -> what went wrong first
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
@@ -40,7 +41,7 @@ class Scorer:
     """The rewards of a run and their time limit: seconds a call; 0 = none, called in the caller's thread.
 
     `on_error` says what a problem does: "skip" reports it in `Scores.problems` and goes on without that
-    reward, "raise" makes it a UserError. Only `_hanging` changes: the threads of calls that never came back.
+    reward, "raise" makes it a RewardError. Only `_hanging` changes: the threads of calls that never returned.
     """
 
     rewards: Sequence[Reward]
@@ -75,7 +76,7 @@ class Scorer:
         each call gets lists of its own. Async rewards are awaited together, the others run one after another.
 
         Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
-        reward that needs a column which is not there, and for any problem where `on_error` is "raise".
+        reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
         """
         given = {"prompts": prompts, **columns}
         if completion_ids is not None:
@@ -97,14 +98,17 @@ class Scorer:
         outcomes = self._call_all(calls)
         values_kb = np.full((len(calls), len(texts)), np.nan)
         problems: list[str] = []
+        failed: dict[int, str] = {}
         for k, (each, outcome) in enumerate(zip(calls, outcomes, strict=True)):
-            notes = self._judge(outcome, each, texts, values_kb[k])
+            notes, failures = self._judge(outcome, each, texts, values_kb[k])
             if notes and self.on_error == "raise":
-                raise UserError(notes[0]) from (outcome and outcome.error)
+                raise RewardError(notes[0]) from (outcome and outcome.error)
+            if notes and failures == len(texts):
+                failed[k] = notes[0]
             problems.extend(notes)
         # Copies: a call that is past its time may still write into the log.
         metrics = {name: list(values) for name, values in log.metrics.items()}
-        return Scores(values_kb, problems, dict(log.extras), metrics)
+        return Scores(values_kb, problems, failed, dict(log.extras), metrics)
 
     def _call_all(self, calls: Sequence["_Called"]) -> list[Outcome | None]:
         """The outcome of each call; None where too many earlier calls of that reward still hang."""
@@ -128,30 +132,32 @@ class Scorer:
 
     def _judge(
         self, outcome: Outcome | None, each: "_Called", texts: Sequence[str], row_b: np.ndarray
-    ) -> list[str]:
-        """Fill one reward's row with what is usable; a line for everything that is not."""
+    ) -> tuple[list[str], int]:
+        """Fill one reward's row with what is usable; lines on what is not, and for how many completions."""
         prefix = f"reward {show(each.reward.name)}"
+        every = len(texts)
         if outcome is None:
-            return [f"{prefix} was not called: {_MAX_HANGING} earlier calls have not come back"]
+            return [f"{prefix} was not called: {_MAX_HANGING} earlier calls have not come back"], every
         if outcome.timed_out:
-            return [f"{prefix} timed out after {self.timeout:g} s"]
+            return [f"{prefix} timed out after {self.timeout:g} s"], every
         if outcome.error is not None:
             index = _culprit(outcome.error, each.completions)
             where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-            return [f"{prefix} failed{where}: {told(outcome.error)}"]
+            return [f"{prefix} failed{where}: {told(outcome.error)}"], every
         values, fault = _as_list(outcome.value, len(texts))
         if fault:
-            return [f"{prefix} {fault}"]
+            return [f"{prefix} {fault}"], every
         faults: dict[str, list[int]] = {}
         for index, value in enumerate(values):
             row_b[index], fault = _as_float(value)
             if fault:
                 faults.setdefault(fault, []).append(index)
-        return [
+        lines = [
             f"{prefix} {fault}, at completion {first} ({show(values[first])})"
             + (f" and {len(others)} more" if others else "")
             for fault, (first, *others) in faults.items()
         ]
+        return lines, sum(map(len, faults.values()))
 
 
 @attrs.frozen(eq=False)

@@ -59,7 +59,7 @@ class RunConfig:
     name: str = field(default="grpo", validator=rules.run_name())
     output_dir: str = field(default="outputs", validator=rules.text())
     seed: int = field(default=0, validator=rules.at_least(0, 2**63 - 1))
-    overwrite: bool = False  # begin anew in a folder that holds a run
+    overwrite: bool = False  # begin anew in a folder that holds a finished run
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -134,6 +134,7 @@ class RewardConfig:
     aggregate: Aggregate = "sum_then_normalize"
     timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
     on_error: OnError = "skip"
+    stop_if_all_fail: bool = True  # where a reward fails for every completion of a batch step
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -216,8 +217,8 @@ class CheckpointConfig:
     """[checkpoint]: how often, and how many stay."""
 
     every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
-    keep_last: int = field(default=0, validator=rules.at_least(0))  # 0: all
-    keep_best: int = field(default=0, validator=rules.at_least(0))
+    keep_last: int = field(default=3, validator=rules.at_least(0))  # 0: all
+    keep_best: int = field(default=1, validator=rules.at_least(0))
     on_error: OnSaveError = "continue"  # where the disk refuses a checkpoint or a line of the log
 
 

@@ -8,6 +8,8 @@ import attrs
 
 from runners import platform
 from runners.config import Config, write_resolved
+from runners.dashboards import check_installed
+from runners.disk_room import disk_room
 from runners.errors import UserError
 from runners.interrupts import StopSignals
 from runners.loop import Loop, RunResult
@@ -38,6 +40,7 @@ def run_training(
     report: Report | None = None,
     resume: Path | bool = False,
     allow_config_change: bool = False,
+    overwrite: bool = False,
 ) -> RunResult:
     """Train as the config says; everything is written to OUTPUT_DIR/NAME.
 
@@ -47,6 +50,8 @@ def run_training(
         resume: go on from the last whole checkpoint of the run's folder, or from the one in this folder. A
             run without a checkpoint begins anew.
         allow_config_change: go on with a config on which the weights depend, and which differs.
+        overwrite: begin anew where the run's folder holds an interrupted run, too: its checkpoints go.
+            run.overwrite replaces a finished run alone.
 
     Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
     SIGINT or SIGTERM, and NumbersError where too many updates in a row had to be skipped, when the state is
@@ -54,16 +59,16 @@ def run_training(
     """
     machine = platform.prepare(config.system.memory_limit_gb)
     config = config.check()
+    check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
     with report or make_report(every=config.log.every) as shown, locked(folder, where) as held:
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
-            if origin and origin.folder.resolve().parent != folder.resolve() and not config.run.overwrite:
-                check_free(folder, where)
-        elif not config.run.overwrite:
-            check_free(folder, where)
+        elsewhere = origin and origin.folder.resolve().parent != folder.resolve()
+        if not overwrite and (resume is False or elsewhere):
+            check_free(folder, where, replace_finished=config.run.overwrite)
         known = None
         if origin is not None:
             found = differences(config, origin)
@@ -81,11 +86,15 @@ def run_training(
         assert state is not None
         if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
+        anew = origin is None or origin.folder.resolve().parent != folder.resolve()
+        room = disk_room(folder, state, run.loaded)
+        left = run.plan.batch_steps - at.batch_step
+        scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
         keep = _make_room(held, origin, shown)
         write_resolved(run.config)
         if run.trial:
             shown.table(run.trial.title, *run.trial.table())
-        for notice in run.notices:
+        for notice in (*run.notices, *scarce):
             shown.note(notice)
         facts = {
             "config": config.to_dict(),
@@ -97,8 +106,8 @@ def run_training(
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
             ) as log,
-            Saver(held, settings.checkpoint, log.names, shown.note) as saver,
-            StopSignals() as signals,
+            Saver(held, settings.checkpoint, log.names, shown.note, room) as saver,
+            StopSignals(shown.alert) as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))

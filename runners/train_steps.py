@@ -38,12 +38,17 @@ class TrainSteps:
         return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.plan.batch_steps)
 
     def roll_out(self) -> Experience:
-        """The rollout of the next batch step, scored."""
+        """The rollout of the next batch step, scored.
+
+        Where it raises (RewardError, for one) no batch step was taken: `state` and `at` can be saved.
+        """
         at, plan, stream = self.at, self.run.plan, self.run.stream
         key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
         progress = TrainerState(at.update, plan.updates, stream.epoch, self.config.optim.num_epochs)
-        experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
-        self._heed_role()
+        try:
+            experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
+        finally:
+            self._heed_role()
         at.batch_step += 1
         at.position = stream.position
         at.sampled_tokens += experience.sampled_tokens

@@ -15,6 +15,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from runners import install_hints
 from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
 from runners.generation import Completion, Sampling, Speed, draws, follow, penalty
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from runners.platform import Platform
 
-INSTALL = 'pip install "grpo_fn[vlm]"'
 # What these packages raise for a folder that they cannot read.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)
 
@@ -163,7 +163,7 @@ def _mlx_vlm(what: str) -> Any:
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({_line(error)})"
-        raise UserError(f"{what} needs mlx-vlm: {INSTALL}{reason}") from error
+        raise UserError(f"{what} needs mlx-vlm: {install_hints.extra('vlm')}{reason}") from error
     return mlx_vlm
 
 

@@ -34,6 +34,7 @@ every = 2
 samples = 4
 [checkpoint]
 every = 1
+keep_last = 0
 """
 # Completions that differ earn differently: every batch step has a gradient.
 LETTERS = """

@@ -312,3 +312,11 @@ def test_the_rewards_are_as_the_page_says():
     perfect = [[{"role": "assistant", "content": "<reasoning>7+5=12</reasoning>\n<answer>12</answer>"}]]
     found = {codes(name)[0]: float(value.split(" to ")[-1]) for name, value, _ in table.rows}
     assert found == {name: function(perfect, answer=["12"])[0] for name, function in REWARDS.items()}
+
+
+def test_nothing_is_to_be_installed_from_an_index_under_our_name():
+    """No index has the package: pages and messages name a clone, with `pip install -e`."""
+    sources = [path for name in ("grpo_fn", "runners", "configs") for path in (ROOT / name).rglob("*.py")]
+    wrong = re.compile(r"pip install ['\"]?grpo[-_]fn")
+    assert [path.name for path in (*PAGES, *sources) if wrong.search(path.read_text())] == []
+    assert "pip install -e '.[cpu]'" in (ROOT / "README.md").read_text()

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from tests.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.pages import ROOT, snippets
-from tests.runners.test_nanochat_checkpoint import SIZES, make_tensors, write_checkpoint
 
 pytest.importorskip("torch", reason="of the extra `torch`")
 

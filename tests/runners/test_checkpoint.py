@@ -156,7 +156,8 @@ def fake_checkpoints(run_dir, states):
     [
         (0, 0, [2, 9, 10, 11, 100]),
         (2, 0, [11, 100]),
-        (0, 1, [9, 100]),  # the newest stays though it is not the best
+        (0, 1, [2, 9, 10, 11, 100]),  # 0 is all, whatever the other says
+        (1, 1, [9, 100]),  # the newest stays though it is not the best
         (1, 2, [9, 10, 100]),  # em 0.7 with the higher reward before em 0.7
         (1, 3, [9, 10, 11, 100]),
         (9, 9, [2, 9, 10, 11, 100]),

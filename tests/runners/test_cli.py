@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from runners import __version__, cli, platform
 from runners.config import load_config
 from runners.errors import UserError
+from runners.interrupts import Stopped
 from runners.settings import PRESET_FOLDER, preset_names
 
 ROOT = PRESET_FOLDER.parent
@@ -157,9 +159,28 @@ def test_a_run_prepares_the_machine_first_and_trains_the_checked_config(invoke, 
 def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, changes, overwrite):
     """--resume with and without a folder, --allow-config-change, --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
-    _, config, how = training.calls[1]
-    assert how == {"resume": origin, "allow_config_change": changes}
-    assert config.run.overwrite is overwrite
+    how = training.calls[1][2]
+    assert how == {"resume": origin, "allow_config_change": changes, "overwrite": overwrite}
+
+
+@pytest.mark.parametrize(
+    ("argv", "on_path", "program"),
+    [
+        ("/usr/bin/grpo-run", True, "grpo-run"),
+        (".venv/bin/grpo-run", False, ".venv/bin/grpo-run"),
+    ],
+)
+def test_an_interrupted_run_says_what_to_type_to_go_on(invoke, training, monkeypatch, argv, on_path, program):
+    """The command as it was given, quoted where the shell needs that, with --resume for how it began."""
+    monkeypatch.setattr(sys, "argv", [argv])
+    monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
+    monkeypatch.setattr(cli.run_command, "name", "grpo-run")
+    training.fail_with(Stopped(signal.SIGTERM))
+    stop = 'rollout.stop=["</answer>"]'
+    result = invoke("train.toml", "--overwrite", "--set", stop)
+    assert result.exit_code == 143
+    line = f"to go on: {program} train.toml --set '{stop}' --resume"
+    assert result.stderr.splitlines()[-2:] == ["interrupted", line]
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "--overwrite"], ["--allow-config-change"]])

@@ -1,6 +1,8 @@
 """Loading a config: defaults, precedence, overrides, paths, the shipped presets, and the way back to TOML."""
 
 import json
+import os
+import stat
 import tomllib
 from pathlib import Path
 
@@ -176,6 +178,17 @@ def test_the_resolved_config_is_json_with_sections_only(write):
     assert list(found) == list(SECTIONS) and found == config.to_dict()
     assert (found["loss"]["baseline"], found["loss"]["surrogate"]) == ("group_mean", "clip")
     assert [other.name for other in path.parent.iterdir()] == ["config.resolved.json"]
+
+
+def test_the_resolved_config_is_on_the_disk_before_it_takes_its_name(write, monkeypatch):
+    """The file's content is brought to the disk before it is renamed, and the folder after that."""
+    log, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda number: log.append(stat.S_ISDIR(os.fstat(number).st_mode)) or fsync(number)
+    )
+    monkeypatch.setattr(os, "replace", lambda old, new: log.append(Path(new).name) or replace(old, new))
+    write_resolved(load_config(write(MINIMAL)).check())
+    assert log == [False, "config.resolved.json", True]
 
 
 def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):

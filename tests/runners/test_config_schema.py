@@ -72,6 +72,7 @@ def test_defaults_are_the_documented_ones(load):
             "aggregate": "sum_then_normalize",
             "timeout": 60.0,
             "on_error": "skip",
+            "stop_if_all_fail": True,
         },
         "loss": {
             "preset": "grpo",
@@ -102,7 +103,7 @@ def test_defaults_are_the_documented_ones(load):
             "max_bad_updates": 10,
         },
         "eval": {"every": 0, "samples": 200, "max_new_tokens": 0, "at_start": True},
-        "checkpoint": {"every": 100, "keep_last": 0, "keep_best": 0, "on_error": "continue"},
+        "checkpoint": {"every": 100, "keep_last": 3, "keep_best": 1, "on_error": "continue"},
         "log": {
             "every": 1,
             "jsonl": True,

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from runners.errors import UserError
 from runners.json_lines import JsonLines, to_json
 from runners.metrics import MetricsLog
+from runners.report import Quiet
 from runners.sections import LogConfig
+from runners.train import run_training
+from tests.resuming import config_in
 
 NAN, INF = math.nan, math.inf
 
@@ -123,6 +126,17 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
     with pytest.raises(UserError, match=f"log.{key} = true .* `pip install {package}`"):
         MetricsLog(tmp_path, attrs.evolve(LogConfig(), **{key: True}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_dashboard_ends_a_run_before_the_model_is_loaded(tmp_path, monkeypatch):
+    """Also before anything of an earlier run is removed."""
+    monkeypatch.setattr("runners.dashboards._missing", lambda key, package: f"{package} is missing")
+    monkeypatch.setattr("runners.train.build_run", None)
+    final = tmp_path / "tiny" / "final"
+    final.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^trackio is missing$"):
+        run_training(config_in(tmp_path, "run.overwrite=true", "log.trackio=true"), report=Quiet())
+    assert final.is_dir()
 
 
 def test_a_dashboard_that_does_not_start_is_a_user_error(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """nanochat's PyTorch checkpoints: the logits of a PyTorch forward, unknown tensors, memory, all in place."""
 
-import json
 import resource
 import shutil
 import subprocess
@@ -18,48 +17,13 @@ from runners.inference import load_inference
 from runners.nanochat_checkpoint import find_checkpoint, is_checkpoint
 from runners.platform import Platform
 from runners.settings import PRESET_FOLDER
+from tests.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.tiktoken_files import make_encoding, write_pickle
 
 torch = pytest.importorskip("torch", reason="of the extra `torch`")
 F = torch.nn.functional
 
-SIZES = {"sequence_len": 64, "vocab_size": 329, "n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
 TOKENS = [[320, 5, 9, 70, 31, 300, 7, 7, 12, 328]]
-
-
-def make_tensors(*, padding=7, seed=0, sizes=SIZES):
-    """Random tensors under nanochat's names, matrices in float32, the embedding in bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    width, rows = sizes["n_embd"], sizes["vocab_size"] + padding
-    narrow = width // sizes["n_head"] * sizes["n_kv_head"]
-
-    def matrix(*shape):
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    tensors = {"transformer.wte.weight": torch.randn((rows, width), generator=generator).bfloat16()}
-    for layer in range(sizes["n_layer"]):
-        for name, shape in (
-            ("attn.c_q", (width, width)),
-            ("attn.c_k", (narrow, width)),
-            ("attn.c_v", (narrow, width)),
-            ("attn.c_proj", (width, width)),
-            ("mlp.c_fc", (4 * width, width)),
-            ("mlp.c_proj", (width, 4 * width)),
-        ):
-            tensors[f"transformer.h.{layer}.{name}.weight"] = matrix(*shape)
-    tensors["lm_head.weight"] = 3 * matrix(rows, width)
-    return tensors
-
-
-def write_checkpoint(folder, tensors=None, *, step=650, sizes=SIZES, prefix="", **meta):
-    """model_*.pt, meta_*.json and tokenizer.pkl as nanochat writes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = make_tensors() if tensors is None else tensors
-    torch.save({prefix + name: tensor for name, tensor in tensors.items()}, folder / f"model_{step:06d}.pt")
-    content = {"step": step, "model_config": {**sizes, **meta}}
-    (folder / f"meta_{step:06d}.json").write_text(json.dumps(content))
-    write_pickle(folder)
-    return folder
 
 
 def rotate(x):
@@ -268,7 +232,7 @@ def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
     """The line says what to install."""
     source = write_checkpoint(tmp_path / "d3")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"pip install 'grpo-fn\[torch\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[torch\]' in a clone"):
         convert(str(source), tmp_path / "out")
 
 

@@ -74,7 +74,7 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
     )
     message = result.stderr.splitlines()[-1]
     assert "UserError" in message and "libmlx" in message
-    assert all(f"grpo-fn[{extra}]" in message for extra in ("cpu", "cuda12", "cuda13"))
+    assert all(f"'.[{extra}]'" in message for extra in ("cpu", "cuda12", "cuda13"))
 
 
 def test_mlx_not_installed_is_told_apart():

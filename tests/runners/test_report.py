@@ -19,6 +19,7 @@ from runners import progress
 from runners.live import LiveReport
 from runners.progress import Progress, count, duration, gigabytes, number, sparkline
 from runners.report import PlainReport, Quiet, make_report
+from tests.terminal import RICH_READS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,7 +149,7 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
     console.print(report.render())
     rows = console.export_text().splitlines()
     block = "\n".join(rows)
-    assert {len(row) for row in rows} == {min(width, 100)}
+    assert {len(row) for row in rows} == {min(width - 2, 100)}
     assert len(rows) == 7
     for text in (
         "quickstart",
@@ -165,6 +166,20 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
         assert text in block
     assert ("length" in block) == ("length 48.2" in block)  # what has no room is left out, not cut
     assert "▁" in block and "█" in block
+
+
+def test_a_resumed_run_is_shown_from_its_beginning():
+    """The first evaluation is the one before training, and the update is the one that was reached."""
+    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
+    report = LiveReport(console=console, clock=Clock(), memory=lambda: 0)
+    with report:
+        report.start(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89])
+        console.print(report.render())
+        report.eval("after update 50", 0.97, 194, 200, 0.4)
+        console.print(report.render())
+    text = console.export_text()
+    assert "update 25/100" in text
+    assert "exact match  89.0% from 45.5%" in text and "exact match  97.0% from 45.5%" in text
 
 
 def test_lines_scroll_above_the_block():
@@ -196,10 +211,6 @@ with make_report() as report:
     print("a reward function prints")
     raise KeyboardInterrupt
 """
-
-
-# What of the environment rich heeds, and whatever runs the tests may have set.
-RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 def on_a_terminal(**environment):

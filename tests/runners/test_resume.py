@@ -6,6 +6,7 @@ from runners.checkpoint import checkpoint_folders
 from runners.report import Quiet
 from runners.train import run_training
 from tests.resuming import config_in, killed, outcome, saved
+from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits
 
 ACCUMULATE = ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"]
@@ -56,3 +57,31 @@ def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(tmp_path, name):
     for path in checkpoint_folders(straight.folder).values():
         assert saved(resumed.folder / path.name) == saved(path)
     assert (resumed.first_em, resumed.last_em) == (straight.first_em, straight.last_em)
+
+
+class Start(Notes):
+    """Keeps what a report is told at the start as well."""
+
+    def start(self, total_updates, header, *, done=0, scores=()):
+        """The run begins."""
+        self.done, self.scores = done, scores
+
+
+CONVERGES = """
+def letters(completions, trainer_state, **_):
+    if trainer_state.global_step < 2:
+        return [float(n % 2) for n in range(len(completions))]
+    return [0.5] * len(completions)  # its maximum, which all completions reach
+"""
+
+
+def test_a_resumed_run_is_told_of_as_one_with_what_was_before(tmp_path):
+    """No line on a reward that gave more than one value before the cut; the display gets the first score."""
+    settings = ["optim.max_steps=13", "checkpoint.every=2", "eval.every=0", "rollout.max_new_tokens=2"]
+    config = config_in(tmp_path / "b", *settings)
+    (tmp_path / "letters.py").write_text(CONVERGES)
+    killed(config, "sampling", 3)
+    report = Start()
+    result = run_training(config, report=report, resume=True)
+    assert [line for line in report.lines if "teaches nothing" in line] == []
+    assert (report.done, report.scores) == (2, (result.first_em,))

@@ -185,6 +185,25 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
         run_training(copy(), report=Quiet(), resume=True)
 
 
+def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
+    """run.overwrite, as in the quickstart, replaces a finished run; an interrupted one asks how to go on."""
+    config, folder = config_in(tmp_path / "b", *SHORT, "run.overwrite=true"), tmp_path / "b" / "tiny"
+    killed(config, "sampling", 3)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=r"tiny holds an interrupted run \(checkpoint-2\); --resume goes on "):
+        run_training(config, report=Quiet())
+    assert sorted(folder.rglob("*")) == before
+    result = run_training(config, report=Quiet(), resume=True)
+    for _ in range(2):  # once it has finished, it is replaced again and again
+        assert run_training(config, report=Quiet()).updates == result.updates
+    # A finished run that was gone on with and interrupted is an interrupted one.
+    longer = config_in(tmp_path / "b", *SHORT, "run.overwrite=true", "optim.max_steps=5")
+    killed(longer, "sampling", 2, resume=True, allow_config_change=True)
+    with pytest.raises(UserError, match=r"an interrupted run \(checkpoint-4\)"):
+        run_training(config, report=Quiet())
+    run_training(config, report=Quiet(), overwrite=True)
+
+
 def test_a_bad_config_leaves_an_old_run_and_makes_no_folder(copy, tmp_path):
     """--overwrite clears only when the new run is ready to start."""
     before = sorted(path for path in copy.folder.rglob("*"))

@@ -56,8 +56,11 @@ def test_mathematics_under_the_scorer_s_time_limit(capfd):
 def test_without_math_verify_the_extra_is_named(monkeypatch):
     """The line says what to install."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r"pip install 'grpo-fn\[math\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[math\]' in a clone"):
         math_verify_reward(completions("1"), ["1"])
+    # A config's rewards are resolved before its model is loaded.
+    with pytest.raises(UserError, match="needs math-verify"):
+        resolve_rewards(["runners.reward_library:math_verify_reward"])
 
 
 def test_patterns():

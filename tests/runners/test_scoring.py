@@ -203,6 +203,17 @@ def test_equal_completions_are_told_apart() -> None:
     assert scores.problems == ['reward "f" failed at completion 1, "same": ValueError: same']
 
 
+def test_a_reward_that_fails_at_every_completion_is_named() -> None:
+    """`failed` has those that raised, and those whose every value was none; None itself is no failure."""
+
+    def numbers(first: Any, others: Any) -> Any:
+        return lambda completions: [first, others, others]
+
+    scores = score(by_completion, numbers("a", 1.0), numbers("a", float("nan")), numbers(None, None))
+    assert set(scores.failed) == {0, 2}
+    assert scores.failed[2] == 'reward "f2" returned str, wanted a number or None, at completion 0 ("a")'
+
+
 def test_exceptions_raise_when_asked() -> None:
     """With on_error="raise" the first problem ends the scoring, and the cause is kept."""
     with pytest.raises(UserError, match="completion 1") as caught:

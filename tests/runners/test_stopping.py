@@ -98,4 +98,4 @@ def test_a_second_signal_ends_at_once_even_within_mlx(name):
         timeout=600,
     )
     assert done.returncode == 128 + getattr(signal, name) and done.stdout == ""
-    assert "stopping after this step" in done.stderr
+    assert "Saving after this step. Press Ctrl-C again to quit now." in done.stderr

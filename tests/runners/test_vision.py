@@ -55,7 +55,7 @@ def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
     ):
         result = grpo(*arguments)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
-        assert 'pip install "grpo_fn[vlm]"' in result.stderr
+        assert "pip install -e '.[vlm]' in a clone" in result.stderr
     assert not (with_vision.parent / "out").exists()
     assert "--text-only" in grpo("convert", "seeing", "out").stderr
     assert grpo("convert", "seeing", "out", "--text-only").exit_code == 0
