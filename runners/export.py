@@ -19,6 +19,7 @@ from runners.model_files import (
     HUB_NAME,
     copy_companions,
     is_adapter_folder,
+    read_config,
     read_json,
     resolve_model,
     tokenizer_pickle,
@@ -92,7 +93,7 @@ def export(
         if inside == folder or inside in folder.parents:
             raise UserError(f"{target}: {folder} is exported from there; wanted another folder")
     module, config, _, _ = read_model(source.model, trust_remote_code)
-    config = read_json(source.model / "config.json") | {
+    config = read_config(source.model) | {
         key: config[key] for key in ("quantization", "quantization_config") if key in config
     }
     config.pop("_name_or_path", None)  # a folder of whoever made it

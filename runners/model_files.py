@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runners.errors import UserError, first_line
 from runners.inside import check_links, check_weight_map
+from runners.rope_keys import with_rope_keys
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle
 
 # Beside the weights: what mlx-lm itself fetches from the Hub.
@@ -111,6 +112,19 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
     return content
+
+
+def read_config(folder: Path) -> dict:
+    """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
+
+    Raises UserError where the file cannot be read, or mlx-lm would compute something else.
+    """
+    file = folder / "config.json"
+    stated = read_json(file)
+    try:
+        return with_rope_keys(stated)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:

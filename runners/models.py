@@ -43,6 +43,7 @@ class LoadedModel:
     num_parameters: int  # of the model without adapters; packed weights counted unpacked
     num_trainable: int
     notices: tuple[str, ...] = ()
+    own_loader: bool = False  # whether a function of the user's own opened the folder
 
     @property
     def quantized(self) -> bool:
@@ -101,4 +102,5 @@ def load_model(
         num_parameters=num_parameters,
         num_trainable=sum(leaf.size for leaf in trainable.values()),
         notices=notices,
+        own_loader=loader is not None,
     )
