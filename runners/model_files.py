@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runners.errors import UserError, first_line
+from runners.hub import hub_or_cache
 from runners.inside import check_links, check_weight_map
 from runners.rope_keys import with_rope_keys
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle
@@ -212,5 +213,5 @@ def _download(name: str, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
-    with hub_errors(where):
+    with hub_errors(where), hub_or_cache():
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -27,6 +27,7 @@ from runners.adapters import new_adapters
 from runners.config import Config
 from runners.dtypes import choose_dtype
 from runners.errors import UserError, first_lines
+from runners.hub import hub_or_cache
 from runners.launching import launches
 from runners.model_files import hub_errors, read_config, resolve_model
 from runners.model_reading import load_module, own_loader
@@ -106,7 +107,7 @@ def _fetched_config(name: str) -> Path:
     """config.json of a model on the Hub, from its cache or fetched."""
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f'model.path = "{name}"'):
+    with hub_errors(f'model.path = "{name}"'), hub_or_cache():
         return Path(hf_hub_download(name, "config.json"))
 
 
