@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _SECONDS = 10  # for the one request that finds out; huggingface_hub's own limit for the head of a file
 
@@ -23,7 +24,10 @@ def hub_or_cache() -> Iterator[None]:
         return
     # Read at each request. `datasets` has a copy of its own, once it is imported. Both get their values back:
     # a later call may find the Hub again.
-    places = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
+    places: list[Any] = [
+        constants,
+        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
+    ]
     before = [place.HF_HUB_OFFLINE for place in places]
     try:
         for place in places:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def read_model(
     tokenizer = load_tokenizer(path, config, trust_remote_code)
     notices = check_vocabulary(tokenizer, vocabulary_rows(module, config), path)
     notices += rope_notices(config) if loader is None else ()
-    _check_finite(module, path)
+    check_finite(named_leaves(module.parameters()), path)
     return module, config, tokenizer, notices
 
 
@@ -157,8 +157,8 @@ def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tupl
     return ()
 
 
-def _check_finite(module: nn.Module, path: Path) -> None:
-    leaves = named_leaves(module.parameters())
+def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
+    """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
     finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
     mx.eval(finite)  # all at once: while one leaf is read, another is looked at
     for name, answer in finite.items():

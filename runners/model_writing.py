@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
+from runners.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.durable import new_folder, save_arrays
 from runners.model_files import copy_companions, read_config, read_json
 from runners.models import LoadedModel
@@ -81,9 +82,9 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
     if loaded.adapter is None:
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
-        save_arrays(folder / "adapters.safetensors", weights, _MLX)
-        adapter_config = {"fine_tune_type": loaded.tune, "model": _base(loaded), **loaded.adapter}
-        _write_json(folder / "adapter_config.json", adapter_config)
+        save_arrays(folder / ADAPTERS, weights, _MLX)
+        base = {"model": _base(loaded), BASE_DIGEST: loaded.base_digest}
+        _write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
     config = _stated(loaded)
     if loaded.adapter is None:
         config.pop("quantization_config", None)
