@@ -60,7 +60,7 @@ _LAST = "the last one"  # --resume without a value
 @click.option(
     "--allow-config-change",
     is_flag=True,
-    help="With --resume: go on although the config or the data are not those of the checkpoint.",
+    help="With --resume: go on although config, data, rewards or model are not those of the checkpoint.",
 )
 @click.option(
     "--overwrite",

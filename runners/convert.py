@@ -6,7 +6,9 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +16,7 @@ import attrs
 
 from runners.durable import check_target, new_folder
 from runners.errors import UserError, first_line
-from runners.model_files import copy_companions, resolve_model, tokenizer_pickle
+from runners.model_files import copy_companions, read_config, read_json, resolve_model, tokenizer_pickle
 from runners.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.vision import convert_vision, sees
 
@@ -147,10 +149,26 @@ def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[
     target.rmdir()  # mlx-lm wants to make it
     try:
         # stdout is for what a command has to say, and mlx-lm reports its progress there.
-        with contextlib.redirect_stdout(sys.stderr):
-            mlx_lm.convert(str(path), str(target), trust_remote_code=trust_remote_code, **options)
+        with contextlib.redirect_stdout(sys.stderr), _readable(path) as source:
+            mlx_lm.convert(str(source), str(target), trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{path}: mlx-lm cannot convert it: {first_line(error)}") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[Path]:
+    """The folder, or one of links to its files where its config.json has to be spelled as mlx-lm reads it."""
+    config = read_config(path)
+    if config == read_json(path / "config.json"):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-convert-") as name:
+        folder = Path(name)
+        for file in path.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file.resolve())
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
 
 
 def _check_packed(folder: Path) -> None:

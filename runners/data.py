@@ -10,6 +10,7 @@ from runners.data_files import SUFFIXES, RawRow, find_split, read_file, split_na
 from runners.embedded import DATA_DIR
 from runners.errors import UserError, did_you_mean, show
 from runners.functions import told
+from runners.hub import hub_or_cache
 from runners.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
 from runners.sections import EMBEDDED, DataConfig
 from runners.transforms import Transform, own_transform, transformed
@@ -136,7 +137,8 @@ def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
 
     name = config.name or _HUB_CONFIGS.get(config.source)
     try:
-        found = datasets.load_dataset(config.source, name, split=split)
+        with hub_or_cache():
+            found = datasets.load_dataset(config.source, name, split=split)
         place = f"{config.source} ({split}), row"
         return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
     except Exception as error:  # of the Hub, the network, the disk or the format: each is the user's to see

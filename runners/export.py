@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from runners.model_files import (
     HUB_NAME,
     copy_companions,
     is_adapter_folder,
+    read_config,
     read_json,
     resolve_model,
     tokenizer_pickle,
@@ -66,6 +68,7 @@ def export(
     force: bool = False,
     title: str = "",
     trust_remote_code: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Writes a model folder with a card into `target`, whole or not at all, and returns it.
 
@@ -80,6 +83,7 @@ def export(
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's; "" is the target's name.
         trust_remote_code: run code that comes with the model.
+        note: takes lines worth reading.
 
     Raises UserError for what is missing, does not fit or is in the way.
     """
@@ -91,11 +95,15 @@ def export(
         if inside == folder or inside in folder.parents:
             raise UserError(f"{target}: {folder} is exported from there; wanted another folder")
     module, config, _, _ = read_model(source.model, trust_remote_code)
-    config = read_json(source.model / "config.json") | {
+    config = read_config(source.model) | {
         key: config[key] for key in ("quantization", "quantization_config") if key in config
     }
     config.pop("_name_or_path", None)  # a folder of whoever made it
-    fused = fuse(module, source) if source.adapters else []
+    fused: list[str] = []
+    if source.adapters:
+        for notice in read_adapters(module, source.folder, source.model):
+            note(notice)
+        fused = fuse(module)
     if quantization.wanted and "quantization" in config:
         from mlx_lm.utils import dequantize_model
 
@@ -126,11 +134,10 @@ def export(
     return target
 
 
-def fuse(module: nn.Module, source: Source) -> list[str]:
-    """Folds a source's adapters into its module, in place; the names of the layers that changed."""
+def fuse(module: nn.Module) -> list[str]:
+    """Folds a module's adapters into its weights, in place; the names of the layers that changed."""
     from mlx.utils import tree_unflatten
 
-    read_adapters(module, source.folder, source.model)
     layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
     fused: list[tuple[str, Any]] = [(name, part.fuse(dequantize=True)) for name, part in layers]  # type: ignore[attr-defined]
     module.update_modules(tree_unflatten(fused))

@@ -40,10 +40,9 @@ def resolve_function(
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{key} {show(name)}: wanted {FORMS}")
-    dirs = [Path(folder).expanduser().resolve() for folder in base_dirs] or [Path.cwd()]
-    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    dirs = _folders(base_dirs)
     what = f"{key} {show(name)}"
-    module = _load_file(what, place, dirs) if is_file else _load_module(what, place, dirs)
+    module = _load_file(what, place, dirs) if _is_file(place) else _load_module(what, place, dirs)
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
@@ -65,6 +64,15 @@ def resolve_function(
     return function
 
 
+def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
+    """The file of the module in which `resolve_function` found a function; None where it has none."""
+    place = name.rpartition(":")[0]
+    if _is_file(place):
+        return _find_file(place, _folders(base_dirs))
+    found = getattr(sys.modules.get(place), "__file__", None)
+    return Path(found) if found and Path(found).is_file() else None
+
+
 def told(error: BaseException, path: str | Path | None = None) -> str:
     """An exception in one line of bounded length, led by its line in the file at `path` if it has one."""
     lines = [
@@ -75,10 +83,23 @@ def told(error: BaseException, path: str | Path | None = None) -> str:
     return f"{where}{type(error).__name__}: {text[:_TOLD]}"
 
 
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
+    return [Path(folder).expanduser().resolve() for folder in base_dirs] or [Path.cwd()]
+
+
+def _find_file(place: str, dirs: Sequence[Path]) -> Path | None:
+    candidates = (folder / Path(place).expanduser() for folder in dirs)
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
-    candidates = [folder / Path(place).expanduser() for folder in dirs]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    path = _find_file(place, dirs)
     if path is None:
+        candidates = [folder / Path(place).expanduser() for folder in dirs]
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from runners.adapters import base_of, read_adapters
+from runners.adapters import base_of, check_adapters, read_adapters
 from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
 from runners.launching import launches
@@ -66,11 +66,13 @@ def load_inference(
         if adapter:
             raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
         adapter, model = str(own), base_of(own)
+    if adapter:
+        check_adapters(Path(adapter).expanduser())  # before minutes of reading
     function = own_loader(loader, folders, "--loader")
     path = resolve_model(model, "MODEL", own_loader=function is not None)
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapter:
-        read_adapters(module, Path(adapter).expanduser(), path)
+        notices += read_adapters(module, Path(adapter).expanduser(), path)
     module.freeze()
     module.eval()
     cast_floating(module, choose_dtype(dtype, platform, module))

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runners.errors import UserError, first_line
+from runners.hub import hub_or_cache
 from runners.inside import check_links, check_weight_map
+from runners.rope_keys import with_rope_keys
 from runners.tokenizer_pickle import PICKLE_NAME, find_pickle
 
 # Beside the weights: what mlx-lm itself fetches from the Hub.
@@ -113,6 +115,19 @@ def read_json(file: Path) -> dict:
     return content
 
 
+def read_config(folder: Path) -> dict:
+    """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
+
+    Raises UserError where the file cannot be read, or mlx-lm would compute something else.
+    """
+    file = folder / "config.json"
+    stated = read_json(file)
+    try:
+        return with_rope_keys(stated)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
 def companions(source: Path) -> list[Path]:
     """The files that a model needs beside config.json and weights: tokenizer, templates, own code and the
     like."""
@@ -201,5 +216,5 @@ def _download(name: str, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
-    with hub_errors(where):
+    with hub_errors(where), hub_or_cache():
         return Path(snapshot_download(name, allow_patterns=patterns))

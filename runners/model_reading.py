@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ import mlx.nn as nn
 from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_lines, is_out_of_memory, show
 from runners.functions import resolve_function, told
-from runners.model_files import read_json, tokenizer_pickle
+from runners.model_files import read_config, read_json, tokenizer_pickle
+from runners.rope_keys import rope_notices, with_rope_keys
 from runners.tensor_header import check_header
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def read_model(
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, config, trust_remote_code)
     notices = check_vocabulary(tokenizer, vocabulary_rows(module, config), path)
-    _check_finite(module, path)
+    notices += rope_notices(config) if loader is None else ()
+    check_finite(named_leaves(module.parameters()), path)
     return module, config, tokenizer, notices
 
 
@@ -58,11 +60,12 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
         return _by_loader(path, loader)
     from mlx_lm import utils
 
-    _check_layers(read_json(path / "config.json"), path)
+    _check_layers(read_config(path), path)
     for file in sorted(path.glob("model*.safetensors")):
         check_header(file)
     try:
-        return utils.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        keys = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
+        return utils.load_model(path, lazy=True, model_config=keys, trust_remote_code=trust_remote_code)
     except Exception as error:  # of mlx-lm's module for a config that anyone may have written
         if is_out_of_memory(error):
             raise
@@ -154,8 +157,8 @@ def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tupl
     return ()
 
 
-def _check_finite(module: nn.Module, path: Path) -> None:
-    leaves = named_leaves(module.parameters())
+def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
+    """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
     finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
     mx.eval(finite)  # all at once: while one leaf is read, another is looked at
     for name, answer in finite.items():

@@ -27,8 +27,9 @@ from runners.adapters import new_adapters
 from runners.config import Config
 from runners.dtypes import choose_dtype
 from runners.errors import UserError, first_lines
+from runners.hub import hub_or_cache
 from runners.launching import launches
-from runners.model_files import hub_errors, read_json, resolve_model
+from runners.model_files import hub_errors, read_config, resolve_model
 from runners.model_reading import load_module, own_loader
 from runners.platform import Platform
 from runners.sections import EMBEDDED, ModelConfig
@@ -95,7 +96,7 @@ def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module
     if loader is not None or path == EMBEDDED or Path(path).expanduser().exists():
         folder = resolve_model(path, own_loader=loader is not None)
         return load_module(folder, settings.trust_remote_code, loader)
-    stated = read_json(_fetched_config(path))
+    stated = read_config(_fetched_config(path).parent)
     try:
         return _from_config(stated), stated
     except Exception as error:  # of mlx-lm's module for a config that anyone may have written
@@ -106,7 +107,7 @@ def _fetched_config(name: str) -> Path:
     """config.json of a model on the Hub, from its cache or fetched."""
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f'model.path = "{name}"'):
+    with hub_errors(f'model.path = "{name}"'), hub_or_cache():
         return Path(hf_hub_download(name, "config.json"))
 
 

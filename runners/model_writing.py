@@ -16,8 +16,9 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
+from runners.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.durable import new_folder, save_arrays
-from runners.model_files import copy_companions, read_json
+from runners.model_files import copy_companions, read_config, read_json
 from runners.models import LoadedModel
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, *, within: int | 
     unquantized, since rounding them to few bits again would undo much of a small update.
     """
     with new_folder(folder, within=within) as temporary:
-        config = read_json(loaded.path / "config.json")
+        config = _stated(loaded)
         if loaded.adapter is None:
             weights = named_leaves(params) | loaded.frozen
             config.pop("quantization_config", None)  # unpacked while it was loaded
@@ -84,13 +85,18 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
     if loaded.adapter is None:
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
-        save_arrays(folder / "adapters.safetensors", weights, _MLX)
-        adapter_config = {"fine_tune_type": loaded.tune, "model": _base(loaded), **loaded.adapter}
-        _write_json(folder / "adapter_config.json", adapter_config)
-    config = read_json(loaded.path / "config.json")
+        save_arrays(folder / ADAPTERS, weights, _MLX)
+        base = {"model": _base(loaded), BASE_DIGEST: loaded.base_digest}
+        _write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
+    config = _stated(loaded)
     if loaded.adapter is None:
         config.pop("quantization_config", None)
     _write_companions(folder, config, loaded)
+
+
+def _stated(loaded: LoadedModel) -> dict:
+    """The source's config.json, in a spelling that mlx-lm reads; as it is for a loader of the user's own."""
+    return read_json(loaded.path / "config.json") if loaded.own_loader else read_config(loaded.path)
 
 
 def _base(loaded: LoadedModel) -> str:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from grpo_fn.trees import named_leaves
 from runners.adapters import new_adapters
+from runners.base_digest import base_digest
 from runners.dtypes import cast_floating, cast_leaves, choose_dtype, main_dtype
 from runners.errors import UserError
 from runners.model_files import resolve_model
@@ -43,6 +44,8 @@ class LoadedModel:
     num_parameters: int  # of the model without adapters; packed weights counted unpacked
     num_trainable: int
     notices: tuple[str, ...] = ()
+    base_digest: str = ""  # of the weights under adapters; "" where tune is "full"
+    own_loader: bool = False  # whether a function of the user's own opened the folder
 
     @property
     def quantized(self) -> bool:
@@ -71,8 +74,9 @@ def load_model(
     compute_dtype = choose_dtype(settings.dtype, platform, module)
     num_parameters = get_total_parameters(module)
 
-    adapter = None
+    adapter, digest = None, ""
     if settings.tune != "full":
+        digest = base_digest(named_leaves(module.parameters()))
         # Before the adapters: DoRA measures the weights as they are computed with.
         cast_floating(module, compute_dtype)
         adapter = new_adapters(module, settings.tune, settings.lora, seed)
@@ -101,4 +105,6 @@ def load_model(
         num_parameters=num_parameters,
         num_trainable=sum(leaf.size for leaf in trainable.values()),
         notices=notices,
+        base_digest=digest,
+        own_loader=loader is not None,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from runners import platform
+from runners.arithmetic import arithmetic
 from runners.config import Config, write_resolved
 from runners.dashboards import check_installed
 from runners.disk_room import disk_room
@@ -28,6 +29,7 @@ from runners.resume import (
     restore,
 )
 from runners.run_folder import RunFolder, clear, locked, set_aside
+from runners.run_inputs import check_inputs, run_inputs, tell_differences
 from runners.saving import Saver
 from runners.setup import build_run
 
@@ -79,10 +81,14 @@ def run_training(
             known = decided(config, origin)
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
+        inputs, computing = run_inputs(run), arithmetic(machine)
         if origin is not None:
+            if not allow_config_change:
+                check_inputs(inputs, origin)
             shown.status("loading the checkpoint")
             state, at = restore(run, origin, changed=allow_config_change)
             shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
+            tell_differences(inputs, computing, origin, shown.note)
         assert state is not None
         if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
@@ -100,6 +106,8 @@ def run_training(
             "config": config.to_dict(),
             "decided": decisions(run.config),
             "data": data_digest(run.data.train),
+            "inputs": inputs,
+            "arithmetic": computing,
         }
         settings = run.config
         with (

@@ -55,6 +55,7 @@ def export_command(
         force=force,
         title=upload_repo,
         trust_remote_code=values["trust_remote_code"],
+        note=lambda text: click.echo(text, err=True),
     )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     click.echo(f"{out}: {size / 1e6:,.1f} MB of weights")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,13 @@ def test_the_embedded_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "there is no file or folder" in refused("embedded")
 
 
+@pytest.fixture
+def in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub that nobody has to ask whether it is there."""
+    monkeypatch.setattr(data, "hub_or_cache", nullcontext)
+
+
+@pytest.mark.usefixtures("in_reach")
 @pytest.mark.parametrize(
     ("source", "name", "asked"),
     [("openai/gsm8k", "", "main"), ("openai/gsm8k", "socratic", "socratic"), ("someone/sums", "", None)],
@@ -305,6 +313,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, name: str, asked:
     assert load(source, name=name, eval_split="train") == (ROWS[:18], ROWS[18:20])
 
 
+@pytest.mark.usefixtures("in_reach")
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -335,6 +344,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, expected:
     assert message.startswith("data.eval_split is" if "split" in str(error) else "data.source is")
 
 
+@pytest.mark.usefixtures("in_reach")
 def test_hub_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad row of a Hub data set is named by its number."""
     rows = [{"question": "a", "answer": "1"}, {"question": None, "answer": "1"}]
