@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 LOG_RATIO_LIMIT = 20.0
-KL_LIMIT = 1e4
+K3_LINEAR_FROM = math.log(1e4)
 STD_FLOOR = 1e-4
 
 
@@ -61,14 +61,23 @@ def epsilon_high(spec):
 
 
 def kl_estimate(kind, logp, ref):
-    """(estimate of KL(π_θ ‖ π_ref) at one token, its derivative in logp), Schulman (2020), y = ref − logp."""
-    y, inside = clamp(ref - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """(estimate of KL(π_θ ‖ π_ref) at one token, its derivative in logp), Schulman (2020), y = ref − logp.
+
+    k2 past |y| = 20 and k3 past y = ln 1e4 are their tangents there.
+    """
+    y = ref - logp
     if kind == "k1":
-        return -y, inside
+        return -y, 1.0
     if kind == "k2":
-        return y * y / 2.0, -y * inside
-    value, below = clamp(math.exp(y) - y - 1.0, -math.inf, KL_LIMIT)
-    return value, -(math.exp(y) - 1.0) * inside * below
+        if abs(y) <= LOG_RATIO_LIMIT:
+            return y * y / 2.0, -y
+        edge = math.copysign(LOG_RATIO_LIMIT, y)
+        return edge * edge / 2.0 + edge * (y - edge), -edge
+    if y <= K3_LINEAR_FROM:
+        return math.exp(y) - y - 1.0, -(math.exp(y) - 1.0)
+    edge = K3_LINEAR_FROM
+    slope = math.exp(edge) - 1.0
+    return math.exp(edge) - edge - 1.0 + slope * (y - edge), -slope
 
 
 def correction(spec, d_t):
@@ -115,9 +124,9 @@ def token_terms(spec, r, a, logp, *, held_r, held_logp, weight, ref, entropy):
         term.r_size = abs(weight * 4.0 * a) * sigmoid(spec.sapo_tau_pos * (r - 1.0))
     if ref is not None:
         term.k, slope = kl_estimate(spec.kl, logp, ref)
-        y = clamp(ref - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]
         # k3 cancels near y = 0, and its slope is 1 − exp(y): rounding is relative to exp(y) + |y| + 1.
-        size = math.exp(min(y, 9.3)) + abs(y) + 1.0 if spec.kl == "k3" else abs(term.k) + abs(slope)
+        y = ref - logp
+        size = abs(term.k) + abs(slope) + (2.0 * abs(y) + 2.0 if spec.kl == "k3" else 0.0)
         times = spec.beta * (r if spec.kl_bias_corrected else 1.0)
         term.value, term.size = term.value + times * term.k, term.size + times * size
         term.by_logp, term.logp_size = term.by_logp + times * slope, term.logp_size + times * size
@@ -190,11 +199,6 @@ def policy_loss(
                 out.grad[i, u] += term.by_r * r * inside * slope / share[i]
                 out.grad_scale[i, u] += term.r_size * r * inside * slope / share[i]
             edges += ratio_edges(spec, x[t], r)
-            if ref is not None:
-                edges += [
-                    abs(abs(ref[i, t] - logp[i, t]) / LOG_RATIO_LIMIT - 1.0),
-                    abs(term.k / KL_LIMIT - 1.0),
-                ]
             seen.append(
                 {"r": r, "a": adv[i], "k": term.k, "d": d[t], "drift": drift[t], "w": weights[t], "h": h}
             )

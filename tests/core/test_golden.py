@@ -235,12 +235,12 @@ def test_kl_penalty():
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"), [("k1", [-1.0, 14.0, 20.0]), ("k2", [0.5, 98.0, 200.0]), ("k3", [0.7183, 13.0, 19.0])]
+    ("kind", "wanted"), [("k1", [-1.0, 14.0, 29.0]), ("k2", [0.5, 98.0, 380.0]), ("k3", [0.7183, 13.0, 28.0])]
 )
 def test_kl_estimators(kind, wanted):
-    """test_calculate_kl: log-probs −1 against 0 and −15. The third, −30, is past our clamp: y = −20.
+    """test_calculate_kl: log-probs −1 against 0 and −15. The third is −30, y = −29, where NeMo-RL clamps.
 
-    k1 = 20, k2 = 20²/2 = 200, k3 = exp(−20) + 20 − 1 = 19.
+    k1 = 29, k3 = exp(−29) + 29 − 1 = 28; k2 is its tangent at y = −20 there: 20·29 − 200 = 380.
     """
     spec = token_spec(beta=1.0, kl=kind)
     for ref, value in zip([0.0, -15.0, -30.0], wanted, strict=True):
