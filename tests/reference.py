@@ -80,21 +80,31 @@ def kl_estimate(kind, logp, ref):
     return math.exp(edge) - edge - 1.0 + slope * (y - edge), -slope
 
 
+def sequence_ratio(spec, d_t):
+    """q of one sequence: exp of the mean of its tokens' d, or of their sum."""
+    total = sum(d_t) if spec.sequence_ratio == "product" else sum(d_t) / max(len(d_t), 1)
+    return math.exp(clamp(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0])
+
+
 def correction(spec, d_t):
-    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, and the sequence mask."""
+    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, and the sequence forms."""
     if spec.correction == "none":
         return [1.0] * len(d_t)
-    ratios = [math.exp(d) for d in d_t]
+    ratios, q = [math.exp(d) for d in d_t], sequence_ratio(spec, d_t)
     if spec.correction == "token_truncate":
-        weights = [min(q, spec.correction_cap) for q in ratios]
+        weights = [max(min(r, spec.correction_cap), spec.correction_floor) for r in ratios]
     elif spec.correction == "token_mask":
         lo, hi = spec.correction_range
-        weights = [q if lo <= q <= hi else 0.0 for q in ratios]
+        weights = [r if lo <= r <= hi else 0.0 for r in ratios]
+    elif spec.correction == "sequence_truncate":
+        weights = [max(min(q, spec.correction_cap), spec.correction_floor)] * len(d_t)
+    elif spec.correction == "sequence_mask_weighted":
+        weights = [q] * len(d_t)
     else:
         weights = [1.0] * len(d_t)
     if spec.sequence_range is not None and d_t:
         lo, hi = spec.sequence_range
-        if not lo <= math.exp(clamp(sum(d_t) / len(d_t), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]) <= hi:
+        if not lo <= q <= hi:
             weights = [0.0] * len(d_t)
     return weights
 
@@ -200,7 +210,7 @@ def policy_loss(
                 out.grad_scale[i, u] += term.r_size * r * inside * slope / share[i]
             edges += ratio_edges(spec, x[t], r)
             seen.append(
-                {"r": r, "a": adv[i], "k": term.k, "d": d[t], "drift": drift[t], "w": weights[t], "h": h}
+                {"row": i, "r": r, "a": adv[i], "k": term.k, "d": d[t], "drift": drift[t], "w": weights[t], "h": h}
             )
     out.margin = min(edges)
     out.stats = statistics(spec, seen, mask, out.loss)
@@ -229,7 +239,7 @@ def correction_edges(spec, d_t):
     if spec.correction == "token_mask":
         edges += [abs(math.exp(d) / b - 1.0) for d in d_t for b in spec.correction_range if b]
     if spec.sequence_range is not None and d_t:
-        edges += [abs(math.exp(sum(d_t) / len(d_t)) / b - 1.0) for b in spec.sequence_range if b]
+        edges += [abs(sequence_ratio(spec, d_t) / b - 1.0) for b in spec.sequence_range if b]
     return edges
 
 
@@ -243,14 +253,21 @@ def statistics(spec, seen, mask, loss):
     def largest(value):
         return max((value(s) for s in seen), default=0.0)
 
-    low = mean(lambda s: s["r"] < 1.0 - spec.epsilon_low and s["a"] < 0)
-    high = mean(lambda s: s["r"] > 1.0 + epsilon_high(spec) and s["a"] > 0)
+    # The clip shares: of tokens, or, where a sequence has one ratio, of sequences (as in TRL). clip and
+    # dual_clip clip both sides, cispo caps the weight, the others clip nothing.
+    clipping = list({s["row"]: s for s in seen}.values()) if spec.level == "sequence" else seen
+    ratios = max(len(clipping), 1)
+    low = sum(s["r"] < 1.0 - spec.epsilon_low and s["a"] < 0 for s in clipping) / ratios
+    high = sum(s["r"] > 1.0 + epsilon_high(spec) and s["a"] > 0 for s in clipping) / ratios
+    low *= spec.surrogate in ("clip", "dual_clip")
+    high *= spec.surrogate in ("clip", "dual_clip", "cispo")
     return {
         "loss": loss,
         "num_tokens": float(len(seen)),
         "num_sequences": float((mask.sum(axis=1) > 0).sum()),
         "kl": mean(lambda s: s["k"]),
         "entropy": mean(lambda s: s["h"]),
+        "num_ratios": float(len(clipping)),
         "clip_low": low,
         "clip_high": high,
         "clip_region": low + high,
