@@ -3,8 +3,8 @@
 Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token that
 π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
 
-Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL is
-largest; without any, one token could outweigh a whole batch.
+Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL
+is largest; without any, one token could outweigh a whole batch.
 """
 
 import math
@@ -33,7 +33,10 @@ def k2(y: mx.array) -> mx.array:
 
 
 def k3(y: mx.array) -> mx.array:
-    """exp(y) − y − 1: unbiased and never negative. Past y = ln 1e4 its tangent there: e^y becomes 1e4·(1 + y − ln 1e4)."""
+    """exp(y) − y − 1: unbiased and never negative.
+
+    Past y = ln 1e4 its tangent there: e^y becomes 1e4·(1 + y − ln 1e4).
+    """
     near = mx.minimum(y, K3_LINEAR_FROM)
     return mx.exp(near) * (1 + (y - near)) - y - 1
 

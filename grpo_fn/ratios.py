@@ -71,8 +71,8 @@ def rollout_correction(
         sequence_mask            1
         sequence_mask_weighted   q (TRL's `sequence_mask`, with the product)
 
-    and, with a `sequence_range`, 0 for a row whose q leaves it. All arrays are float32 [B,T], finite at masked
-    positions; no gradient flows.
+    and, with a `sequence_range`, 0 for a row whose q leaves it. All arrays are float32 [B,T], finite at
+    masked positions; no gradient flows.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
     ratio_bt = exp(d_bt)

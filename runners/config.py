@@ -172,8 +172,8 @@ def _check_scale(config: Config) -> None:
     if (config.loss.baseline, config.loss.scale) == ("batch_mean", "group"):
         raise ConfigError(
             [
-                f'{config.where("loss.scale")}: found "group" with loss.baseline = "batch_mean", which divides '
-                'a group whose rewards are all equal by a deviation of 0; want "batch" or "none"'
+                f'{config.where("loss.scale")}: found "group" with loss.baseline = "batch_mean", which '
+                'divides a group whose rewards are all equal by a deviation of 0; want "batch" or "none"'
             ]
         )
 

@@ -49,8 +49,8 @@ def rollout_metrics(
     `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
     that nothing was there to compute from. `frac_reward_zero_std` is the share of groups that the `baseline`
     leaves without an advantage: those without variance, or, with the baseline `batch_mean`, all groups of a
-    batch step without variance; None: a group's baseline. A metric that a reward logged is there under its own name, unless one of
-    these has it.
+    batch step without variance; None: a group's baseline. A metric that a reward logged is there under its
+    own name, unless one of these has it.
     """
     rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
     values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)

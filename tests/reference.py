@@ -87,7 +87,7 @@ def sequence_ratio(spec, d_t):
 
 
 def correction(spec, d_t):
-    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, and the sequence forms."""
+    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, the sequence forms."""
     if spec.correction == "none":
         return [1.0] * len(d_t)
     ratios, q = [math.exp(d) for d in d_t], sequence_ratio(spec, d_t)
@@ -210,7 +210,16 @@ def policy_loss(
                 out.grad_scale[i, u] += term.r_size * r * inside * slope / share[i]
             edges += ratio_edges(spec, x[t], r)
             seen.append(
-                {"row": i, "r": r, "a": adv[i], "k": term.k, "d": d[t], "drift": drift[t], "w": weights[t], "h": h}
+                {
+                    "row": i,
+                    "r": r,
+                    "a": adv[i],
+                    "k": term.k,
+                    "d": d[t],
+                    "drift": drift[t],
+                    "w": weights[t],
+                    "h": h,
+                }
             )
     out.margin = min(edges)
     out.stats = statistics(spec, seen, mask, out.loss)

@@ -68,7 +68,7 @@ def test_scaling_a_groups_rewards_changes_only_the_floor(rewards, factor, name):
     scale=st.sampled_from(SCALES),
 )
 def test_equal_rewards_give_exactly_zero(size, value, name, scale):
-    """With a group's baseline a group without variance has A = 0 to the last bit, beside one that has some."""
+    """With a group's baseline a group without variance has A = 0 to the last bit, beside one with some."""
     rewards = np.full((2, size), value, np.float32)
     rewards[1, 0] += np.float32(abs(value) + 1.0)
     adv = advantages(rewards, baseline=name, scale=scale)
@@ -82,7 +82,7 @@ def test_a_batch_of_equal_rewards_gives_exactly_zero(size, value, scale):
 
 
 def test_the_batch_baseline_moves_groups_without_variance():
-    """Groups (1, 1), (0, 0), (1, 0): the batch's mean is ½, its std √0.3 = 0.5477226; A = R − ½, or over it."""
+    """Groups (1, 1), (0, 0), (1, 0): the batch's mean is ½, its std √0.3 = 0.5477226; A = R − ½, or by it."""
     rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], np.float32)
     want = np.array([[0.5, 0.5], [-0.5, -0.5], [0.5, -0.5]])
     np.testing.assert_allclose(advantages(rewards, baseline="batch_mean", scale="none"), want, rtol=1e-6)

@@ -168,7 +168,7 @@ def test_truncation_with_a_lower_bound():
 
 
 # Two sequences with d = log π_old − log μ of (ln 2, ln 2, 0) and (ln 2, −ln 4): products 4 and ½, geometric
-# means 4^⅓ = 1.5874 and √½ = 0.7071. On-policy and with A = 1 each token of weight w adds −w to the sum of five.
+# means 4^⅓ = 1.5874 and √½ = 0.7071. On-policy and with A = 1 a token of weight w adds −w to a sum of five.
 TWO_OLD = [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]
 TWO_SAMPLER = [[-1.0 - np.log(2), -1.0 - np.log(2), -1.0], [-1.0 - np.log(2), -1.0 + np.log(4), 0.0]]
 
