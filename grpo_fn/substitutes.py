@@ -17,6 +17,7 @@ import mlx.nn as nn
 from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
 from grpo_fn.gated_mlp import down_of_gated
+from grpo_fn.quirks import put_right
 from grpo_fn.rope_kernels import rope, takes_heads
 
 
@@ -26,6 +27,7 @@ def use_own_functions(module: nn.Module) -> int:
     The model computes the same, to rounding. Layers that reach those functions in another way are left
     alone, and a second call changes nothing.
     """
+    put_right(module)
     changed = 0
     for layer in module.modules():
         kind = _with_own_functions(type(layer))
