@@ -1,7 +1,6 @@
 """Faults of single mlx-lm models that are put right in one instance, by name: no property tells them."""
 
-import sys
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,12 +15,13 @@ def put_right(module: nn.Module) -> None:
 def _put_phi3small_right(module: nn.Module) -> None:
     """It writes −inf at ids that a smaller vocabulary does not have, past the end of the logits; and its
     block-sparse layers add their causal mask of booleans to the scores, so that they see later tokens."""
-    vocabulary = module.args.vocab_size
-    unused = [n for n in module._dummy_tokenizer_ids.tolist() if n < vocabulary]
-    module._dummy_tokenizer_ids = mx.array(unused, mx.int32)
-    kind: Any = sys.modules[type(module).__module__]
+    from mlx_lm.models import phi3small
 
-    class Attention(kind.Attention):
+    model = cast(Any, module)
+    unused = [n for n in model._dummy_tokenizer_ids.tolist() if n < model.args.vocab_size]
+    model._dummy_tokenizer_ids = mx.array(unused, mx.int32)
+
+    class Attention(phi3small.Attention):
         def _block_sparse_attention(
             self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
         ) -> mx.array:
@@ -30,5 +30,5 @@ def _put_phi3small_right(module: nn.Module) -> None:
             return super()._block_sparse_attention(queries, keys, values, scale, mask)
 
     for layer in module.modules():
-        if type(layer) is kind.Attention and layer.block_sparse:
+        if type(layer) is phi3small.Attention and layer.block_sparse:
             layer.__class__ = Attention

@@ -121,7 +121,7 @@ def loss_metrics(
     }
 
 
-def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, float]:
+def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
     """TRL's names: one for both sides of a clip, another for cispo, which caps its weight."""
     if sides == ("low", "high"):
         return {
