@@ -123,9 +123,9 @@ class PrefixCache(OneToken):
 
         w_pgkrl = layout.by_prompt(weights[..., :length])
         w_pknl = w_pgkrl.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, length)
-        from_prompt = (w_pknl @ prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
-        out = layout.by_row(from_prompt) + weights[..., length:] @ values
-        return out.reshape(rows, heads, 1, out.shape[-1])
+        from_prompt = wide_product(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
+        out = layout.by_row(from_prompt) + wide_product(weights[..., length:], values)
+        return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
         """Keep these rows, and of the prompts those that still have one (None: all)."""
@@ -137,6 +137,17 @@ class PrefixCache(OneToken):
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
+
+
+def wide_product(a: mx.array, b: mx.array) -> mx.array:
+    """a @ b, in float32 on a CPU, where that is also the faster product.
+
+    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is. Rounded
+    twice, log-probs were up to 0.12 nats from the learner's.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return a @ b
 
 
 def sharing_pays() -> bool:
