@@ -168,8 +168,8 @@ def loss_sum(
         return (values_bt * mask_bt).sum() / mx.maximum(seen, 1)
 
     def share(clipped_bt: mx.array) -> mx.array:
-        clipped_bt = clipped_bt & counted_bt
-        clipped = clipped_bt.any(axis=1) if spec.level == "sequence" else clipped_bt  # one ratio a row
+        # At masked positions the ratio is 1, or the row's.
+        clipped = clipped_bt.any(axis=1) if spec.level == "sequence" else clipped_bt
         return clipped.sum() / mx.maximum(num_ratios, 1)
 
     def extreme(values_bt: mx.array, least: bool) -> mx.array:

@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant("clip-reported-by-all", "losses", ' & ("low" in sides)', ""),
     Mutant("clip-share-of-tokens", "losses", 'rows if spec.level == "sequence" else seen', "seen"),
-    Mutant("clip-of-masked-tokens", "losses", "clipped_bt & counted_bt", "clipped_bt"),
+    Mutant("clip-of-places", "losses", 'clipped_bt.any(axis=1) if spec.level == "sequence" else', ""),
     Mutant("mismatch-k1-sign", "losses", "mean(-d_bt)", "mean(d_bt)"),
     Mutant("mismatch-clamped", "losses", "mean(mx.abs(difference_bt))", "mean(mx.abs(d_bt))"),
     Mutant("ess-unsquared", "losses", "mean(mx.square(is_ratio_bt))", "mean(is_ratio_bt)"),

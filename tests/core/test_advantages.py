@@ -230,6 +230,14 @@ def test_gdpo_by_hand():
     np.testing.assert_allclose(adv, [[0.41330, -0.41330]], rtol=2e-3)
 
 
+@given(value=st.floats(-1e3, 1e3, width=32), size=st.integers(2, 9))
+def test_gdpo_of_equal_rewards_is_exactly_zero(value, size):
+    """Not the rounding of r − mean divided by the floor: 0.1 seven times has a mean that is not 0.1."""
+    rewards = np.full((1, size), value, np.float32)
+    total = combined(rewards, np.ones(1, np.float32), aggregate="normalize_then_sum", group_size=size)
+    assert (total == 0.0).all()
+
+
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_gdpo_needs_a_group_size_that_divides(size):
     """Without a group size of at least 2 that divides the completions, normalising has no meaning."""

@@ -68,13 +68,3 @@ def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set
     assert stats.clip_high.item() == pytest.approx(high) and stats.clip_low.item() == 0.0
     for name in names & {"clip_ratio/high_mean", "cispo_clip_ratio"}:
         assert metrics[name] == pytest.approx(high)
-
-
-def test_shares_of_sequences_merge_by_sequences() -> None:
-    """A part of one long clipped sequence and one of three short ones that are not: a quarter, not 8/11."""
-    spec = g.LossSpec(level="sequence")
-    long = g.policy_loss(
-        mx.full((1, 8), 1.0), mx.ones(1), mx.ones((1, 8)), spec, old_logp_bt=mx.zeros((1, 8))
-    )
-    short = g.policy_loss(mx.zeros((3, 1)), mx.ones(3), mx.ones((3, 1)), spec, old_logp_bt=mx.zeros((3, 1)))
-    assert g.merge_stats([long[1], short[1]]).clip_high.item() == pytest.approx(0.25)
