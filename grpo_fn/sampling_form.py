@@ -1,5 +1,6 @@
 """What a model is while it samples: the same function, with fewer products to launch.
 
+unpacking  packed weights in full size, where they are small
 merging    LoRA's and DoRA's adapters as part of the weights that they adapt
 joining    products of one input with several weights as one, on CUDA
 blocking   weights in blocks that one core multiplies by itself, where rows are decoded in `lanes`
@@ -16,15 +17,20 @@ from grpo_fn.blocking import blockable, blocked_products
 from grpo_fn.joining import joinable, joined_products
 from grpo_fn.merging import mergeable, merged_adapters
 from grpo_fn.rotation import rotations
+from grpo_fn.unpacking import unpacked_weights
 
 
 @contextmanager
 def sampling_form(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Module]:
     """The module in that form, until the end of the `with` block."""
-    with merged_adapters(module), joined_products(module), ExitStack() as blocked:
+    with ExitStack() as form:
+        plain = form.enter_context(unpacked_weights(module))
+        mx.eval([layer.parameters() for layer in plain])
+        form.enter_context(merged_adapters(module))
+        form.enter_context(joined_products(module))
         if lanes:
-            blocked.enter_context(blocked_products(module))
-            blocked.enter_context(rotations(module))
+            form.enter_context(blocked_products(module))
+            form.enter_context(rotations(module))
         yield module
 
 
@@ -33,7 +39,8 @@ def sampling_form_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, l
 
     None: in the dtype that each weight has. Nothing is computed: read off shapes.
     """
-    layers = [layer.linear for _, layer in mergeable(module, compute)]
-    layers += [layer for group in joinable(module, compute) for _, layer in group]
-    layers += [layer for group in blockable(module, compute) for _, layer in group] if lanes else []
-    return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
+    with unpacked_weights(module, compute) as layers:
+        layers = [*layers, *[layer.linear for _, layer in mergeable(module, compute)]]
+        layers += [layer for group in joinable(module, compute) for _, layer in group]
+        layers += [layer for group in blockable(module, compute) for _, layer in group] if lanes else []
+        return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
