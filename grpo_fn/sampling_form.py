@@ -25,8 +25,12 @@ def sampling_form(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Modu
     """The module in that form, until the end of the `with` block."""
     with ExitStack() as form:
         plain = form.enter_context(unpacked_weights(module))
-        mx.eval([layer.parameters() for layer in plain])
         form.enter_context(merged_adapters(module))
+        inside = {id(layer) for layer in module.modules()}
+        for layer in plain:
+            if id(layer) not in inside:  # merged: the layer with adapters is held until it is put back
+                layer.update({"weight": mx.zeros(())})
+        mx.eval([layer.parameters() for layer in plain])
         form.enter_context(joined_products(module))
         if lanes:
             form.enter_context(blocked_products(module))
@@ -39,8 +43,10 @@ def sampling_form_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, l
 
     None: in the dtype that each weight has. Nothing is computed: read off shapes.
     """
-    with unpacked_weights(module, compute) as layers:
-        layers = [*layers, *[layer.linear for _, layer in mergeable(module, compute)]]
+    with unpacked_weights(module, compute) as plain:
+        layers = [layer.linear for _, layer in mergeable(module, compute)]
+        merged = {id(layer) for layer in layers}
+        layers += [layer for layer in plain if id(layer) not in merged]
         layers += [layer for group in joinable(module, compute) for _, layer in group]
         layers += [layer for group in blockable(module, compute) for _, layer in group] if lanes else []
         return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
