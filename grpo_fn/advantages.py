@@ -5,6 +5,7 @@ import mlx.core as mx
 from grpo_fn.guards import check_choice, check_rank, check_shape
 
 STD_EPSILON = 1e-4  # TRL's; added to a standard deviation before dividing by it
+_FLOAT32_EPSILON = 2.0**-23
 BASELINES = ("group_mean", "leave_one_out", "batch_mean")
 SCALES = ("group", "batch", "none")
 AGGREGATES = ("sum_then_normalize", "normalize_then_sum")
@@ -67,12 +68,14 @@ def group_advantages(
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), or `batch_mean`
             (GDPO's second normalisation).
         scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
-            Bessel-corrected, as in TRL.
+            Bessel-corrected, as in TRL. Beside `batch_mean` take `batch` or `none`: the deviation of a group
+            without variance is 0.
         valid_pg: False for completions to leave out, [P,G]; a NaN reward always is.
 
     Returns:
-        adv_pg float32. A completion left out has 0 and stands outside its group's statistics. A group whose
-        rewards are all equal, or with fewer than two of them, has exactly 0.
+        adv_pg float32. A completion left out has 0 and stands outside its group's statistics. With a group
+        baseline, a group whose rewards are all equal, or with fewer than two of them, has exactly 0. With
+        `batch_mean` it has R − mean of the batch, and only a batch whose rewards are all equal has exactly 0.
 
     Raises:
         ValueError: a name or shape is wrong, or G < 2 with a group baseline.
@@ -99,14 +102,14 @@ def group_advantages(
         others_p1 = mx.maximum(count_p1 - 1, 1)
         base_pg = (mean_p1 * count_p1 - rewards_pg) / others_p1
     else:
-        base_pg = _mean(*batch_11)
+        base_pg = _batch_mean(*batch_11)
     adv_pg = rewards_pg - base_pg
     if scale == "group":
         adv_pg = adv_pg / (_std(rewards_pg, given_pg) + STD_EPSILON)
     elif scale == "batch":
         adv_pg = adv_pg / (_std(*batch_11) + STD_EPSILON)
-    takes_part_pg = given_pg & _varies(rewards_pg, given_pg)
-    return mx.where(takes_part_pg, adv_pg, 0.0)
+    compared = batch_11 if baseline == "batch_mean" else (rewards_pg, given_pg)
+    return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
 
 
 def overlong_penalty(
@@ -129,6 +132,16 @@ def overlong_penalty(
 
 def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
     return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
+
+
+def _batch_mean(values_1b: mx.array, given_1b: mx.array) -> mx.array:
+    """The mean, and exactly 0 where it is no more than the rounding of its sum.
+
+    GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
+    """
+    mean_11 = _mean(values_1b, given_1b)
+    rounding_11 = _FLOAT32_EPSILON * mx.abs(values_1b).sum(axis=1, keepdims=True)
+    return mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)
 
 
 def _std(values_pg: mx.array, given_pg: mx.array) -> mx.array:

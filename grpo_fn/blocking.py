@@ -19,7 +19,9 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.elementwise import is_one_token
 from grpo_fn.joining import SIBLINGS, Group, OneInput
-from grpo_fn.substitutes import is_linear
+from grpo_fn.packed import unpack_rows
+from grpo_fn.substitutes import is_linear, is_packed
+from grpo_fn.unpacking import unpacked_weights
 
 ROWS, WIDTH = 16, 256  # of one block's product, at most
 # Rows · width · columns up to which OpenBLAS keeps a product on one thread (interface/gemm.c: 4 · 2^16).
@@ -128,8 +130,15 @@ def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]
 
 
 def takes_blocks(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether blocks of the module's products are small enough to be held beside them; or it has none."""
-    return sum(layer.weight.size for _, layer in _plain(module, compute)) * mx.float32.size <= MOST_BYTES
+    """Whether blocks of the module's products are small enough to be held beside them; or it has none.
+
+    Not so with packed weights that are too large to be unpacked for the rollout: each lane would unpack them
+    for itself.
+    """
+    with unpacked_weights(module, compute):
+        if unpack_rows() and any(is_packed(layer) for layer in module.modules()):
+            return False
+        return sum(layer.weight.size for _, layer in _plain(module, compute)) * mx.float32.size <= MOST_BYTES
 
 
 def _plain(module: nn.Module, compute: mx.Dtype | None) -> Iterator[tuple[str, Any]]:

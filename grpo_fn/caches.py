@@ -33,7 +33,8 @@ def ragged_caches(model: nn.Module, rows: int) -> Caches:
 def takes_ragged(model: nn.Module) -> bool:
     """Whether rows of different lengths can share a batch: the caches have a form for it, and the model too.
 
-    Found by building a call, not computing it: some attention layers cannot take a mask for each row.
+    Found by building a call, not computing it: some attention layers cannot take a mask for each row. Only a
+    model that `shares_keys` is computed: it may take a position from the number of keys (afm7).
     """
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -48,7 +49,55 @@ def takes_ragged(model: nn.Module) -> bool:
         model(mx.zeros((_PROBE_ROWS, 2), mx.int32), cache=caches)
     except UNFIT:
         return False
-    return True
+    return not shares_keys(model) or _ragged_is_right(model)
+
+
+def shares_keys(model: nn.Module) -> bool:
+    """Whether some layers attend to keys and values that others have cached: fewer caches than layers."""
+    return len(plain_caches(model)) < len(getattr(model, "layers", None) or [])
+
+
+def needs_caches(model: nn.Module) -> bool:
+    """Whether the model computes something else without caches: then it would not train what it decodes.
+
+    Only looked for, by computing a few tokens, in models that `shares_keys`: without caches to share, layers
+    of gemma3n have keys of their own.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    if not hasattr(model, "make_cache") or not shares_keys(model):
+        return False
+    caches = plain_caches(model)
+    if not all(type(cache) in (KVCache, RotatingKVCache) for cache in caches):
+        return False
+    tokens_1l = mx.array([_PROBE])
+    return not _same_numbers(model(tokens_1l, None), model(tokens_1l, cache=caches))
+
+
+_PROBE = list(range(1, 13))  # token ids
+
+
+def _ragged_is_right(model: nn.Module) -> bool:
+    """Whether a long and a short row that are decoded together have the logits that each has alone."""
+    rows = [_PROBE, _PROBE[:3]]
+    caches = ragged_caches(model, 2)
+    longest = len(rows[0]) - 1
+    body_bl = mx.array([[*row[:-1], *[0] * (longest + 1 - len(row))] for row in rows])
+    prepare_padding(caches, [len(row) - 1 for row in rows], longest)
+    model(body_bl, cache=caches)
+    finish_padding(caches)
+    together = model(mx.array([row[-1:] for row in rows]), cache=caches)[:, -1]
+    alone = mx.concatenate([model(mx.array([row]), cache=plain_caches(model))[:, -1] for row in rows])
+    return _same_numbers(together, alone)
+
+
+def _same_numbers(one: mx.array, other: mx.array) -> bool:
+    """Whether two arrays of logits are the same but for rounding."""
+    tolerance = 1e-2 if one.dtype == mx.float32 else 0.1
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    finite = mx.isfinite(one) & mx.isfinite(other)
+    difference = mx.where(finite, mx.abs(one - other), 0.0).max()
+    return bool((difference <= tolerance * mx.where(finite, mx.abs(other), 0.0).max()).item())
 
 
 def prepare_padding(caches: Caches, lengths: list[int], padded: int) -> None:

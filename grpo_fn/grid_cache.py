@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from grpo_fn.blocking import PRODUCT, divisor
 from grpo_fn.elementwise import softmax
-from grpo_fn.prefixes import OneToken
+from grpo_fn.prefixes import OneToken, wide_product
 
 ROOM = 64  # positions: to a multiple of that many prompts are cut
 # Prompts up to this length stand in each of their rows' own part: a fifth fewer operations, but copies.
@@ -69,10 +69,10 @@ class Prompts:
         return s_pkcmrl.reshape(prompts, shared, *rows, self.length)
 
     def mixed(self, w_pkgrl: mx.array) -> mx.array:
-        """Sums [P,K,G,R,D] of all values with weights [P,K,G,R,L]."""
+        """Sums [P,K,G,R,D] of all values with weights [P,K,G,R,L], in float32."""
         prompts, shared, *rows, _ = w_pkgrl.shape
         w_pkmrcl = w_pkgrl.reshape(prompts, shared, -1, self._few(rows), self._parts, self.keys.shape[-1])
-        out_pkcmrd = w_pkmrcl.transpose(0, 1, 4, 2, 3, 5) @ self.values
+        out_pkcmrd = wide_product(w_pkmrcl.transpose(0, 1, 4, 2, 3, 5), self.values)
         out_pkcmrd = out_pkcmrd.sum(axis=2) if self._parts > 1 else out_pkcmrd
         return out_pkcmrd.reshape(prompts, shared, *rows, -1)
 
@@ -114,8 +114,9 @@ class GridCache(OneToken):
         both = mx.concatenate([scores_pkgrl.swapaxes(1, 2), own_bkrt.reshape(*grid, room)], axis=-1)
         weights_pgkrx = self._weights(both)
         of_prompt = self.prompt.mixed(weights_pgkrx[..., :length].swapaxes(1, 2)).swapaxes(1, 2)
-        of_own = weights_pgkrx[..., length:].reshape(own_bkrt.shape) @ values
-        return (of_prompt + of_own.reshape(of_prompt.shape)).reshape(*queries.shape[:-1], -1)
+        of_own = wide_product(weights_pgkrx[..., length:].reshape(own_bkrt.shape), values)
+        out = (of_prompt + of_own.reshape(of_prompt.shape)).astype(queries.dtype)
+        return out.reshape(*queries.shape[:-1], -1)
 
     def _weights(self, scores: mx.array) -> mx.array:
         scores = mx.where(self.seen, scores, mx.finfo(scores.dtype).min)

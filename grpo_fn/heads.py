@@ -13,6 +13,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
@@ -31,6 +32,7 @@ class HeadSplit:
         or scale · x without a cap; else None.
     scale: that number.
     cap: that number; None: no cap.
+    over_caches: whether the model has to be given caches of its own to compute what it decodes.
     """
 
     path: tuple[str, ...] | None
@@ -38,6 +40,7 @@ class HeadSplit:
     weight: str | None
     scale: float = 1.0
     cap: float | None = None
+    over_caches: bool = False
 
     def backbone(self, module: nn.Module) -> Any:
         """The part of `module` that maps token ids to hidden states."""
@@ -48,7 +51,11 @@ class HeadSplit:
     def hidden(self, module: nn.Module, tokens_bl: mx.array) -> mx.array:
         """[B,L] token ids to hidden states [B,L,D]."""
         # The second argument, the cache, has no default everywhere.
-        return self.backbone(module)(tokens_bl, None)
+        return self.backbone(module)(tokens_bl, self.caches(module))
+
+    def caches(self, module: nn.Module) -> Caches | None:
+        """What a forward over whole rows is given as its caches."""
+        return plain_caches(module) if self.over_caches else None
 
     def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
         """[N,D] hidden states to [N,V] logits, by the module with the leaves that it now holds."""
@@ -93,6 +100,10 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
         trainable: names of its trainable leaves; where there are none `weight` is not looked for, which takes
             several products with the head's matrix and serves the learner alone.
     """
+    return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
+
+
+def _split(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
     path = _backbone_path(module)
     if path is None:
         return HeadSplit(None, (), None)

@@ -2,15 +2,20 @@
 
 Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token that
 π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
+
+Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL
+is largest; without any, one token could outweigh a whole batch.
 """
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
 
-from grpo_fn.guards import check_choice, clamp_log
+from grpo_fn.guards import LOG_RATIO_LIMIT, check_choice
 
-K3_LIMIT = 1e4  # a single token past this says "broken", not "how broken"
+K3_LINEAR_FROM = math.log(1e4)  # y = 9.21, where the slope is 1e4 − 1
+LIMIT = 1e6  # nats: a log-probability of −inf counts as this, so that the estimate is a number
 
 
 def k1(y: mx.array) -> mx.array:
@@ -19,13 +24,21 @@ def k1(y: mx.array) -> mx.array:
 
 
 def k2(y: mx.array) -> mx.array:
-    """y²/2: never negative, biased in the third order; its gradient is that of KL(π_θ ‖ π_ref)."""
-    return mx.square(y) / 2
+    """y²/2: never negative, biased in the third order; its gradient is that of KL(π_θ ‖ π_ref).
+
+    Past |y| = 20 its tangent there, 20·|y| − 200.
+    """
+    near = mx.clip(y, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return near * (y - near / 2)
 
 
 def k3(y: mx.array) -> mx.array:
-    """exp(y) − y − 1: unbiased and never negative; at most 1e4."""
-    return mx.minimum(mx.exp(y) - y - 1, K3_LIMIT)
+    """exp(y) − y − 1: unbiased and never negative.
+
+    Past y = ln 1e4 its tangent there: e^y becomes 1e4·(1 + y − ln 1e4).
+    """
+    near = mx.minimum(y, K3_LINEAR_FROM)
+    return mx.exp(near) * (1 + (y - near)) - y - 1
 
 
 ESTIMATORS: dict[str, Callable[[mx.array], mx.array]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -46,4 +59,4 @@ def kl_estimate(kind: str, logp: mx.array, ref_logp: mx.array) -> mx.array:
         ValueError: `kind` is unknown.
     """
     check_choice("kl", kind, ESTIMATORS)
-    return ESTIMATORS[kind](clamp_log(ref_logp - logp))
+    return ESTIMATORS[kind](mx.clip(ref_logp - logp, -LIMIT, LIMIT))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-_SUMMED = ("denominator", "num_tokens", "num_sequences")
+_SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
@@ -17,8 +17,9 @@ class LossStats(NamedTuple):
     num_sequences: mx.array  # rows with a counted token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
     entropy: mx.array  # mean entropy of π_θ, nats
-    clip_low: mx.array  # share of tokens with r < 1−ε_low and A < 0
-    clip_high: mx.array  # share of tokens with r > 1+ε_high and A > 0
+    num_ratios: mx.array  # what the next three are shares of: the tokens, at level `sequence` the sequences
+    clip_low: mx.array  # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
+    clip_high: mx.array  # share with r > 1+ε_high and A > 0; the same
     clip_region: mx.array  # the two together
     ratio_mean: mx.array  # r = π_θ/π_old of the spec's level
     ratio_min: mx.array
@@ -57,6 +58,9 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
             worst = mx.where(present, column, mx.inf if least else -mx.inf)
             extreme = worst.min() if least else worst.max()
             merged[name] = mx.where(present.any(), extreme, 0.0)
+        elif name.startswith("clip_"):
+            ratios = columns["num_ratios"]
+            merged[name] = (column * ratios).sum() / mx.maximum(ratios.sum(), 1)
         else:
             merged[name] = (column * tokens).sum() / mx.maximum(tokens.sum(), 1)
     return LossStats(**merged)

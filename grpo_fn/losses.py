@@ -13,7 +13,7 @@ from grpo_fn.kl import kl_estimate
 from grpo_fn.loss_stats import LossStats
 from grpo_fn.ratios import policy_ratio, rollout_correction
 from grpo_fn.specs import LossSpec
-from grpo_fn.surrogates import SURROGATES
+from grpo_fn.surrogates import CLIPPED_SIDES, SURROGATES
 
 
 def empty_stats(
@@ -157,12 +157,20 @@ def loss_sum(
     total = summed_b.sum()
     denominator = _denominator(spec, sequences, tokens, max_completion_length)
 
-    low_bt = (ratio_bt < 1 - spec.epsilon_low) & (adv_b1 < 0)
-    high_bt = (ratio_bt > 1 + spec.upper_epsilon) & (adv_b1 > 0)
+    sides = CLIPPED_SIDES.get(spec.surrogate, ())
+    low_bt = (ratio_bt < 1 - spec.epsilon_low) & (adv_b1 < 0) & ("low" in sides)
+    high_bt = (ratio_bt > 1 + spec.upper_epsilon) & (adv_b1 > 0) & ("high" in sides)
     seen = length_b.sum()
+    rows = (length_b > 0).astype(mx.float32).sum()
+    num_ratios = rows if spec.level == "sequence" else seen
 
     def mean(values_bt: mx.array) -> mx.array:
         return (values_bt * mask_bt).sum() / mx.maximum(seen, 1)
+
+    def share(clipped_bt: mx.array) -> mx.array:
+        # At masked positions the ratio is 1, or the row's.
+        clipped = clipped_bt.any(axis=1) if spec.level == "sequence" else clipped_bt
+        return clipped.sum() / mx.maximum(num_ratios, 1)
 
     def extreme(values_bt: mx.array, least: bool) -> mx.array:
         kept = mx.where(counted_bt, values_bt, mx.inf if least else -mx.inf)
@@ -173,12 +181,13 @@ def loss_sum(
         loss=total / mx.maximum(denominator, 1e-30),
         denominator=denominator,
         num_tokens=seen,
-        num_sequences=(length_b > 0).astype(mx.float32).sum(),
+        num_sequences=rows,
         kl=mean(kl_bt),
         entropy=mean(clean_entropy_bt),
-        clip_low=mean(low_bt),
-        clip_high=mean(high_bt),
-        clip_region=mean(low_bt | high_bt),
+        num_ratios=num_ratios,
+        clip_low=share(low_bt),
+        clip_high=share(high_bt),
+        clip_region=share(low_bt | high_bt),
         ratio_mean=mean(ratio_bt),
         ratio_min=extreme(ratio_bt, True),
         ratio_max=extreme(ratio_bt, False),

@@ -2,18 +2,34 @@
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each row. From
 `unpack_rows` rows on the weight is therefore unpacked for the one product, and a dense product taken with it:
-the same numbers, memory for one layer at a time, and a cost that does not grow.
+the same numbers, memory for a part of one layer at a time, and a cost that does not grow.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from grpo_fn.cuda_kernels import has_cuda
+from grpo_fn.elementwise import anew
 from grpo_fn.trees import from_names
+
+# Rows of a product from which a packed weight is unpacked first. The CPU's was measured, CUDA's is taken from
+# rates at 1, 16 and 128 rows, and Metal, whose own kernels batch, never unpacks.
+UNPACK_ROWS = {"cpu": 4, "cuda": 8, "metal": 0}
+PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
+
+
+def unpack_rows() -> int:
+    """`UNPACK_ROWS` of the device that computes; 0: never."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return UNPACK_ROWS["cpu"]
+    return UNPACK_ROWS["cuda" if has_cuda() else "metal"]
 
 
 @attrs.frozen
@@ -42,6 +58,41 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
         mode=mode.mode,
         dtype=dtype,
     )
+
+
+@functools.cache
+def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
+    """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part by part.
+
+    Its backward pass unpacks W once more: kept, all layers' weights would be in memory in full size. Packed
+    weights have no gradient.
+    """
+
+    @mx.custom_function
+    def product(x: mx.array, *packed: mx.array) -> mx.array:
+        parts = [x @ weight.T for weight in _unpacked(packed, mode, x.dtype)]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    @product.vjp
+    def product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+        x, *packed = primals
+        slopes, start = mx.zeros_like(x), 0
+        for weight in _unpacked(anew(packed, cotangent), mode, x.dtype):
+            stop = start + weight.shape[0]
+            slopes, start = slopes + cotangent[..., start:stop] @ weight, stop
+        return (slopes, *[mx.zeros_like(array) for array in packed])
+
+    return cast(Callable[..., mx.array], product)
+
+
+def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> Iterable[mx.array]:
+    """The matrix that packed weights, scales and biases stand for, in parts of some of its rows each."""
+    out, words = packed[0].shape
+    width = words * 32 // mode.bits
+    rows = max(int(PART_BYTES / (width * dtype.size)), 1)
+    for start in range(0, out, rows):
+        part = [array[start : start + rows] for array in packed] if rows < out else packed
+        yield dequantize(dict(zip(("weight", "scales", "biases"), part, strict=False)), mode, dtype)
 
 
 def packed_names(name: str, mode: QuantMode) -> list[str]:
@@ -99,7 +150,8 @@ class _Packed(nn.Module):
         """x [..., in] times the weight's transpose."""
         rows = x.size // x.shape[-1]
         if self._unpack_rows and rows >= self._unpack_rows:
-            return x @ dequantize(self, self._mode, x.dtype).T
+            parts = [self[name] for name in packed_names("weight", self._mode)]
+            return unpacked_product(self._mode)(x, *parts)
         return mx.quantized_matmul(
             x,
             self["weight"],

@@ -149,7 +149,7 @@ class Policy:
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
         """Next-token logits [B,L,V] in the compute dtype; a cache, where given, is advanced."""
         with self.bound(params) as module:
-            return module(tokens_bl, cache=cache)
+            return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
 
     def hidden(self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.

@@ -13,13 +13,26 @@ if TYPE_CHECKING:
     from grpo_fn.specs import LossSpec
 
 LEVELS = ("token", "sequence")
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_mask")
+CORRECTIONS = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_mask_weighted",
+)
+SEQUENCE_RATIOS = ("geometric", "product")
+
+
+def sequence_sum(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
+    """Sum over each row's counted tokens, [B,1]."""
+    return (values_bt * mask_bt).sum(axis=1, keepdims=True)
 
 
 def sequence_mean(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
     """Mean over each row's counted tokens, [B,1]; 0 for a row that has none."""
     length = mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)
-    return (values_bt * mask_bt).sum(axis=1, keepdims=True) / length
+    return sequence_sum(values_bt, mask_bt) / length
 
 
 def policy_ratio(logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, level: str) -> mx.array:
@@ -50,21 +63,32 @@ def rollout_correction(
 ) -> RolloutMismatch:
     """Weights that correct for sampling from μ ≠ π_old.
 
-    `token_truncate` is truncated importance sampling (FlashRL), `token_mask` IcePop's masked form,
-    `sequence_mask` drops a row whose geometric mean ratio leaves `sequence_range`; a `sequence_range`
-    beside a token form applies both. All arrays are float32 [B,T], finite at masked positions; no gradient
-    flows.
+    With q = exp(mean of d) of a row (`sequence_ratio` "geometric") or exp(Σ d) ("product"), the weight is
+
+        token_truncate           exp d between `correction_floor` and `correction_cap` (FlashRL; TRL)
+        token_mask               exp d inside `correction_range`, else 0 (IcePop; TRL)
+        sequence_truncate        q between floor and cap, at every token (TRL, with the product)
+        sequence_mask            1
+        sequence_mask_weighted   q (TRL's `sequence_mask`, with the product)
+
+    and, with a `sequence_range`, 0 for a row whose q leaves it. All arrays are float32 [B,T], finite at
+    masked positions; no gradient flows.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
     ratio_bt = exp(d_bt)
+    log_q_b1 = (sequence_sum if spec.sequence_ratio == "product" else sequence_mean)(d_bt, mask_bt)
+    q_b1 = exp(clamp_log(log_q_b1))
     weight_bt = mx.ones_like(ratio_bt)
     if spec.correction == "token_truncate":
-        weight_bt = mx.minimum(ratio_bt, spec.correction_cap)
+        weight_bt = mx.clip(ratio_bt, spec.correction_floor, spec.correction_cap)
     elif spec.correction == "token_mask":
         low, high = spec.correction_range
         weight_bt = mx.where((ratio_bt >= low) & (ratio_bt <= high), ratio_bt, 0.0)
+    elif spec.correction == "sequence_truncate":
+        weight_bt = weight_bt * mx.clip(q_b1, spec.correction_floor, spec.correction_cap)
+    elif spec.correction == "sequence_mask_weighted":
+        weight_bt = weight_bt * q_b1
     if spec.sequence_range is not None:
         low, high = spec.sequence_range
-        mean_ratio_b1 = exp(clamp_log(sequence_mean(d_bt, mask_bt)))
-        weight_bt = mx.where((mean_ratio_b1 >= low) & (mean_ratio_b1 <= high), weight_bt, 0.0)
+        weight_bt = mx.where((q_b1 >= low) & (q_b1 <= high), weight_bt, 0.0)
     return RolloutMismatch(d_bt, ratio_bt, weight_bt)

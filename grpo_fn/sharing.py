@@ -10,19 +10,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.batches import Batch
-from grpo_fn.caches import plain_caches, takes_ragged
+from grpo_fn.caches import plain_caches, shares_keys, takes_ragged
 from grpo_fn.policy import Policy
 from grpo_fn.trees import Tree
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer keeps a plain cache of keys and values, and takes a mask for each row.
+    """Whether every layer keeps a plain cache of keys and values of its own, and takes a mask for each row.
 
-    Not so with sliding windows and recurrent states.
+    Not so with sliding windows, recurrent states, and layers that attend to what others have cached.
     """
     from mlx_lm.models.cache import KVCache
 
-    return takes_ragged(module) and all(type(cache) is KVCache for cache in plain_caches(module))
+    plain = all(type(cache) is KVCache for cache in plain_caches(module))
+    return plain and not shares_keys(module) and takes_ragged(module)
 
 
 def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:

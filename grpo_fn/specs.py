@@ -9,7 +9,7 @@ import attrs
 
 from grpo_fn.guards import check_choice
 from grpo_fn.kl import ESTIMATORS
-from grpo_fn.ratios import CORRECTIONS, LEVELS
+from grpo_fn.ratios import CORRECTIONS, LEVELS, SEQUENCE_RATIOS
 from grpo_fn.surrogates import SURROGATES
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
@@ -41,11 +41,13 @@ class LossSpec:
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     correction: str = "none"  # for a sampler that is not π_old
-    correction_cap: float = 2.0  # C of token_truncate
+    correction_cap: float = 2.0  # C of token_truncate and sequence_truncate
+    correction_floor: float = 0.0  # their lower bound
     correction_range: tuple[float, float] = attrs.field(default=(0.5, 5.0), converter=_pair)  # token_mask
     sequence_range: tuple[float, float] | None = attrs.field(
         default=None, converter=attrs.converters.optional(_pair)
     )
+    sequence_ratio: str = "geometric"  # a sequence's π_old/μ: geometric mean over its tokens, or product
     beta: float = 0.0  # coefficient of the KL to the reference; 0: no reference is needed
     kl: str = "k3"
     kl_bias_corrected: bool = False  # multiply the estimate by r
@@ -70,6 +72,7 @@ class LossSpec:
         check_choice("level", self.level, LEVELS)
         check_choice("surrogate", self.surrogate, SURROGATES)
         check_choice("correction", self.correction, CORRECTIONS)
+        check_choice("sequence_ratio", self.sequence_ratio, SEQUENCE_RATIOS)
         check_choice("kl", self.kl, ESTIMATORS)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check(0 <= self.epsilon_low < 1, "epsilon_low", self.epsilon_low, "0 <= epsilon_low < 1")
@@ -77,6 +80,12 @@ class LossSpec:
         for name in ("sapo_tau_pos", "sapo_tau_neg", "correction_cap"):
             value = getattr(self, name)
             _check(0 < value < math.inf, name, value, f"{name} > 0")
+        _check(
+            0 <= self.correction_floor < self.correction_cap,
+            "correction_floor",
+            self.correction_floor,
+            f"0 <= correction_floor < correction_cap = {self.correction_cap}",
+        )
         for name in ("beta", "entropy_coef"):
             value = getattr(self, name)
             _check(0 <= value < math.inf, name, value, f"{name} >= 0")
@@ -113,12 +122,27 @@ class LossSpec:
             )
         if self.dual_clip is not None:
             _check(1 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "dual_clip > 1")
-        if self.correction == "sequence_mask" and self.sequence_range is None:
-            raise ValueError("correction = 'sequence_mask' needs sequence_range = (low, high)")
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        if self.correction in ("sequence_mask", "sequence_mask_weighted") and self.sequence_range is None:
+            raise ValueError(f"correction = {self.correction!r} needs sequence_range = (low, high)")
         if self.correction == "none" and self.sequence_range is not None:
             raise ValueError(
                 f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "
                 "use correction = 'sequence_mask'"
+            )
+        truncates = self.correction in ("token_truncate", "sequence_truncate")
+        if self.correction_floor > 0 and not truncates:
+            raise ValueError(
+                f"correction_floor = {self.correction_floor} has no effect with correction = "
+                f"{self.correction!r}; it is the lower bound of 'token_truncate' and 'sequence_truncate'"
+            )
+        by_sequence = self.correction == "sequence_truncate" or self.sequence_range is not None
+        if self.sequence_ratio == "product" and not by_sequence:
+            raise ValueError(
+                f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} and no "
+                "sequence_range: nothing is judged by the sequence"
             )
 
 

@@ -17,6 +17,8 @@ import mlx.nn as nn
 from grpo_fn.cuda_kernels import has_cuda
 from grpo_fn.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
 from grpo_fn.gated_mlp import down_of_gated
+from grpo_fn.packed import QuantMode, unpack_rows, unpacked_product
+from grpo_fn.quirks import put_right
 from grpo_fn.rope_kernels import rope, takes_heads
 
 
@@ -26,6 +28,7 @@ def use_own_functions(module: nn.Module) -> int:
     The model computes the same, to rounding. Layers that reach those functions in another way are left
     alone, and a second call changes nothing.
     """
+    put_right(module)
     changed = 0
     for layer in module.modules():
         kind = _with_own_functions(type(layer))
@@ -194,6 +197,39 @@ class _Linear(nn.Linear):
         return cast(mx.array, _product(x, weight_vd, *bias))
 
 
+class _QuantizedLinear(nn.QuantizedLinear):
+    own_functions = ("linear",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.size // x.shape[-1] < unpack_rows():
+            return super().__call__(x)
+        y = _packed_product(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class _QuantizedEmbedding(nn.QuantizedEmbedding):
+    own_functions = ("linear",)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return super().as_linear(x) if x.size // x.shape[-1] < unpack_rows() else _packed_product(self, x)
+
+
+def _packed_product(layer: Any, x: mx.array) -> mx.array:
+    packed = [layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None]
+    return unpacked_product(QuantMode(layer.mode, layer.bits, layer.group_size))(x, *packed)
+
+
+_PACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: _QuantizedLinear,
+    nn.QuantizedEmbedding: _QuantizedEmbedding,
+}
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether it is a plain layer of mlx with packed weights, or ours; a subclass may compute anything."""
+    return type(layer) in (*_PACKED, *_PACKED.values())
+
+
 def is_linear(layer: Any) -> bool:
     """Whether it is a plain `nn.Linear`, or ours; a subclass may compute anything."""
     return type(layer) in (nn.Linear, _Linear)
@@ -225,6 +261,8 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return _Linear
     if has_cuda() and kind is nn.RoPE:
         return _RoPE
+    if kind in _PACKED:
+        return _PACKED[kind] if unpack_rows() else kind
     names = [
         name
         for name, original in _originals().items()

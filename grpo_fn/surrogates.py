@@ -65,3 +65,10 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": sapo,
     "none": plain,
 }
+
+# At which sides of the ratio a surrogate clips, for the log; one that is not here clips nothing.
+CLIPPED_SIDES: dict[str, tuple[str, ...]] = {
+    "clip": ("low", "high"),
+    "dual_clip": ("low", "high"),
+    "cispo": ("high",),
+}

@@ -79,15 +79,18 @@ class Config:
         recipe = PRESETS[self.loss.preset]
         # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
+        of_batch = self.loss.baseline == "batch_mean" and recipe.scale == "group"
         preset_values = {
             **{name: getattr(spec, name) for name in attrs.fields_dict(type(spec))},
             "baseline": "batch_mean" if gdpo else recipe.baseline,
-            "scale": "batch" if gdpo else recipe.scale,
+            "scale": "batch" if gdpo or of_batch else recipe.scale,
             "dynamic_sampling": recipe.dynamic_sampling,
             "overlong": sections.OverlongConfig(buffer=round(recipe.overlong * self.rollout.max_new_tokens)),
         }
         absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
-        return attrs.evolve(self, loss=attrs.evolve(self.loss, **absent))
+        complete = attrs.evolve(self, loss=attrs.evolve(self.loss, **absent))
+        _check_scale(complete)
+        return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The sections as JSON takes them; keys that are still left to the preset are left out."""
@@ -161,6 +164,17 @@ def write_resolved(config: Config) -> Path:
         where = config.where("run.output_dir")
         raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _check_scale(config: Config) -> None:
+    """Raises ConfigError where groups without variance would be divided by their own deviation."""
+    if (config.loss.baseline, config.loss.scale) == ("batch_mean", "group"):
+        raise ConfigError(
+            [
+                f'{config.where("loss.scale")}: found "group" with loss.baseline = "batch_mean", which '
+                'divides a group whose rewards are all equal by a deviation of 0; want "batch" or "none"'
+            ]
+        )
 
 
 def _check_reference(config: Config, beta: float) -> None:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from runners.adapters import base_of, check_adapters, read_adapters
-from runners.dtypes import cast_floating, choose_dtype
+from runners.dtypes import cast_floating, check_experts, choose_dtype
 from runners.errors import UserError
 from runners.launching import launches
 from runners.model_files import is_adapter_folder, resolve_model
@@ -75,7 +75,9 @@ def load_inference(
         notices += read_adapters(module, Path(adapter).expanduser(), path)
     module.freeze()
     module.eval()
-    cast_floating(module, choose_dtype(dtype, platform, module))
+    compute_dtype = choose_dtype(dtype, platform, module)
+    check_experts(module, compute_dtype, platform, "dtype")
+    cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy looks at what the model can do
     policy = g.Policy.for_inference(module)
     mx.eval(module.parameters())

@@ -63,7 +63,8 @@ class LoopState:
             waiting=[
                 [[g.Batch(**piece) for piece in pieces] for pieces in parts] for parts in trees["waiting"]
             ],
-            stats=[g.LossStats(**stats) for stats in trees["stats"]],
+            # Before `num_ratios` was saved, the clip shares were always of tokens.
+            stats=[g.LossStats(**{"num_ratios": stats["num_tokens"], **stats}) for stats in trees["stats"]],
             shapes={g.Shape(*map(int, shape)) for shape in trees["shapes"]},
         )
 

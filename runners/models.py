@@ -13,7 +13,7 @@ import mlx.nn as nn
 from grpo_fn.trees import named_leaves
 from runners.adapters import new_adapters
 from runners.base_digest import base_digest
-from runners.dtypes import cast_floating, cast_leaves, choose_dtype, main_dtype
+from runners.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
 from runners.errors import UserError
 from runners.model_files import resolve_model
 from runners.model_reading import own_loader, read_model
@@ -61,8 +61,8 @@ def load_model(
     `folders` is where a `loader` is looked for, as `resolve_function` does.
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
-    not finite, the tokenizer's vocabulary exceeds the embedding, `tune = "full"` meets packed weights,
-    `lora.keys` or `lora.layers` name what the model does not have.
+    not finite, the tokenizer's vocabulary exceeds the embedding, `tune = "full"` meets packed weights, a
+    mixture of experts 16 bits on a CPU, `lora.keys` or `lora.layers` name what the model does not have.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -85,6 +85,7 @@ def load_model(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
             'wanted model.tune = "lora" or "dora", or an unquantized model'
         )
+    check_experts(module, compute_dtype, platform, "model.dtype")
     cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
     trainable = named_leaves(module.trainable_parameters())
     frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trainable}

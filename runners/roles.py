@@ -9,14 +9,11 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
+from grpo_fn.packed import UNPACK_ROWS
 from grpo_fn.precision import QuantizedRole, is_quantized, quantized_role
 from grpo_fn.trees import Tree
 from runners.config import Config
 from runners.errors import UserError
-
-# Rows of a product from which a packed weight is unpacked first. The CPU's was measured, CUDA's is taken from
-# rates at 1, 16 and 128 rows, and Metal, whose own kernels batch, never unpacks.
-UNPACK_ROWS = {"cpu": 4, "cuda": 8, "metal": 0}
 
 Sample = Callable[[g.Policy, Tree], g.Rollout]
 

@@ -40,7 +40,10 @@ Launch = Literal["auto", "eval", "async", "split"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
 Level = Literal["token", "sequence"]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_mask"]
+Correction = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mask_weighted"
+]
+SequenceRatio = Literal["geometric", "product"]
 Kl = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum_norm"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
@@ -160,8 +163,10 @@ class LossConfig:
     sapo_tau_neg: float | None = field(default=None, validator=optional(rules.above(0)))
     correction: Correction | None = None
     correction_cap: float | None = field(default=None, validator=optional(rules.above(0)))
+    correction_floor: float | None = field(default=None, validator=optional(rules.not_negative()))
     correction_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
     sequence_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
+    sequence_ratio: SequenceRatio | None = None
     beta: float | None = field(default=None, validator=optional(rules.not_negative()))
     kl: Kl | None = None
     kl_bias_corrected: bool | None = None

@@ -12,6 +12,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.decode_loop import FindStop
 from grpo_fn.guards import check_token_ids
+from grpo_fn.surrogates import CLIPPED_SIDES
 from grpo_fn.trees import Tree
 from runners.auto_quantization import settle_quantization
 from runners.config import Config
@@ -204,10 +205,17 @@ def _warnings(config: Config, learner: Learner) -> list[str]:
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
             'difference, or set loss.correction = "token_truncate"'
         )
+    silent = {"kl": "with loss.beta > 0 alone"} if spec.beta == 0 else {}
+    if CLIPPED_SIDES.get(spec.surrogate) != ("low", "high"):
+        silent |= dict.fromkeys(
+            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+            "with the surrogates clip and dual_clip alone",
+        )
+    if spec.surrogate != "cispo":
+        silent["cispo_clip_ratio"] = "with the surrogate cispo alone"
     for text in config.stop.when:
         condition = Condition.parse(text)
-        if condition and condition.metric == "kl" and spec.beta == 0:
-            warnings.append(
-                f"stop.when: {condition} never comes true, as kl is logged with loss.beta > 0 alone"
-            )
+        if condition and condition.metric in silent:
+            when = f"{condition.metric} is logged {silent[condition.metric]}"
+            warnings.append(f"stop.when: {condition} never comes true, as {when}")
     return warnings

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.surrogates import CLIPPED_SIDES
 from runners.rollout import Experience
 
 
@@ -40,18 +41,26 @@ class Tally:
         )
 
 
-def rollout_metrics(tallies: Sequence[Tally], reward_names: Sequence[str]) -> dict[str, float]:
+def rollout_metrics(
+    tallies: Sequence[Tally], reward_names: Sequence[str], *, baseline: str | None = None
+) -> dict[str, float]:
     """Rewards and completions of an update's batch steps.
 
     `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
-    that nothing was there to compute from. A metric that a reward logged is there under its own name, unless
-    one of these has it.
+    that nothing was there to compute from. `frac_reward_zero_std` is the share of groups that the `baseline`
+    leaves without an advantage: those without variance, or, with the baseline `batch_mean`, all groups of a
+    batch step without variance; None: a group's baseline. A metric that a reward logged is there under its
+    own name, unless one of these has it.
     """
     rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
     values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
     lengths = np.concatenate([tally.lengths_b for tally in tallies])
     finished = np.concatenate([tally.finished_b for tally in tallies])
-    spread = _spread(rewards_pg)
+    steps = [tally.rewards_pg for tally in tallies]
+    if baseline == "batch_mean":  # a whole step is compared: its spread, for each of its groups
+        spread = np.concatenate([np.repeat(_spread(step.reshape(1, -1)), len(step)) for step in steps])
+    else:
+        spread = _spread(rewards_pg)
     logged: dict[str, list[float]] = {}
     for tally in tallies:
         for name, values in tally.logged.items():
@@ -79,8 +88,11 @@ def rollout_metrics(tallies: Sequence[Tally], reward_names: Sequence[str]) -> di
     return metrics
 
 
-def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool) -> dict[str, Any]:
-    """What the learner reports of an update; of tokens only where one reached it."""
+def loss_metrics(
+    stats: g.LossStats, update: g.UpdateStats, spec: g.LossSpec, has_reference: bool
+) -> dict[str, Any]:
+    """What the learner reports of an update; of tokens only where one reached it, of clipping only where the
+    surrogate of `spec` clips."""
     metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
         "grad_norm": update.grad_norm.item(),
@@ -94,9 +106,7 @@ def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool)
         metrics["kl"] = stats.kl.item()
     return metrics | {
         "entropy": stats.entropy.item(),
-        "clip_ratio/low_mean": stats.clip_low.item(),
-        "clip_ratio/high_mean": stats.clip_high.item(),
-        "clip_ratio/region_mean": stats.clip_region.item(),
+        **_clip_metrics(stats, CLIPPED_SIDES.get(spec.surrogate, ())),
         "sampling/sampling_logp_difference/mean": stats.logp_diff_mean.item(),
         "sampling/sampling_logp_difference/max": stats.logp_diff_max.item(),
         "sampling/importance_sampling_ratio/min": stats.is_ratio_min.item(),
@@ -109,6 +119,17 @@ def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool)
         "ratio/mean": stats.ratio_mean.item(),
         "ratio/max": stats.ratio_max.item(),
     }
+
+
+def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
+    """TRL's names: one for both sides of a clip, another for cispo, which caps its weight."""
+    if sides == ("low", "high"):
+        return {
+            "clip_ratio/low_mean": stats.clip_low.item(),
+            "clip_ratio/high_mean": stats.clip_high.item(),
+            "clip_ratio/region_mean": stats.clip_region.item(),
+        }
+    return {"cispo_clip_ratio": stats.clip_high.item()} if sides == ("high",) else {}
 
 
 def _mean(values: np.ndarray) -> float:

@@ -47,6 +47,7 @@ METRICS = (
     "clip_ratio/low_mean",
     "clip_ratio/high_mean",
     "clip_ratio/region_mean",
+    "cispo_clip_ratio",
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
     "sampling/importance_sampling_ratio/min",

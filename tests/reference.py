@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 LOG_RATIO_LIMIT = 20.0
-KL_LIMIT = 1e4
+K3_LINEAR_FROM = math.log(1e4)
 STD_FLOOR = 1e-4
 
 
@@ -61,31 +61,50 @@ def epsilon_high(spec):
 
 
 def kl_estimate(kind, logp, ref):
-    """(estimate of KL(π_θ ‖ π_ref) at one token, its derivative in logp), Schulman (2020), y = ref − logp."""
-    y, inside = clamp(ref - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """(estimate of KL(π_θ ‖ π_ref) at one token, its derivative in logp), Schulman (2020), y = ref − logp.
+
+    k2 past |y| = 20 and k3 past y = ln 1e4 are their tangents there.
+    """
+    y = ref - logp
     if kind == "k1":
-        return -y, inside
+        return -y, 1.0
     if kind == "k2":
-        return y * y / 2.0, -y * inside
-    value, below = clamp(math.exp(y) - y - 1.0, -math.inf, KL_LIMIT)
-    return value, -(math.exp(y) - 1.0) * inside * below
+        if abs(y) <= LOG_RATIO_LIMIT:
+            return y * y / 2.0, -y
+        edge = math.copysign(LOG_RATIO_LIMIT, y)
+        return edge * edge / 2.0 + edge * (y - edge), -edge
+    if y <= K3_LINEAR_FROM:
+        return math.exp(y) - y - 1.0, -(math.exp(y) - 1.0)
+    edge = K3_LINEAR_FROM
+    slope = math.exp(edge) - 1.0
+    return math.exp(edge) - edge - 1.0 + slope * (y - edge), -slope
+
+
+def sequence_ratio(spec, d_t):
+    """q of one sequence: exp of the mean of its tokens' d, or of their sum."""
+    total = sum(d_t) if spec.sequence_ratio == "product" else sum(d_t) / max(len(d_t), 1)
+    return math.exp(clamp(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0])
 
 
 def correction(spec, d_t):
-    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, and the sequence mask."""
+    """Weights of one sequence's counted tokens, d = log π_old − log μ: TIS, IcePop, the sequence forms."""
     if spec.correction == "none":
         return [1.0] * len(d_t)
-    ratios = [math.exp(d) for d in d_t]
+    ratios, q = [math.exp(d) for d in d_t], sequence_ratio(spec, d_t)
     if spec.correction == "token_truncate":
-        weights = [min(q, spec.correction_cap) for q in ratios]
+        weights = [max(min(r, spec.correction_cap), spec.correction_floor) for r in ratios]
     elif spec.correction == "token_mask":
         lo, hi = spec.correction_range
-        weights = [q if lo <= q <= hi else 0.0 for q in ratios]
+        weights = [r if lo <= r <= hi else 0.0 for r in ratios]
+    elif spec.correction == "sequence_truncate":
+        weights = [max(min(q, spec.correction_cap), spec.correction_floor)] * len(d_t)
+    elif spec.correction == "sequence_mask_weighted":
+        weights = [q] * len(d_t)
     else:
         weights = [1.0] * len(d_t)
     if spec.sequence_range is not None and d_t:
         lo, hi = spec.sequence_range
-        if not lo <= math.exp(clamp(sum(d_t) / len(d_t), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]) <= hi:
+        if not lo <= q <= hi:
             weights = [0.0] * len(d_t)
     return weights
 
@@ -115,9 +134,9 @@ def token_terms(spec, r, a, logp, *, held_r, held_logp, weight, ref, entropy):
         term.r_size = abs(weight * 4.0 * a) * sigmoid(spec.sapo_tau_pos * (r - 1.0))
     if ref is not None:
         term.k, slope = kl_estimate(spec.kl, logp, ref)
-        y = clamp(ref - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]
         # k3 cancels near y = 0, and its slope is 1 − exp(y): rounding is relative to exp(y) + |y| + 1.
-        size = math.exp(min(y, 9.3)) + abs(y) + 1.0 if spec.kl == "k3" else abs(term.k) + abs(slope)
+        y = ref - logp
+        size = abs(term.k) + abs(slope) + (2.0 * abs(y) + 2.0 if spec.kl == "k3" else 0.0)
         times = spec.beta * (r if spec.kl_bias_corrected else 1.0)
         term.value, term.size = term.value + times * term.k, term.size + times * size
         term.by_logp, term.logp_size = term.by_logp + times * slope, term.logp_size + times * size
@@ -190,13 +209,17 @@ def policy_loss(
                 out.grad[i, u] += term.by_r * r * inside * slope / share[i]
                 out.grad_scale[i, u] += term.r_size * r * inside * slope / share[i]
             edges += ratio_edges(spec, x[t], r)
-            if ref is not None:
-                edges += [
-                    abs(abs(ref[i, t] - logp[i, t]) / LOG_RATIO_LIMIT - 1.0),
-                    abs(term.k / KL_LIMIT - 1.0),
-                ]
             seen.append(
-                {"r": r, "a": adv[i], "k": term.k, "d": d[t], "drift": drift[t], "w": weights[t], "h": h}
+                {
+                    "row": i,
+                    "r": r,
+                    "a": adv[i],
+                    "k": term.k,
+                    "d": d[t],
+                    "drift": drift[t],
+                    "w": weights[t],
+                    "h": h,
+                }
             )
     out.margin = min(edges)
     out.stats = statistics(spec, seen, mask, out.loss)
@@ -225,7 +248,7 @@ def correction_edges(spec, d_t):
     if spec.correction == "token_mask":
         edges += [abs(math.exp(d) / b - 1.0) for d in d_t for b in spec.correction_range if b]
     if spec.sequence_range is not None and d_t:
-        edges += [abs(math.exp(sum(d_t) / len(d_t)) / b - 1.0) for b in spec.sequence_range if b]
+        edges += [abs(sequence_ratio(spec, d_t) / b - 1.0) for b in spec.sequence_range if b]
     return edges
 
 
@@ -239,14 +262,21 @@ def statistics(spec, seen, mask, loss):
     def largest(value):
         return max((value(s) for s in seen), default=0.0)
 
-    low = mean(lambda s: s["r"] < 1.0 - spec.epsilon_low and s["a"] < 0)
-    high = mean(lambda s: s["r"] > 1.0 + epsilon_high(spec) and s["a"] > 0)
+    # The clip shares: of tokens, or, where a sequence has one ratio, of sequences (as in TRL). clip and
+    # dual_clip clip both sides, cispo caps the weight, the others clip nothing.
+    clipping = list({s["row"]: s for s in seen}.values()) if spec.level == "sequence" else seen
+    ratios = max(len(clipping), 1)
+    low = sum(s["r"] < 1.0 - spec.epsilon_low and s["a"] < 0 for s in clipping) / ratios
+    high = sum(s["r"] > 1.0 + epsilon_high(spec) and s["a"] > 0 for s in clipping) / ratios
+    low *= spec.surrogate in ("clip", "dual_clip")
+    high *= spec.surrogate in ("clip", "dual_clip", "cispo")
     return {
         "loss": loss,
         "num_tokens": float(len(seen)),
         "num_sequences": float((mask.sum(axis=1) > 0).sum()),
         "kl": mean(lambda s: s["k"]),
         "entropy": mean(lambda s: s["h"]),
+        "num_ratios": float(len(clipping)),
         "clip_low": low,
         "clip_high": high,
         "clip_region": low + high,

@@ -13,6 +13,11 @@ def std(values):
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
+def spread(values):
+    """`std`, which is 0 for a single value."""
+    return std(values) if len(values) > 1 else 0.0
+
+
 def standardised(values):
     """(v − mean)/(std + 1e-4); exactly 0 where the values do not differ, or there are fewer than two."""
     if len(set(values)) < 2:
@@ -40,7 +45,10 @@ def combine_rewards(rewards, weights, *, aggregate="sum_then_normalize", group_s
 
 
 def group_advantages(rewards, *, baseline="group_mean", scale="group", valid=None):
-    """A = (R − baseline)/scale over valid rewards; 0 for the others and for groups that do not differ."""
+    """A = (R − baseline)/scale over valid rewards; 0 for the others and where nothing compared differs.
+
+    What is compared: the rewards of the group with a group's baseline, those of the batch with the batch's.
+    """
     prompts, size = rewards.shape
     valid = np.ones((prompts, size), bool) if valid is None else np.asarray(valid, bool)
     valid = valid & ~np.isnan(rewards)
@@ -49,7 +57,7 @@ def group_advantages(rewards, *, baseline="group_mean", scale="group", valid=Non
     for p in range(prompts):
         given = [g for g in range(size) if valid[p, g]]
         values = [float(rewards[p, g]) for g in given]
-        if len(set(values)) < 2:
+        if len(set(everything if baseline == "batch_mean" else values)) < 2:
             continue
         for g in given:
             r = float(rewards[p, g])
@@ -60,7 +68,7 @@ def group_advantages(rewards, *, baseline="group_mean", scale="group", valid=Non
             else:
                 base = sum(everything) / len(everything)
             among = {"group": values, "batch": everything}.get(scale)
-            adv[p, g] = (r - base) / (1.0 if among is None else std(among) + STD_FLOOR)
+            adv[p, g] = (r - base) / (1.0 if among is None else spread(among) + STD_FLOOR)
     return adv
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 LEVELS = ("token", "sequence")
 SURROGATES = ("clip", "dual_clip", "cispo", "sapo", "none")
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_mask")
+CORRECTIONS = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_mask_weighted",
+)
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
 KLS = ("k1", "k2", "k3")
 LOG_MILLION = float(np.log(1e6))
@@ -49,7 +56,7 @@ def legal(level, surrogate, aggregation):
 def all_field_sets():
     """Every legal combination of the named choices: level × surrogate × correction × KL × aggregation."""
     kls = [(0.0, "k3", False)] + [(0.3, kind, corrected) for kind in KLS for corrected in (False, True)]
-    corrections = [(c, None) for c in CORRECTIONS[:3]] + [(c, (0.6, 1.7)) for c in CORRECTIONS[1:]]
+    corrections = [(c, None) for c in CORRECTIONS[:4]] + [(c, (0.6, 1.7)) for c in CORRECTIONS[1:]]
     for level, surrogate, aggregation in itertools.product(LEVELS, SURROGATES, AGGREGATIONS):
         if not legal(level, surrogate, aggregation):
             continue
@@ -57,6 +64,8 @@ def all_field_sets():
             fields = dict(level=level, surrogate=surrogate, aggregation=aggregation, correction=correction)
             fields |= dict(sequence_range=sequence_range, beta=beta, kl=kl, kl_bias_corrected=corrected)
             fields |= dict(epsilon_low=0.1, epsilon_high=0.28)
+            by_sequence = sequence_range is not None or correction == "sequence_truncate"
+            fields |= {"sequence_ratio": "product"} if by_sequence and kl == "k2" else {}
             yield fields | ({"dual_clip": 3.0} if surrogate == "dual_clip" else {})
 
 
@@ -78,8 +87,12 @@ def spec_fields(draw, **fixed):
         fields["delta"] = draw(st.sampled_from([None, 5.5, 50.0]))
     fields["correction_cap"] = draw(st.sampled_from([0.8, 2.0, 10.0]))
     fields["correction_range"] = draw(st.sampled_from([(0.5, 5.0), (0.0, 1.2), (0.9, 1.1)]))
-    if correction == "sequence_mask" or (correction != "none" and draw(st.booleans())):
+    if correction.endswith("_truncate"):
+        fields["correction_floor"] = draw(st.sampled_from([0.0, 0.3]))
+    if correction.startswith("sequence_mask") or (correction != "none" and draw(st.booleans())):
         fields["sequence_range"] = draw(st.sampled_from([(0.5, 2.0), (0.0, 1.3), (0.95, 1.05)]))
+    if "sequence_range" in fields or correction == "sequence_truncate":
+        fields["sequence_ratio"] = draw(st.sampled_from(["geometric", "product"]))
     fields["beta"] = draw(st.sampled_from([0.0, 0.04, 1.0]))
     fields["kl"] = draw(st.sampled_from(KLS))
     fields["kl_bias_corrected"] = draw(st.booleans())

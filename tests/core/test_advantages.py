@@ -30,7 +30,9 @@ def test_advantages_match_the_reference(rewards, baseline, scale, seed):
         rewards, baseline=baseline, scale=scale, valid_pg=None if valid is None else mx.array(valid)
     )
     want = reference.group_advantages(rewards, baseline=baseline, scale=scale, valid=valid)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    # A group without variance, divided by its own deviation, is divided by the floor alone.
+    size = 1e4 if baseline == "batch_mean" and scale == "group" else 1.0
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * size)
 
 
 @given(
@@ -62,15 +64,59 @@ def test_scaling_a_groups_rewards_changes_only_the_floor(rewards, factor, name):
 @given(
     size=st.integers(2, 9),
     value=st.floats(-1e3, 1e3, width=32),
-    name=st.sampled_from(BASELINES),
+    name=st.sampled_from(BASELINES[:2]),
     scale=st.sampled_from(SCALES),
 )
 def test_equal_rewards_give_exactly_zero(size, value, name, scale):
-    """A group without variance has A = 0 to the last bit, beside a group that has some."""
+    """With a group's baseline a group without variance has A = 0 to the last bit, beside one with some."""
     rewards = np.full((2, size), value, np.float32)
     rewards[1, 0] += np.float32(abs(value) + 1.0)
     adv = advantages(rewards, baseline=name, scale=scale)
     assert (adv[0] == 0.0).all() and (adv[1] != 0.0).any()
+
+
+@given(size=st.integers(1, 9), value=st.floats(-1e3, 1e3, width=32), scale=st.sampled_from(SCALES))
+def test_a_batch_of_equal_rewards_gives_exactly_zero(size, value, scale):
+    """With the batch's baseline A = 0 to the last bit where all rewards of the batch are equal."""
+    assert (advantages(np.full((3, size), value), baseline="batch_mean", scale=scale) == 0.0).all()
+
+
+def test_the_batch_baseline_moves_groups_without_variance():
+    """Groups (1, 1), (0, 0), (1, 0): the batch's mean is ½, its std √0.3 = 0.5477226; A = R − ½, or by it."""
+    rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], np.float32)
+    want = np.array([[0.5, 0.5], [-0.5, -0.5], [0.5, -0.5]])
+    np.testing.assert_allclose(advantages(rewards, baseline="batch_mean", scale="none"), want, rtol=1e-6)
+    scaled = advantages(rewards, baseline="batch_mean", scale="batch")
+    np.testing.assert_allclose(scaled, want / (0.5477226 + 1e-4), rtol=1e-6)
+
+
+def test_one_completion_a_prompt_with_the_batch_baseline():
+    """Rewards 0, 1, 5 of three prompts with one completion each: A = R − 2."""
+    adv = advantages(np.array([[0.0], [1.0], [5.0]], np.float32), baseline="batch_mean", scale="none")
+    np.testing.assert_allclose(adv, [[-2.0], [-1.0], [3.0]], rtol=1e-6)
+
+
+@given(rewards=reward_groups(missing=False), seed=seeds, penalty=st.booleans())
+def test_gdpo_leaves_groups_without_variance_exactly_zero(rewards, seed, penalty):
+    """z is exactly 0 there, and the mean of all z is 0: A = 0 to the last bit, as nothing else is added to z.
+
+    A length penalty is added to z: then the batch's baseline acts on such a group as well.
+    """
+    rewards = np.concatenate([rewards, np.full_like(rewards[:1], 0.75)])
+    assume(any(len(set(group)) > 1 for group in rewards))
+    rng = np.random.default_rng(seed)
+    second = rng.integers(0, 3, rewards.shape).astype(np.float32)
+    second[-1] = 2.0
+    total = combined(
+        np.stack([rewards.reshape(-1), second.reshape(-1)]),
+        np.array([1.0, 0.3], np.float32),
+        aggregate="normalize_then_sum",
+        group_size=rewards.shape[1],
+    )
+    if penalty:
+        total[0] -= 0.5
+    adv = advantages(total.reshape(rewards.shape).astype(np.float32), baseline="batch_mean", scale="batch")
+    assert (adv[-1] > 0.0).all() if penalty else (adv[-1] == 0.0).all()
 
 
 @given(rewards=reward_groups(prompts=1), name=st.sampled_from(BASELINES), scale=st.sampled_from(SCALES))
@@ -115,7 +161,7 @@ def test_batch_scale_by_hand():
 
 @pytest.mark.parametrize("rewards", [[[np.nan, np.nan]], [[1.0, np.nan]]])
 def test_fewer_than_two_valid_rewards_give_zero(rewards):
-    """A group with no or one reward has nothing to compare with."""
+    """A group with no or one reward has nothing to compare with, nor has a batch of that group alone."""
     for name in BASELINES:
         for scale in SCALES:
             assert (advantages(np.array(rewards, np.float32), baseline=name, scale=scale) == 0.0).all()
@@ -182,6 +228,14 @@ def test_gdpo_by_hand():
     np.testing.assert_allclose(total, [9.9482e-5, -9.9482e-5], rtol=2e-3)
     adv = advantages(total.reshape(1, 2), baseline="batch_mean", scale="batch")
     np.testing.assert_allclose(adv, [[0.41330, -0.41330]], rtol=2e-3)
+
+
+@given(value=st.floats(-1e3, 1e3, width=32), size=st.integers(2, 9))
+def test_gdpo_of_equal_rewards_is_exactly_zero(value, size):
+    """Not the rounding of r − mean divided by the floor: 0.1 seven times has a mean that is not 0.1."""
+    rewards = np.full((1, size), value, np.float32)
+    total = combined(rewards, np.ones(1, np.float32), aggregate="normalize_then_sum", group_size=size)
+    assert (total == 0.0).all()
 
 
 @pytest.mark.parametrize("size", [None, 1, 4])

@@ -104,6 +104,24 @@ def test_the_most_uncertain_tokens_keep_their_policy_term(quantile):
     assert batch.num_tokens.item() == mask.sum(), "the denominators keep them all"
 
 
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
+def test_truncated_completions_take_no_place_among_the_most_uncertain(quantile):
+    """With both options: the share is one of the tokens that count, however uncertain the masked ones are."""
+    rollout = tiny_rollout(width=9, entropy=True)
+    finished_b = mx.array([True, False, True, True, False, True])
+    entropy_bt = rollout.entropy_bt + mx.where(finished_b, 0.0, 10.0)[:, None]
+    rollout = attrs.evolve(rollout, finished_b=finished_b, entropy_bt=entropy_bt)
+    batch = g.make_batch(
+        rollout, tiny_advantages(rollout), mask_truncated=True, top_entropy_quantile=quantile
+    )
+    mask, entropy = np.array(batch.mask_bt), np.array(entropy_bt)
+    assert not mask[[1, 4]].any()
+    kept = max(1, round(quantile * mask.sum()))
+    least = np.sort(entropy[mask])[-kept]
+    assert (np.array(batch.keep_bt) == (mask & (entropy >= least))).all()
+    assert np.array(batch.keep_bt).sum() == kept
+
+
 @pytest.mark.parametrize("options, message", [
     ({"top_entropy_quantile": 0.0}, "top_entropy_quantile = 0.0"),
     ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5"),

@@ -1,7 +1,9 @@
 """Decoding over one copy of each prompt against copied prompts."""
 
+import mlx.core as mx
 import pytest
 
+import grpo_fn as g
 from grpo_fn import decode_loop, prefill
 from grpo_fn.prefixes import fork
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
@@ -35,3 +37,20 @@ def test_what_cannot_share_a_prefix_decodes_with_copies(name):
     policy = tiny_policy(name)
     assert not policy.shares_prefix
     assert_same(roll(policy, share_prefix=True), roll(policy, share_prefix=False))
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has attention kernels of its own")
+@pytest.mark.parametrize("options", [{"share_prefix": False}, {"share_prefix": True}, {"lanes": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_in_16_bits_a_shared_prompt_is_rounded_like_a_copied_one(dtype, options):
+    """On a CPU the sampler's log-probs are the learner's: prompt and own tokens are added up before rounding.
+
+    Rounded each for itself, they were off by 0.009 nats a token on average in bfloat16, 0.001 in float16.
+    """
+    policy = tiny_policy(compute_dtype=dtype)
+    prompts = [[n % 61 for n in range(3, 153)], [7, 8, 9] * 5, [9, 8, 2]]  # held once, and short ones
+    drawn = roll(policy, prompts, generations=4, **options)
+    assert policy.shares_prefix and policy.takes_lanes
+    batch = g.make_batch(drawn, mx.ones((3, 4)))
+    logp_bt = g.make_logprob_step(policy)(policy.params, batch)
+    assert mx.abs(mx.where(batch.mask_bt, logp_bt - drawn.logp_bt, 0.0)).mean().item() < 1e-4

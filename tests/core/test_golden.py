@@ -158,6 +158,57 @@ def test_truncation_has_no_lower_bound():
     assert loss == pytest.approx(-(0.1 + 1.0 + 2.0) / 3, rel=1e-5)
 
 
+def test_truncation_with_a_lower_bound():
+    """TRL's `vllm_importance_sampling_clip_min`: weights ½, 1, 2 of ratios 0.1, 1, 3 between ½ and 2."""
+    spec = token_spec(correction="token_truncate", correction_cap=2.0, correction_floor=0.5)
+    loss, _, _ = loss_and_grad(
+        spec, column(np.log([0.1, 1.0, 3.0])), [1.0, 1.0, 1.0], rollout_logp=column([0.0, 0.0, 0.0])
+    )
+    assert loss == pytest.approx(-(0.5 + 1.0 + 2.0) / 3, rel=1e-5)
+
+
+# Two sequences with d = log π_old − log μ of (ln 2, ln 2, 0) and (ln 2, −ln 4): products 4 and ½, geometric
+# means 4^⅓ = 1.5874 and √½ = 0.7071. On-policy and with A = 1 a token of weight w adds −w to a sum of five.
+TWO_OLD = [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]
+TWO_SAMPLER = [[-1.0 - np.log(2), -1.0 - np.log(2), -1.0], [-1.0 - np.log(2), -1.0 + np.log(4), 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "weights"),
+    [
+        (dict(correction="sequence_mask_weighted", sequence_range=(0.0, 3.0)), (4 ** (1 / 3), 0.5**0.5)),
+        # TRL's default: `sequence_mask`, C_max 3
+        (
+            dict(correction="sequence_mask_weighted", sequence_range=(0.0, 3.0), sequence_ratio="product"),
+            (0.0, 0.5),
+        ),
+        (dict(correction="sequence_mask", sequence_range=(0.0, 3.0), sequence_ratio="product"), (0.0, 1.0)),
+        (dict(correction="sequence_truncate", correction_cap=1.5), (1.5, 0.5**0.5)),
+        # TRL's `sequence_truncate`, C_min 0.8, C_max 3
+        (
+            dict(
+                correction="sequence_truncate",
+                correction_cap=3.0,
+                correction_floor=0.8,
+                sequence_ratio="product",
+            ),
+            (3.0, 0.8),
+        ),
+        (
+            dict(correction="token_truncate", sequence_range=(0.0, 3.0), sequence_ratio="product"),
+            (0.0, (2.0 + 0.25) / 2),
+        ),
+    ],
+)
+def test_sequence_corrections(fields, weights):
+    """Each sequence form by hand, with the geometric mean and with TRL's product over the tokens."""
+    loss, grad, _ = loss_and_grad(
+        token_spec(**fields), TWO_OLD, [1.0, 1.0], mask=[[1, 1, 1], [1, 1, 0]], rollout_logp=TWO_SAMPLER
+    )
+    assert loss == pytest.approx(-(3 * weights[0] + 2 * weights[1]) / 5, rel=1e-5)
+    np.testing.assert_allclose(-grad.sum(axis=1) * 5, [3 * weights[0], 2 * weights[1]], rtol=1e-5, atol=1e-7)
+
+
 def test_sequence_mask():
     """clipped_pg_loss_goldens.json, seq_mask_tis, range 0.95 … 1.15: the first sequence is dropped whole.
 
@@ -209,15 +260,18 @@ def test_gspo_gradient():
     """clipped_pg_loss_goldens.json, gspo_sequence_is: value and gradient of two sequences.
 
     Nothing is clipped there, so the loss is linear in A: each sequence's advantage is the mean of its
-    tokens' times NeMo-RL's weight of the whole sequence, exp(0.5) and exp(0.2), which is not one of ours.
+    tokens'. Its weights are the products over the sequences, exp(0.5) and exp(0.2), without a bound.
     """
-    adv = [0.3 * np.exp(0.5), -0.25 * np.exp(0.2)]
+    spec = g.LossSpec(
+        level="sequence", correction="sequence_truncate", correction_cap=1e6, sequence_ratio="product"
+    )
     loss, grad, _ = loss_and_grad(
-        g.LossSpec(level="sequence"),
+        spec,
         [[-1.6, -0.8, -1.1], [-0.7, -1.4, 0.0]],
-        adv,
+        [0.3, -0.25],
         mask=[[1, 1, 1], [1, 1, 0]],
         old_logp=[[-1.0, -1.1, -0.8], [-0.9, -1.0, 0.0]],
+        rollout_logp=[[-1.2, -1.5, -0.7], [-1.4, -0.7, 0.0]],
     )
     assert loss == pytest.approx(-0.06433245613699731, rel=1e-5)
     wanted = [[-0.06749293963637779] * 3, [0.06907318137816686, 0.06907318137816686, 0.0]]
@@ -235,12 +289,12 @@ def test_kl_penalty():
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"), [("k1", [-1.0, 14.0, 20.0]), ("k2", [0.5, 98.0, 200.0]), ("k3", [0.7183, 13.0, 19.0])]
+    ("kind", "wanted"), [("k1", [-1.0, 14.0, 29.0]), ("k2", [0.5, 98.0, 380.0]), ("k3", [0.7183, 13.0, 28.0])]
 )
 def test_kl_estimators(kind, wanted):
-    """test_calculate_kl: log-probs −1 against 0 and −15. The third, −30, is past our clamp: y = −20.
+    """test_calculate_kl: log-probs −1 against 0 and −15. The third is −30, y = −29, where NeMo-RL clamps.
 
-    k1 = 20, k2 = 20²/2 = 200, k3 = exp(−20) + 20 − 1 = 19.
+    k1 = 29, k3 = exp(−29) + 29 − 1 = 28; k2 is its tangent at y = −20 there: 20·29 − 200 = 380.
     """
     spec = token_spec(beta=1.0, kl=kind)
     for ref, value in zip([0.0, -15.0, -30.0], wanted, strict=True):

@@ -63,6 +63,24 @@ def test_steps_are_those_of_a_cache_that_grows(name, prompts):
     assert_step_for_step(ours, theirs, token_rows(2 * len(prompts), 20))
 
 
+@pytest.mark.parametrize("scale", [0.07, 0.9])
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+def test_attention_has_the_scale_of_the_model(scale, prompts):
+    """Some models (gemma, granite) have another one than D^−½: in lanes, over one prompt, over copies."""
+    module = tiny_module()
+    for layer in module.layers:
+        layer.self_attn.scale = scale
+    policy = g.Policy.from_module(module)
+    assert_step_for_step(*both_steps(policy, prompts, 2, room=9), token_rows(2 * len(prompts), 6))
+    options = {"generations": 4, "limit": 6}
+    copies = roll(policy, prompts, share_prefix=False, **options)
+    assert_same(copies, roll(policy, prompts, lanes=2, **options))
+    assert_same(copies, roll(policy, prompts, share_prefix=True, **options))
+    assert_teacher_forced(policy, copies)
+    usual = roll(tiny_policy(), prompts, share_prefix=False, **options)
+    assert not mx.array_equal(usual.logp_bt, copies.logp_bt), "the scale matters"
+
+
 @pytest.mark.parametrize("drawn", [3, 4, 9])
 def test_steps_may_begin_as_if_zeros_had_been_fed(drawn):
     ours, theirs = both_steps(tiny_policy(), RAGGED, 2, room=16, drawn=drawn)

@@ -346,3 +346,13 @@ def test_keep_of_ones_is_no_keep_and_of_zeros_leaves_kl_and_entropy(case):
     no_advantage = run_library(attrs.evolve(case, keep=None, adv=np.zeros_like(case.adv)))
     assert zeros.loss == pytest.approx(no_advantage.loss, rel=1e-6, abs=1e-9)
     np.testing.assert_allclose(zeros.grad, no_advantage.grad, rtol=1e-6, atol=1e-12)
+
+
+def test_shares_of_sequences_merge_by_sequences():
+    """A part of one long clipped sequence and one of three short ones that are not: a quarter, not 8/11."""
+    spec = g.LossSpec(level="sequence")
+    long = g.policy_loss(
+        mx.full((1, 8), 1.0), mx.ones(1), mx.ones((1, 8)), spec, old_logp_bt=mx.zeros((1, 8))
+    )
+    short = g.policy_loss(mx.zeros((3, 1)), mx.ones(3), mx.ones((3, 1)), spec, old_logp_bt=mx.zeros((3, 1)))
+    assert g.merge_stats([long[1], short[1]]).clip_high.item() == pytest.approx(0.25)

@@ -61,21 +61,46 @@ def test_gsm8k_s_lengths_pad_by_a_tenth_and_cost_no_trace_after_an_epoch():
     assert len(known) < 150
 
 
-@given(groups=LENGTHS, max_tokens=st.integers(1, 900), bucketed=st.booleans(), share=st.booleans())
-def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, share):
-    """A run's shape covers its rows, keeps to the budget unless it is one row, and no row is lost."""
+SHAPES = st.builds(
+    Shape,
+    prompts=st.sampled_from([0, 0, 1, 2]),
+    length=st.integers(1, 120),
+    rows=st.integers(1, 8),
+    width=st.integers(1, 90),
+    kept=st.integers(1, 400),
+)
+
+
+@given(
+    groups=LENGTHS,
+    max_tokens=st.integers(1, 900),
+    bucketed=st.booleans(),
+    share=st.booleans(),
+    known=st.lists(SHAPES, max_size=6),
+)
+def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, share, known):
+    """A run's shape covers its rows, keeps to the budget unless it is one row, and no row is lost.
+
+    Whatever shapes are known, and however dear another one is.
+    """
     rows = rows_of(groups)
-    runs = Packer(max_tokens=max_tokens, bucketed=bucketed).pack(rows, share)
+    packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, new_shape_tokens=100_000)
+    runs = packer.pack(rows, share)
     assert sorted(row.number for part in runs for row in part.rows) == list(range(len(rows)))
     for part in runs:
-        shape = part.shape
-        assert len(part.rows) <= shape.rows and sum(row.kept for row in part.rows) <= shape.kept
-        assert max(row.completion for row in part.rows) <= shape.width
-        whole = [row.prompt + (0 if shape.prompts else row.completion) for row in part.rows]
-        assert max(whole) <= shape.length
-        assert shape.tokens <= max_tokens or len(part.rows) == 1
-        if shape.prompts:
-            assert len({row.group for row in part.rows}) <= shape.prompts
+        assert_holds(part)
+        assert part.shape.tokens <= max_tokens or len(part.rows) == 1
+
+
+def assert_holds(part):
+    """A run's shape has a place for each of its rows, tokens and prompts."""
+    shape = part.shape
+    assert len(part.rows) <= shape.rows and sum(row.kept for row in part.rows) <= shape.kept
+    assert max(row.completion for row in part.rows) <= shape.width
+    whole = [row.prompt + (0 if shape.prompts else row.completion) for row in part.rows]
+    assert max(whole) <= shape.length
+    if shape.prompts:
+        assert len({row.group for row in part.rows}) <= shape.prompts
 
 
 def test_the_cheapest_cut_is_found():
@@ -131,6 +156,28 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
     assert chosen([near, far], 100) == near
     assert chosen([far], 100) == exact and chosen([far], 900) == far
     assert chosen([far], 10_000, max_tokens=800) == exact
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
+@pytest.mark.parametrize("name", Shape._fields)
+def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
+    """One column, row, prompt or kept position less than needed would cut completions off or drop them."""
+    rows = rows_of([(72, 32), (70, 32)], generations=2)
+
+    def runs(*known):
+        return Packer(
+            max_tokens=10_000, bucketed=True, known=known, new_shape_tokens=0 if not known else 100_000
+        ).pack(rows, share)
+
+    (exact,) = [part.shape for part in runs()]
+    assert bool(exact.prompts) == share
+    larger = Shape(*(size + (size > 0) for size in exact))
+    assert [part.shape for part in runs(larger)] == [larger], "one that is larger in every way is"
+    if getattr(exact, name):
+        small = larger._replace(**{name: getattr(exact, name) - 1})
+        assert not small.covers(exact)
+        for part in runs(small):
+            assert_holds(part)
 
 
 def test_prompts_are_shared_where_that_is_fewer_tokens():

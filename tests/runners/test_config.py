@@ -66,6 +66,24 @@ def test_rewards_normalised_one_by_one_are_scaled_over_the_batch(write):
     assert load_config(name, ["loss.scale=none"]).check().loss.scale == "none"
 
 
+@pytest.mark.parametrize(("preset", "scale"), [("grpo", "batch"), ("dr_grpo", "none")])
+def test_the_batch_baseline_brings_the_batch_scale(write, preset, scale):
+    """A group's own deviation is 0 where it has no variance; a preset that does not scale stays so."""
+    loss = (
+        load_config(write(MINIMAL + f'[loss]\npreset = "{preset}"\nbaseline = "batch_mean"\n')).check().loss
+    )
+    assert (loss.baseline, loss.scale) == ("batch_mean", scale)
+
+
+def test_the_batch_baseline_over_a_groups_deviation_is_refused(write):
+    """The two together would divide by 1e-4: one line says what to write instead."""
+    name = write(MINIMAL + '[loss]\nbaseline = "batch_mean"\nscale = "group"\n')
+    with pytest.raises(
+        ConfigError, match=r'loss\.scale: found "group" with .*batch_mean.*want "batch" or "none"'
+    ):
+        load_config(name).check()
+
+
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [

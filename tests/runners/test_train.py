@@ -144,6 +144,25 @@ def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
     assert -12 < line["reward"] < 1
 
 
+BY_PROMPT = """
+def by_prompt(completions, question, **_):
+    return [float(len(text) % 2) for text in question]
+"""
+
+
+def test_groups_without_variance_teach_under_the_batch_baseline(tmp_path: Path) -> None:
+    """All completions of a prompt get one reward, but not all prompts: A = R − mean of the batch, not 0."""
+    (tmp_path / "mine.py").write_text(BY_PROMPT, encoding="utf-8")
+    rewards = 'reward.functions=["mine.py:by_prompt"]'
+    _, log = run(tmp_path, rewards, "loss.baseline=batch_mean", "optim.batch_size=8")
+    line = updates_of(log)[0]
+    assert 0 < line["reward"] < 1, "prompts of odd and of even length"
+    assert line["frac_reward_zero_std"] == 0.0 and line["grad_norm"] > 0
+    _, log = run(tmp_path, rewards, "optim.batch_size=8", "run.name=group")
+    line = updates_of(log)[0]
+    assert line["frac_reward_zero_std"] == 1.0 and line["grad_norm"] == 0.0
+
+
 def test_groups_without_variance_change_nothing(tmp_path: Path) -> None:
     """A reward that says the same of everything: no row reaches the learner, and the weights stay."""
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")

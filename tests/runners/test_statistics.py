@@ -1,0 +1,70 @@
+"""The metrics of an update: what counts as a group without variance, and when clipping is reported."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from runners.statistics import Tally, loss_metrics, rollout_metrics
+
+
+def tally_of(rewards_pg: list[list[float]]) -> Tally:
+    """A batch step with these rewards and one reward function."""
+    rewards = np.array(rewards_pg, np.float64)
+    return Tally(
+        rewards_pg=rewards,
+        values_kb=rewards.reshape(1, -1),
+        lengths_b=np.ones(rewards.size),
+        finished_b=np.ones(rewards.size, bool),
+        sampled_tokens=rewards.size,
+        resampled=0,
+        logged={},
+        seconds={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("baseline", "wanted"), [(None, 0.75), ("group_mean", 0.75), ("leave_one_out", 0.75), ("batch_mean", 0.5)]
+)
+def test_groups_that_teach_nothing_depend_on_the_baseline(baseline: str | None, wanted: float) -> None:
+    """Two batch steps of two groups, of which one has variance. The batch's mean moves the other group of its
+    step as well; the second step, all of whose rewards are equal, teaches nothing with any baseline."""
+    tallies = [tally_of([[1.0, 1.0], [0.0, 1.0]]), tally_of([[1.0, 1.0], [1.0, 1.0]])]
+    metrics = rollout_metrics(tallies, ["r"], baseline=baseline)
+    assert metrics["frac_reward_zero_std"] == wanted
+
+
+def stats_of(spec: g.LossSpec) -> g.LossStats:
+    """Of two sequences, of four tokens and of one, with every ratio 3 and A = 1 and −1."""
+    logp = mx.full((2, 4), float(np.log(3.0)))
+    mask = mx.array([[1, 1, 1, 1], [1, 0, 0, 0]])
+    return g.policy_loss(logp, mx.array([1.0, -1.0]), mask, spec, old_logp_bt=mx.zeros((2, 4)))[1]
+
+
+UPDATE = g.UpdateStats(mx.array(1.0), mx.array(1e-6), mx.array(False))
+CLIP = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "high"),
+    [
+        ({}, CLIP, 4 / 5),
+        ({"level": "sequence"}, CLIP, 1 / 2),  # of sequences, as in TRL
+        ({"surrogate": "dual_clip", "dual_clip": 4.0}, CLIP, 4 / 5),
+        ({"surrogate": "cispo"}, {"cispo_clip_ratio"}, 4 / 5),
+        ({"surrogate": "cispo", "level": "sequence"}, {"cispo_clip_ratio"}, 1 / 2),
+        ({"surrogate": "sapo"}, set(), 0.0),
+        ({"surrogate": "none"}, set(), 0.0),
+    ],
+)
+def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set[str], high: float) -> None:
+    """TRL's names; at level `sequence` the share is one of sequences."""
+    spec = g.LossSpec(**fields)
+    stats = stats_of(spec)
+    metrics = loss_metrics(stats, UPDATE, spec, False)
+    assert {name for name in metrics if "clip" in name} == names
+    assert stats.clip_high.item() == pytest.approx(high) and stats.clip_low.item() == 0.0
+    for name in names & {"clip_ratio/high_mean", "cispo_clip_ratio"}:
+        assert metrics[name] == pytest.approx(high)
