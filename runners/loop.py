@@ -24,6 +24,7 @@ from runners.loop_state import LoopState
 from runners.memory_watch import MemoryWatch
 from runners.metrics import MetricsLog
 from runners.model_writing import save_final
+from runners.prompt_settings import PromptSettings
 from runners.records import completion_records, header, summary
 from runners.report import Report
 from runners.row_memory import free_memory
@@ -64,6 +65,7 @@ class Loop:
         """`state` is what to go on from, `at` where that is, `facts` what every trainer_state.json holds."""
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
+        self.prompt = PromptSettings.of(run.config.to_dict())
         self.steps, self.at = TrainSteps(run, state, at, report.note), at
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
@@ -101,7 +103,7 @@ class Loop:
             self._evaluate("at the end")
         self.saver.settle()
         self.report.status("saving the final model")
-        final = save_final(self.run.folder, steps.state, self.run.loaded)
+        final = save_final(self.run.folder, steps.state, self.run.loaded, self.prompt)
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
         shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
@@ -215,7 +217,9 @@ class Loop:
             "loop": {**at.plain(), "elapsed": self._elapsed()},
         }
         trees = {**at.trees(), "anchor": self.steps.role.anchor}
-        return take_snapshot(at.batch_step, self.steps.state, self.run.loaded, facts, trees)
+        return take_snapshot(
+            at.batch_step, self.steps.state, self.run.loaded, facts, trees, prompt=self.prompt
+        )
 
     def _heed_numbers(self) -> None:
         """Where too many updates in a row were skipped: saves, and raises NumbersError."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of
+from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of, settled
 
 if TYPE_CHECKING:
     from runners.conversation import Conversation
@@ -28,10 +28,12 @@ While chatting:
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
 
-    MODEL is a folder, a name on the Hub, a folder of adapters, or "embedded". Where standard input is no
-    terminal, each of its lines is a message, and only the replies are written.
+    MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". A model that
+    was trained here is asked as in training; options that are given win. Where standard input is no terminal,
+    each of its lines is a message, and only the replies are written.
     """
     loaded = open_model(model, values)
+    values = settled(values, loaded.prompt)
     from runners.conversation import Conversation
 
     conversation = Conversation(

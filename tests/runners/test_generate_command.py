@@ -98,7 +98,7 @@ def test_conversations_and_system_messages_are_prompts(grpo, tmp_path):
         (["embedded"], "wanted either PROMPT or --prompts FILE"),
         (["embedded", "x", "--prompts", "y"], "wanted either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
-        (["embedded", "x", "--stop", ""], "--stop is empty"),
+        (["embedded", "x", "--stop", "", "--stop", "y"], '--stop "" means no stop string; found others'),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
         (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read"),
         (
