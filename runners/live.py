@@ -30,6 +30,7 @@ from runners.progress import (
 
 MAX_WIDTH = 100  # wider terminals leave the rest free
 _SMALL = (
+    ("length penalty", "length_penalty"),  # a part of the reward above it
     ("loss", "loss"),
     ("kl", "kl"),
     ("grad norm", "grad_norm"),

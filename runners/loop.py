@@ -30,7 +30,7 @@ from runners.report import Report
 from runners.row_memory import free_memory
 from runners.saving import Saver
 from runners.setup import Run
-from runners.statistics import loss_metrics, rollout_metrics
+from runners.statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.train_steps import TrainSteps
 from runners.watch import Condition, Watch
 
@@ -169,6 +169,7 @@ class Loop:
             "batch_step": at.batch_step,
             "epoch": round(self.run.stream.epoch, 4),
             **rollout_metrics(at.tallies, rewards),
+            **penalty_metrics(at.tallies, self.config),
             **loss_metrics(stats, update, self.steps.state.ref_params is not None),
             **self.steps.role.metrics(),
             "num_tokens": at.sampled_tokens,

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from runners.rollout import Experience
+from runners.config import Config
+from runners.rollout import Experience, length_penalty
 
 
 @attrs.frozen(eq=False)
@@ -77,6 +79,13 @@ def rollout_metrics(tallies: Sequence[Tally], reward_names: Sequence[str]) -> di
         drawn = sum(tally.sampled_tokens for tally in tallies)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
     return metrics
+
+
+def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float]:
+    """The mean length penalty of an update's completions, a part of their rewards; nothing if it is off."""
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    penalty_b = length_penalty(config, mx.array(lengths))
+    return {} if penalty_b is None else {"length_penalty": float(np.array(penalty_b).mean())}
 
 
 def loss_metrics(stats: g.LossStats, update: g.UpdateStats, has_reference: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ METRICS = (
     "reward",
     "reward_std",
     "frac_reward_zero_std",
+    "length_penalty",
     "loss",
     "kl",
     "entropy",

@@ -45,6 +45,7 @@ def export_command(
 
     platform.prepare()
     from runners.export import check_repo, export, upload
+    from runners.progress import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work
@@ -59,6 +60,6 @@ def export_command(
         note=partial(click.echo, err=True),
     )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    click.echo(f"{out}: {size / 1e6:,.1f} MB of weights")
+    click.echo(f"{out}: {gigabytes(size)} of weights")
     if upload_repo:
         click.echo(f"uploaded: {upload(out, upload_repo, private=private)}")
