@@ -6,10 +6,9 @@ import math
 import pytest
 
 from runners.config import load_config
-from runners.report import Quiet
 from runners.train import run_training
 from runners.watch import unknown_metric
-from tests.tiny_runs import small
+from tests.tiny_runs import Notes, small
 
 REWARDS = """
 def odd(completions, completion_ids, log_metric, log_extra, **_):
@@ -23,14 +22,6 @@ def letters(completions, **_):
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
 WEIGHTS = {"odd": 0.5, "letters": -0.25}
-
-
-class Header(Quiet):
-    """Keeps what is shown before the first step."""
-
-    def start(self, total_updates, header):
-        """The header."""
-        self.header = dict(header)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +41,7 @@ def run(tmp_path_factory):
             optim={"batch_size": 4, "max_steps": 4, "gradient_accumulation_steps": 2},
         )
     )  # fmt: skip
-    shown = Header()
+    shown = Notes()
     result = run_training(load_config(str(folder / "train.toml")), report=shown)
 
     def lines(name):
@@ -113,7 +104,7 @@ def test_the_length_penalty_is_shown(run):
 def test_without_a_penalty_and_logs_there_is_none(tmp_path):
     """Neither in the header, nor in the log, nor in the records."""
     (tmp_path / "train.toml").write_text(small(run={"output_dir": str(tmp_path / "outputs")}))
-    shown = Header()
+    shown = Notes()
     folder = run_training(load_config(str(tmp_path / "train.toml")), report=shown).folder
     texts = [(folder / name).read_text() for name in ("completions.jsonl", "training_log.jsonl")]
     assert "length penalty" not in shown.header and not any("length_penalty" in text for text in texts)
