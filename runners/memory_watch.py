@@ -35,7 +35,7 @@ class MemoryWatch:
         limit = " (system.memory_limit_gb)" if self._limit and total == self._limit else ""
         return metrics, (
             f"memory: the peak so far is {gigabytes(found.peak)}, {found.peak / total:.0%} of "
-            f"{gigabytes(total)}{limit}; lower {self._key}"
+            f"{gigabytes(int(total))}{limit}; lower {self._key}"
         )
 
 

@@ -5,7 +5,7 @@ The file may be a stranger's, who made the folder. So no code that it names is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,34 +61,37 @@ def config_of_runs(
 
 def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> Config:
     content = read_json(file)
-    replaced = {override.partition("=")[0].strip() for override in overrides}
-    for section, key in (("data", "transform"), ("model", "loader")):
-        named = _table(content, section).get(key)
-        if named and f"{section}.{key}" not in replaced:
+    given = {override.partition("=")[0].strip() for override in overrides}
+    reward = content.get("reward", {})
+    names, weights = _list(reward, "functions"), _list(reward, "weights")
+    kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
+    if len(kept) < len(names) and "reward.functions" not in given:
+        functions = [names[i] for i in kept] or ["correctness_reward_func"]
+        taken = [weights[i] for i in kept] if len(weights) == len(names) else []
+        overrides = [f"reward.functions={spell(functions)}", f"reward.weights={spell(taken)}", *overrides]
+        own = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
+        note(
+            f"{file}: rewards left out, as code runs only if you name the config: {own}; --config {file} "
+            "runs them"
+        )
+    config = load_config(str(file), overrides)
+    code = {
+        "reward.functions": [name for name in config.reward.functions if name not in REWARD_NAMES],
+        "data.transform": config.data.transform,
+        "model.loader": config.model.loader,
+    }
+    for key, named in code.items():
+        if named and key not in given:
             raise UserError(
-                f"{file}: {section}.{key} = {show(named)} is code, which runs only if you name the config: "
+                f"{file}: {key} = {show(named)} is code, which runs only if you name the config: "
                 f"--config {file}"
             )
-    reward = _table(content, "reward")
-    names, weights = reward.get("functions"), reward.get("weights")
-    own = [name for name in names if name not in REWARD_NAMES] if isinstance(names, list) else []
-    if own and "reward.functions" not in replaced:
-        assert isinstance(names, list)
-        kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
-        functions = [names[i] for i in kept] or ["correctness_reward_func"]
-        given = isinstance(weights, list) and len(weights) == len(names)
-        taken = [weights[i] for i in kept] if given else []
-        overrides = [f"reward.functions={spell(functions)}", f"reward.weights={spell(taken)}", *overrides]
-        note(
-            f"{file}: rewards left out, as code runs only if you name the config: "
-            f"{', '.join(map(show, own))}; --config {file} runs them"
-        )
-    return load_config(str(file), overrides)
+    return config
 
 
-def _table(content: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    found = content.get(section)
-    return found if isinstance(found, dict) else {}
+def _list(table: Any, key: str) -> list[Any]:
+    found = table.get(key) if isinstance(table, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _check_same(first: Path, one: Config, second: Path, other: Config) -> None:
