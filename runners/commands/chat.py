@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,12 +14,14 @@ from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, option
 if TYPE_CHECKING:
     from runners.conversation import Conversation
 
-_KEYS = """\
-\b
-While chatting:
-  /clear   begins anew            /exit   or Ctrl-D ends
+PROMPT_SIGN = ">>> "
+_COMMANDS = """\
+  /help    shows this
+  /clear   begins a new conversation
+  /exit    or Ctrl-D ends
   Ctrl-C   ends the reply; twice, without a message in between, the program
 """
+_KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
@@ -39,6 +42,8 @@ def chat_command(model: str, **values: Any) -> None:
     conversation = Conversation(
         loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
     )
+    if sys.stdin.isatty():
+        click.echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
     talk(conversation)
 
 
@@ -64,7 +69,9 @@ def talk(conversation: Conversation) -> None:
             asked = False
             break
         asked = False
-        if message == "/clear":
+        if message == "/help":
+            click.echo(_COMMANDS, nl=False, err=True)
+        elif message == "/clear":
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
@@ -79,7 +86,20 @@ def talk(conversation: Conversation) -> None:
 
 def _read() -> str | None:
     """The next message, stripped; None at the end of the input."""
-    if sys.stdin.isatty():
-        click.echo(">>> ", nl=False, err=True)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return _read_edited()
+    if sys.stdin.isatty():  # replies go into a file: nothing else may stand there
+        click.echo(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
+
+
+def _read_edited() -> str | None:
+    """The same on a terminal, with line editing and the messages of this conversation to go back to."""
+    with suppress(ImportError):  # not every Python has it; macOS has editline under its name
+        import readline  # noqa: F401 (importing it is what turns editing on in `input`)
+    try:
+        return input(PROMPT_SIGN).strip()
+    except EOFError:
+        click.echo(err=True)
+        return None
