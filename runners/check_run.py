@@ -17,9 +17,10 @@ from grpo_fn.rewards import parse_number
 from runners.config import Config
 from runners.data import load_rows
 from runners.errors import UserError
+from runners.evaluate import held_out
 from runners.model_files import read_json, resolve_model
 from runners.model_reading import load_tokenizer
-from runners.prompts import Example, build_examples, columns_of, reward_columns
+from runners.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.reward_functions import Reward, check_columns, resolve_rewards
 from runners.scoring import Scorer
 
@@ -36,7 +37,8 @@ class Checked:
     tokenizer: str  # its class and folder
     prompt: str  # the first, as the model gets it
     train: int  # examples
-    evaluation: int
+    evaluation: int  # problems that a run measures itself on
+    held_out: int  # of so many that are not trained on
     lengths: tuple[int, ...]  # of the training prompts that are kept, tokens, ascending
     kinds: tuple[str, ...]  # of answers that were scored
     rewards: tuple[str, ...]
@@ -69,6 +71,7 @@ def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked
     warnings = [
         *rows[0].notices("train", dropped, limit),
         *rows[1].notices("eval", dropped_there, limit),
+        *template_notices(tokenizer),
         *faults,
         *_judge(rewards, kinds, values_kan),
     ]
@@ -77,7 +80,8 @@ def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked
         tokenizer=f"{type(inner).__name__} of {path}",
         prompt=train[0].text,
         train=len(train),
-        evaluation=len(evaluation),
+        evaluation=len(held_out(evaluation, config.eval.samples)),
+        held_out=len(evaluation),
         lengths=tuple(sorted(len(example.tokens) for example in train)),
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),

@@ -24,6 +24,7 @@ from runners.manifest import write_manifest
 from runners.model_files import read_json
 from runners.model_writing import trained, write_trained
 from runners.models import LoadedModel
+from runners.prompt_settings import PromptSettings, write_prompt
 from runners.state_files import PackedState, pack_state, save_state
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Snapshot:
     state: PackedState
     trainer_state: Mapping[str, Any]
     loaded: LoadedModel
+    prompt: PromptSettings | None = None  # how the model is asked
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +59,8 @@ def take_snapshot(
     loaded: LoadedModel,
     trainer_state: Mapping[str, Any],
     loop: Mapping[str, Any] | None = None,
+    *,
+    prompt: PromptSettings | None = None,
 ) -> Snapshot:
     """A checkpoint to be written; arrays are shared with the state, not copied.
 
@@ -66,12 +70,13 @@ def take_snapshot(
         loaded: the model the state belongs to.
         trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
         loop: trees of arrays that belong to the state.
+        prompt: how the model is asked; goes into a file of its own.
     """
     weights = trained(state.params, loaded)
     packed = pack_state(state, weights, loop or {})
     weights = {name: mx.contiguous(array) for name, array in weights.items()}
     mx.eval(weights)
-    return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded)
+    return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded, prompt)
 
 
 def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = None) -> Path:
@@ -84,6 +89,8 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = 
     with new_folder(target, within=within) as folder:
         write_trained(folder, snapshot.weights, snapshot.loaded)
         save_state(folder, snapshot.state)
+        if snapshot.prompt is not None:
+            write_prompt(folder, snapshot.prompt)
         line, _ = to_json(snapshot.trainer_state)
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)

@@ -18,6 +18,7 @@ from runners.durable import check_target, new_folder
 from runners.errors import UserError, first_line
 from runners.model_files import copy_companions, read_config, read_json, resolve_model, tokenizer_pickle
 from runners.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
+from runners.prompt_settings import read_prompt, write_prompt
 from runners.vision import convert_vision, sees
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def convert(
             "quantization (--bits, --mode or --recipe)"
         )
     options = _options(quantization, dequantize, dtype)
+    prompt = read_prompt(path)
     with new_folder(target, replace=force) as temporary:
         if tokenizer_pickle(path) is not None:
             _copy(path, temporary)
@@ -124,6 +126,8 @@ def convert(
             convert_vision(path, temporary, trust_remote_code=trust_remote_code, **options)
         else:
             _by_mlx_lm(path, temporary, trust_remote_code, options)
+        if prompt is not None:
+            write_prompt(temporary, prompt)
         if quantization.wanted:
             _check_packed(temporary)
     return target

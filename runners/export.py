@@ -26,6 +26,8 @@ from runners.model_files import (
     tokenizer_pickle,
 )
 from runners.model_reading import read_model
+from runners.prompt_settings import PromptSettings, read_prompt, write_prompt
+from runners.run_folder import model_of_run
 
 
 @attrs.frozen
@@ -38,18 +40,13 @@ class Source:
     base: str  # the Hub name that the model comes from, "" where it has none
 
 
-def find_source(name: str) -> Source:
-    """The model behind a run's folder (its final/), a folder of a model or of adapters, or a Hub name.
+def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> Source:
+    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name.
 
-    Raises UserError where there is none, or something of it is missing.
+    Of a run it is `final`, else the newest whole checkpoint, which `note` is told of. Raises UserError where
+    there is none, or something of it is missing.
     """
-    folder = Path(name).expanduser()
-    if (folder / "config.resolved.json").is_file():
-        if not (folder / "final").is_dir():
-            found = sorted(path.name for path in folder.glob("checkpoint-*"))
-            hint = f"; it has {', '.join(found)}, which can be named instead" if found else ""
-            raise UserError(f"{name}: this run has no final model{hint}")
-        folder = folder / "final"
+    folder = Path(model_of_run(name, note)).expanduser()
     if is_adapter_folder(folder):
         base = base_of(folder)
         return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base))
@@ -68,7 +65,7 @@ def export(
     force: bool = False,
     title: str = "",
     trust_remote_code: bool = False,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Writes a model folder with a card into `target`, whole or not at all, and returns it.
 
@@ -89,7 +86,8 @@ def export(
     """
     quantization.check()
     check_target(target, force)
-    source = find_source(name)
+    source = find_source(name, note)
+    prompt = read_prompt(source.folder)
     inside = target.resolve()
     for folder in (source.folder.resolve(), source.model.resolve()):
         if inside == folder or inside in folder.parents:
@@ -120,12 +118,17 @@ def export(
     if quantization.wanted:
         module, config = pack(module, config, quantization)
     facts = run_facts(source.folder)
+    if prompt is None and facts is not None:  # a run from before this file was written
+        prompt = PromptSettings.of(facts.config)
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
         copy_companions(source.model, temporary)
+        if prompt is not None:
+            write_prompt(temporary, prompt)
         card = model_card(
             title or target.name,
             facts,
+            prompt,
             quantized=_packing(config),
             base=source.base,
             plain_mlx=tokenizer_pickle(source.model) is None,

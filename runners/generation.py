@@ -19,6 +19,7 @@ from grpo_fn.trees import on_host
 from runners.errors import UserError
 from runners.inference import InferenceModel
 from runners.launching import keywords
+from runners.progress import gigabytes
 from runners.tokenizers import TextDecoder
 
 ROWS = 256  # completions decoded together where nothing is said
@@ -79,13 +80,13 @@ class Speed:
         mx.reset_peak_memory()
 
     def line(self) -> str:
-        """One line for people: tokens, tokens a second, peak memory (10⁹ bytes)."""
+        """One line for people: tokens, tokens a second, peak memory."""
         prompts = f"prompt {self.prompt_tokens:,} tokens"
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        peak = mx.get_peak_memory() / 1e9
-        return f"{prompts}, completion {self.tokens:,} tokens ({rate:,.1f} tok/s), peak memory {peak:.3g} GB"
+        peak = gigabytes(mx.get_peak_memory())
+        return f"{prompts}, completion {self.tokens:,} tokens ({rate:,.1f} tok/s), peak memory {peak}"
 
 
 def stream(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from runners.errors import UserError
 from runners.launching import launches
 from runners.model_files import is_adapter_folder, resolve_model
 from runners.model_reading import own_loader, read_model
+from runners.prompt_settings import PromptSettings, read_prompt
+from runners.run_folder import model_of_run
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -35,6 +37,7 @@ class InferenceModel:
     adapter: Path | None  # the folder of its adapters
     eos_ids: tuple[int, ...]
     launch: str  # of decoding steps, as `rollout.launch` in a config
+    prompt: PromptSettings | None  # how it was asked in training; None: its folder does not say
     notices: tuple[str, ...]
 
 
@@ -51,7 +54,8 @@ def load_inference(
     """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
 
     Args:
-        model: as `model.path` in a config, or a folder of adapters whose adapter_config.json names the base.
+        model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
+            a run's folder, which stands for its final model, else its newest whole checkpoint.
         platform: what `runners.platform.prepare` found.
         adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
         dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
@@ -61,18 +65,13 @@ def load_inference(
 
     Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
     """
-    own = Path(model).expanduser()
-    if is_adapter_folder(own):
-        if adapter:
-            raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
-        adapter, model = str(own), base_of(own)
-    if adapter:
-        check_adapters(Path(adapter).expanduser())  # before minutes of reading
+    notes: list[str] = []
     function = own_loader(loader, folders, "--loader")
-    path = resolve_model(model, "MODEL", own_loader=function is not None)
+    path, adapters = _find(model, adapter, notes.append, own_loader=function is not None)
+    prompt = _prompt(path, adapters)
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
-    if adapter:
-        notices += read_adapters(module, Path(adapter).expanduser(), path)
+    if adapters is not None:
+        notices += read_adapters(module, adapters, path)
     module.freeze()
     module.eval()
     compute_dtype = choose_dtype(dtype, platform, module)
@@ -86,8 +85,38 @@ def load_inference(
         policy=policy,
         tokenizer=tokenizer,
         path=path,
-        adapter=Path(adapter).expanduser() if adapter else None,
+        adapter=adapters,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
         launch=launches(platform)[0],
-        notices=notices,
+        prompt=prompt,
+        notices=(*notes, *notices),
     )
+
+
+def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
+    """How the model behind a name, as `load_inference` takes it, was asked in training; None: not known.
+
+    The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
+    """
+    return _prompt(*_find(model, "", lambda line: None, own_loader=bool(loader)))
+
+
+def _find(
+    model: str, adapter: str, note: Callable[[str], None], *, own_loader: bool
+) -> tuple[Path, Path | None]:
+    """The folder of a model, and that of its adapters, if any."""
+    own = Path(model_of_run(model, note)).expanduser()
+    adapters = own if is_adapter_folder(own) else Path(adapter).expanduser() if adapter else None
+    if adapters is not None:
+        check_adapters(adapters)  # before a download, and before minutes of reading
+    if is_adapter_folder(own):
+        if adapter:
+            raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
+        return resolve_model(base_of(own), "MODEL", own_loader=own_loader), own
+    folder = resolve_model(str(own) if own.exists() else model, "MODEL", own_loader=own_loader)
+    return folder, adapters
+
+
+def _prompt(path: Path, adapters: Path | None) -> PromptSettings | None:
+    """That of the adapters, which were trained last, else the model's."""
+    return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

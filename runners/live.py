@@ -33,6 +33,7 @@ MAX_WIDTH = 100  # wider terminals leave the rest free
 # wrap, the cursor would be a line below where the block ends, and a part of the block would never be erased.
 _FREE = 2
 _SMALL = (
+    ("length penalty", "length_penalty"),  # a part of the reward above it
     ("loss", "loss"),
     ("kl", "kl"),
     ("grad norm", "grad_norm"),

@@ -25,13 +25,14 @@ from runners.loop_state import LoopState
 from runners.memory_watch import MemoryWatch
 from runners.metrics import MetricsLog
 from runners.model_writing import save_final
+from runners.prompt_settings import PromptSettings
 from runners.records import completion_records, header, summary
 from runners.report import Report
 from runners.row_memory import free_memory
 from runners.run_folder import FolderGone, RunFolder
 from runners.saving import Saver
 from runners.setup import Run
-from runners.statistics import loss_metrics, rollout_metrics
+from runners.statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.train_steps import TrainSteps
 from runners.watch import Condition, Watch
 
@@ -68,6 +69,7 @@ class Loop:
         self.folder, self._here = folder, folder.path  # held open, and the path that it had last
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
+        self.prompt = PromptSettings.of(run.config.to_dict())
         self.steps, self.at = TrainSteps(run, state, at, report.note), at
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
@@ -182,6 +184,7 @@ class Loop:
             "batch_step": at.batch_step,
             "epoch": round(self.run.stream.epoch, 4),
             **rollout_metrics(at.tallies, rewards, baseline=self.config.loss.baseline),
+            **penalty_metrics(at.tallies, self.config),
             **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
             **self.steps.role.metrics(),
             "num_tokens": at.sampled_tokens,
@@ -231,7 +234,9 @@ class Loop:
             "loop": {**at.plain(), "elapsed": self._elapsed()},
         }
         trees = {**at.trees(), "anchor": self.steps.role.anchor}
-        return take_snapshot(at.batch_step, self.steps.state, self.run.loaded, facts, trees)
+        return take_snapshot(
+            at.batch_step, self.steps.state, self.run.loaded, facts, trees, prompt=self.prompt
+        )
 
     def _heed_numbers(self) -> None:
         """Where too many updates in a row were skipped: saves, and raises NumbersError."""
@@ -279,7 +284,7 @@ class Loop:
         steps, loaded = self.steps, self.run.loaded
 
         def save(folder: Path, held: int) -> Path:
-            return save_final(folder, steps.state, loaded, within=held)
+            return save_final(folder, steps.state, loaded, self.prompt, within=held)
 
         try:
             return self.folder.write(save)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from runners import platform
+from runners.progress import gigabytes
 
 FULL = 0.9  # of the memory
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -33,8 +34,8 @@ class MemoryWatch:
         self._warned = True
         limit = " (system.memory_limit_gb)" if self._limit and total == self._limit else ""
         return metrics, (
-            f"memory: the peak so far is {found.peak / 1e9:.2f} GB, {found.peak / total:.0%} of "
-            f"{total / 1e9:.2f} GB{limit}; lower {self._key}"
+            f"memory: the peak so far is {gigabytes(found.peak)}, {found.peak / total:.0%} of "
+            f"{gigabytes(int(total))}{limit}; lower {self._key}"
         )
 
 

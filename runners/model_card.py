@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from runners import __version__
-from runners.errors import UserError, spell_tables
+from runners.errors import UserError, spell, spell_tables
 from runners.model_files import HUB_NAME, read_json
+from runners.prompt_settings import PROMPT_FILE, PromptSettings
 from runners.sections import EMBEDDED
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
@@ -73,12 +74,21 @@ def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def model_card(title: str, facts: RunFacts | None, *, quantized: str, base: str, plain_mlx: bool) -> str:
+def model_card(
+    title: str,
+    facts: RunFacts | None,
+    prompt: PromptSettings | None,
+    *,
+    quantized: str,
+    base: str,
+    plain_mlx: bool,
+) -> str:
     """The card as Markdown.
 
     Args:
         title: the model's name.
         facts: of the run that made it; None: of no run.
+        prompt: how the model was asked in training; None: not known.
         quantized: how the weights are packed, in words; "" where they are not.
         base: the Hub name of the model that was trained; "" where it has none.
         plain_mlx: whether mlx-lm's own commands open it (nanochat's tokenizers they do not).
@@ -86,10 +96,12 @@ def model_card(title: str, facts: RunFacts | None, *, quantized: str, base: str,
     parts = [_front_matter(facts, base), f"# {title}\n"]
     parts.append(_origin(facts, base, quantized))
     if facts is not None:
-        parts += [*_results(facts), *_prompt(facts.config)]
+        parts += _results(facts)
+    if prompt is not None:
+        parts += _prompt(prompt)
+    if facts is not None:
         parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
-    command = f'mlx_lm.generate --model {title} --prompt "…"' if plain_mlx else f'grpo generate {title} "…"'
-    parts.append(f"## Use\n\n```sh\n{command}\n```\n")
+    parts.append(_use(title, prompt, plain_mlx))
     return "\n".join(part for part in parts if part)
 
 
@@ -165,17 +177,34 @@ def _results(facts: RunFacts) -> list[str]:
     return ["## Results\n", "\n".join(table) + "\n", note if facts.updates else ""]
 
 
-def _prompt(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    data = config["data"]
-    system, nudge = data["system_prompt"].strip(), data["nudge"]
-    if not system and not nudge:
-        return []
-    parts = ["## Prompt\n", "The model was trained with this around every question.\n"]
+def _prompt(prompt: PromptSettings) -> list[str]:
+    system, nudge, stop = prompt.system_prompt.strip(), prompt.nudge, ", ".join(map(spell, prompt.stop))
+    parts = ["## Prompt\n"]
+    if system or nudge:
+        parts.append("The model was trained with this around every question.\n")
     if system:
         parts.append(f"System message:\n\n{_fenced(system)}")
     if nudge:
         parts.append(f"First words of the reply, given to it:\n\n{_fenced(nudge)}")
+    if stop:
+        parts.append(f"A reply ends with:\n\n{_fenced(stop)}")
+    parts.append(f"A reply had at most {prompt.max_new_tokens:,} tokens.\n")
     return parts
+
+
+def _use(title: str, prompt: PromptSettings | None, plain_mlx: bool) -> str:
+    """The commands, and what the prompt settings mean to each."""
+    ours = f'grpo generate {title} "…"'
+    theirs = f'mlx_lm.generate --model {title} --prompt "…"'
+    if prompt is None:
+        return f"## Use\n\n```sh\n{theirs if plain_mlx else ours}\n```\n"
+    text = f"## Use\n\n```sh\n{ours}\n```\n\nIt takes the prompt settings above from `{PROMPT_FILE}`."
+    if plain_mlx:
+        text += (
+            " mlx-lm does not read that file; it takes the system message as `--system-prompt` and the first "
+            f"words as `--prefill-response`:\n\n```sh\n{theirs}\n```"
+        )
+    return f"{text}\n"
 
 
 def _fenced(text: str, language: str = "text") -> str:

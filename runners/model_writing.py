@@ -20,6 +20,7 @@ from runners.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.durable import new_folder, save_arrays
 from runners.model_files import copy_companions, read_config, read_json
 from runners.models import LoadedModel
+from runners.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
     from grpo_fn.state import TrainState
@@ -27,15 +28,30 @@ if TYPE_CHECKING:
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
-def save_final(run_dir: Path, state: TrainState, loaded: LoadedModel, *, within: int | None = None) -> Path:
+def save_final(
+    run_dir: Path,
+    state: TrainState,
+    loaded: LoadedModel,
+    prompt: PromptSettings | None = None,
+    *,
+    within: int | None = None,
+) -> Path:
     """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
 
-    `within` is a descriptor of `run_dir`: see `runners.durable`.
+    `prompt` is written beside it: how the model was asked. `within` is a descriptor of `run_dir`: see
+    `runners.durable`.
     """
-    return save_model(run_dir / "final", state.params, loaded, within=within)
+    return save_model(run_dir / "final", state.params, loaded, prompt, within=within)
 
 
-def save_model(folder: Path, params: Any, loaded: LoadedModel, *, within: int | None = None) -> Path:
+def save_model(
+    folder: Path,
+    params: Any,
+    loaded: LoadedModel,
+    prompt: PromptSettings | None = None,
+    *,
+    within: int | None = None,
+) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
 
     With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
@@ -56,6 +72,8 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, *, within: int | 
         weights = {name: _own(name, array, loaded) for name, array in weights.items()}
         save_arrays(temporary / "model.safetensors", weights, _MLX)
         _write_companions(temporary, config, loaded)
+        if prompt is not None:
+            write_prompt(temporary, prompt)  # in place of the source model's own, which was copied
     return folder
 
 

@@ -13,6 +13,7 @@ from runners.errors import UserError
 from runners.forecast import Forecast, forecast, longest_prompt
 from runners.model_sizes import ModelSizes, model_sizes
 from runners.platform import Platform, memory
+from runners.progress import gigabytes
 from runners.remedies import key_to_turn, largest_batch, remedies
 
 WIDTH = 100
@@ -47,10 +48,10 @@ def too_large(found: Forecast) -> str | None:
     if config.model.tune == "full":
         adapted = attrs.evolve(config, model=attrs.evolve(config.model, tune="lora"))
         needed = forecast(adapted, Platform("cpu"), found.total, prompt=found.prompt).floor
-        way = f'model.tune = "lora" needs {_gb(needed)}' if needed <= found.total else way
+        way = f'model.tune = "lora" needs {gigabytes(needed)}' if needed <= found.total else way
     return (
-        f"{config.where('model.path')}: {config.model.path} needs {_gb(found.floor)} for weights, moments "
-        f"and gradients alone, and there are {_gb(found.total)}{_limit(found)}; {way}"
+        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(found.floor)} for weights, "
+        f"moments and gradients alone, and there are {gigabytes(found.total)}{_limit(found)}; {way}"
     )
 
 
@@ -63,8 +64,8 @@ def over(found: Forecast, platform: Platform) -> str | None:
     ways = remedies(found, platform)
     way = " or ".join(ways[:2]) + " would fit" if ways else f"lower {key_to_turn(found)}"
     return (
-        f"the run is foretold to take {_gb(peak.total)} at its peak ({peak.name}: {name} {_gb(nbytes)}), and "
-        f"there are {_gb(found.total)}{_limit(found)}; {way}"
+        f"the run is foretold to take {gigabytes(peak.total)} at its peak ({peak.name}: {name} "
+        f"{gigabytes(nbytes)}), and there are {gigabytes(found.total)}{_limit(found)}; {way}"
     )
 
 
@@ -125,16 +126,16 @@ def _table(found: Forecast, facts: dict[str, Any]) -> str:
     for phase in found.phases:
         grid.add_section()
         mark = "  ← peak" if phase is found.peak else ""
-        grid.add_row(phase.name, "in all", f"{_gb(phase.total)}{mark}")
+        grid.add_row(phase.name, "in all", f"{gigabytes(phase.total)}{mark}")
         for name, nbytes in sorted(phase.parts.items(), key=lambda part: -part[1]):
-            grid.add_row("", name, _gb(nbytes))
+            grid.add_row("", name, gigabytes(nbytes))
     stream = io.StringIO()
     console = Console(file=stream, width=WIDTH, color_system=None)
     console.print(grid)
     config, prompts = found.config, facts["largest_batch_size"]
     console.print()
     for name, value in {
-        "peak": f"{_gb(found.peak.total)} of {_gb(found.total)}{_limit(found)}",
+        "peak": f"{gigabytes(found.peak.total)} of {gigabytes(found.total)}{_limit(found)}",
         "largest batch": f"optim.batch_size = {prompts} (now {config.optim.batch_size})",
         "assumes": f"prompts of {found.prompt} tokens ({found.prompt_source}), completions of "
         f"{config.rollout.max_new_tokens}",
@@ -146,8 +147,3 @@ def _table(found: Forecast, facts: dict[str, Any]) -> str:
 def _limit(found: Forecast) -> str:
     limit = found.config.system.memory_limit_gb * 1e9
     return " (system.memory_limit_gb)" if limit and found.total == int(limit) else ""
-
-
-def _gb(nbytes: int) -> str:
-    """Bytes as GB, or MB where that says more."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

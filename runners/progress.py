@@ -138,9 +138,11 @@ def percent(score: float | None) -> str:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB."""
+    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
+    if size < 1e6:
+        return f"{size / 1e3:.0f} kB"
     if size < 1e8:
-        return f"{size / 1e6:.0f} MB"
+        return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
     return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:.1f} GB"
 
 

@@ -113,6 +113,17 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+def template_notices(tokenizer: Any) -> list[str]:
+    """A line where a tokenizer has no chat template, as an instruction-tuned model's would have."""
+    # nanochat's tokenizers render by a function, which without their marks for turns writes plain text too.
+    if _has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
+        return []
+    return [
+        "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "
+        "model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json"
+    ]
+
+
 def _has_template(tokenizer: Any) -> bool:
     # mlx-lm's wrapper also knows templates that are functions, and says so here only.
     wrapper_says = getattr(tokenizer, "has_chat_template", None)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from runners.progress import gigabytes
+
 NOISE = 1.05  # how much faster than full precision a format has to be: less may be chance
 
 
@@ -41,7 +43,7 @@ class Trial:
             (
                 row.quantization,
                 "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-                "–" if row.memory is None else f"{row.memory / 1e6:,.0f} MB",
+                "–" if row.memory is None else gigabytes(row.memory),
                 "–" if row.kl is None else f"{row.kl:.2g}",
                 "–" if row.difference is None else f"{row.difference:.2g}",
                 row.verdict,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from runners.config import Config
 from runners.rollout import Experience
 from runners.setup import Run
 
@@ -23,8 +25,19 @@ def header(run: Run) -> dict[str, Any]:
         f"{len(run.data.evaluation):,} held out)",
         "each update": f"{config.optim.batch_size * config.optim.gradient_accumulation_steps} prompts × "
         f"{config.rollout.num_generations} completions, {config.loss.preset}",
+        **_length_penalty(config),
         "writes to": str(run.folder),
     }
+
+
+def _length_penalty(config: Config) -> dict[str, str]:
+    """What makes a completion's reward smaller than the sum of its rewards, if anything does."""
+    overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
+    if overlong is None or not overlong.buffer:
+        return {}
+    free = limit - overlong.buffer
+    text = f"0 up to {free:,} tokens, then down to -{overlong.penalty:g} at {limit:,} (loss.overlong)"
+    return {"length penalty": text}
 
 
 def summary(
@@ -42,13 +55,17 @@ def summary(
 
 
 def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:
-    """One record for each completion, for completions.jsonl."""
+    """One record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
     lengths = np.array(experience.rollout.lengths_b).tolist()
+    finished = np.array(experience.rollout.finished_b).tolist()
+    penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
+    metrics = {name: float(np.mean(values)) for name, values in experience.logged.items()}
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
+        values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)
         extra = {column: values[row] for column, values in experience.extras.items()}
         yield {
             "batch_step": batch_step,
@@ -57,7 +74,11 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             "completion": text,
             "answer": example.answer,
             "reward": rewards[row],
+            "rewards": {name: None if math.isnan(value) else value for name, value in values},
+            **({"length_penalty": penalties[row]} if penalties else {}),
             "advantage": advantages[row],
             "tokens": lengths[row],
+            "finished": finished[row],
+            **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
         }

@@ -215,6 +215,7 @@ def step_line(progress: Progress) -> str:
     parts = [
         f"update {progress.done:>{digits}}/{progress.total}",
         f"reward {number(metrics.get('reward'))}",
+        *([f"length penalty {number(metrics['length_penalty'])}"] if "length_penalty" in metrics else []),
         f"em {percent(progress.exact_match)}",
     ]
     if progress.tokens_per_second is not None:

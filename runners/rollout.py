@@ -37,6 +37,8 @@ class Experience:
     seconds: dict[str, float]  # "rollout", "reward"
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
+    reward_names: tuple[str, ...]  # of the rows of values_kb
+    penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
 
 Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
@@ -116,7 +118,8 @@ class Collector:
             completions,
             trainer_state,
         )
-        rewards_pg = self._combined(scores.values_kb, rollout)
+        penalty_b = length_penalty(self.config, rollout.lengths_b)
+        rewards_pg = self._combined(scores.values_kb, penalty_b, rollout)
         experience = Experience(
             rollout=rollout,
             examples=tuple(examples),
@@ -130,10 +133,12 @@ class Collector:
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
+            reward_names=tuple(reward.name for reward in self.scorer.rewards),
+            penalty_b=None if penalty_b is None else np.array(penalty_b),
         )
         return experience, scores.failed
 
-    def _combined(self, values_kb: np.ndarray, rollout: g.Rollout) -> np.ndarray:
+    def _combined(self, values_kb: np.ndarray, penalty_b: mx.array | None, rollout: g.Rollout) -> np.ndarray:
         weights = [reward.weight for reward in self.scorer.rewards]
         rewards_b = g.combine_rewards(
             mx.array(values_kb.astype(np.float32)),
@@ -141,13 +146,18 @@ class Collector:
             aggregate=self.config.reward.aggregate,
             group_size=rollout.num_generations,
         )
-        overlong = self.config.loss.overlong
-        assert overlong is not None  # Config.check
-        if overlong.buffer > 0:
-            rewards_b = rewards_b + g.overlong_penalty(
-                rollout.lengths_b, self.config.rollout.max_new_tokens, overlong.buffer, overlong.penalty
-            )
+        if penalty_b is not None:
+            rewards_b = rewards_b + penalty_b
         return np.array(rewards_b, np.float64).reshape(len(rollout.prompts), rollout.num_generations)
+
+
+def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
+    """What `loss.overlong` adds to the reward of completions of these lengths; None where it is off."""
+    overlong = config.loss.overlong
+    assert overlong is not None  # Config.check
+    if overlong.buffer == 0:
+        return None
+    return g.overlong_penalty(lengths_b, config.rollout.max_new_tokens, overlong.buffer, overlong.penalty)
 
 
 def _varied_groups(rewards_pg: np.ndarray) -> list[int]:
@@ -172,6 +182,7 @@ def _some_groups(part: Experience, groups: list[int]) -> Experience:
         rewards_pg=part.rewards_pg[groups],
         advantages_pg=part.advantages_pg[mx.array(groups)],
         extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
+        penalty_b=None if part.penalty_b is None else part.penalty_b[rows],
     )
 
 
@@ -195,4 +206,7 @@ def _joined(parts: list[Experience]) -> Experience:
             name: [value for part in parts for value in part.logged.get(name, ())]
             for name in dict.fromkeys(name for part in parts for name in part.logged)
         },
+        penalty_b=None
+        if any(part.penalty_b is None for part in parts)
+        else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
     )

@@ -16,11 +16,13 @@ import attrs
 from runners.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
 from runners.durable import opened, remove_folder
 from runners.errors import UserError
+from runners.manifest import Damaged, check_manifest
 from runners.staging import FOLDER_FLAGS, sweep
 
 LOCK = ".lock"
 LOGS = ("training_log.jsonl", "completions.jsonl")
 BAD_BATCHES = "bad_batches"
+RESOLVED = "config.resolved.json"  # a folder with this file is a run's
 T = TypeVar("T")
 _OWNER = re.compile(rb"\d{0,20}\n?")  # what a lock file holds
 
@@ -167,6 +169,28 @@ def holds_a_run(folder: Path) -> str | None:
     """The name of something that a run left in the folder; None: there is nothing."""
     left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)
+
+
+def model_of_run(name: str, note: Callable[[str], None]) -> str:
+    """The model that a run's folder stands for: `final`, else its newest whole checkpoint.
+
+    Any other name is returned as it is. `note` gets a line where a checkpoint is used, and for each damaged
+    one. Raises UserError where the run has neither.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / RESOLVED).is_file():
+        return name
+    if (folder / "final").is_dir():
+        return str(folder / "final")
+    for path in reversed(checkpoint_folders(folder).values()):
+        try:
+            check_manifest(path)
+        except Damaged as error:
+            note(f"{error}; {path.name} is skipped")
+            continue
+        note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
+        return str(path)
+    raise UserError(f"{name}: this run has no final model and no whole checkpoint")
 
 
 def interrupted(folder: Path) -> str | None:

@@ -26,7 +26,7 @@ from runners.model_reading import vocabulary_rows
 from runners.models import LoadedModel, load_model
 from runners.plan import outlook, sizes_if_it_can_fit
 from runners.platform import Platform
-from runners.prompts import Example, build_examples, reward_columns
+from runners.prompts import Example, build_examples, reward_columns, template_notices
 from runners.quantization_choice import Trial
 from runners.reward_functions import Reward, check_columns, resolve_rewards
 from runners.rollout import Collector
@@ -46,7 +46,7 @@ class Data:
 
     train: list[Example]
     evaluation: list[Example]
-    notices: tuple[str, ...]  # rows and prompts that were left out
+    notices: tuple[str, ...]  # rows and prompts that were left out, and a missing chat template
 
 
 @attrs.frozen(eq=False)
@@ -156,6 +156,7 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
             raise UserError(f"{name} data, {loaded.path}: {error}") from error
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
+    notices += template_notices(loaded.tokenizer)
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
 
 

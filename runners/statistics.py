@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
 from grpo_fn.surrogates import CLIPPED_SIDES
-from runners.rollout import Experience
+from runners.config import Config
+from runners.rollout import Experience, length_penalty
 
 
 @attrs.frozen(eq=False)
@@ -86,6 +88,13 @@ def rollout_metrics(
         drawn = sum(tally.sampled_tokens for tally in tallies)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
     return metrics
+
+
+def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float]:
+    """The mean length penalty of an update's completions, a part of their rewards; nothing if it is off."""
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    penalty_b = length_penalty(config, mx.array(lengths))
+    return {} if penalty_b is None else {"length_penalty": float(np.array(penalty_b).mean())}
 
 
 def loss_metrics(

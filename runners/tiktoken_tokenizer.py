@@ -51,6 +51,11 @@ class TiktokenTokenizer:
         self.eos_token = next((name for name in _ENDS if name in self._special), None)
         self.pad_token = next((name for name in _PADS if name in self._special), self.eos_token)
 
+    @property
+    def has_turn_marks(self) -> bool:
+        """Whether a conversation has nanochat's turns; else it is plain text with speakers' names."""
+        return self._format.marked
+
     def __len__(self) -> int:
         """The number of ids, gaps included: the largest id + 1."""
         return self.vocab_size

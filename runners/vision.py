@@ -20,7 +20,9 @@ from runners.dtypes import cast_floating, choose_dtype
 from runners.errors import UserError
 from runners.generation import Completion, Sampling, Speed, draws, follow, penalty
 from runners.model_files import read_json, resolve_model
+from runners.prompt_settings import PromptSettings, read_prompt
 from runners.prompts import Message
+from runners.run_folder import model_of_run
 from runners.tokenizers import TextDecoder
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class VisionModel:
     processor: Any  # transformers' or mlx-vlm's: images and text to arrays
     tokenizer: TokenizerWrapper  # mlx-lm's wrapper of the processor's tokenizer
     eos_ids: tuple[int, ...]
+    prompt: PromptSettings | None  # how it was asked in training; None: its folder does not say
 
 
 def sees(folder: Path) -> bool:
@@ -48,15 +51,23 @@ def sees(folder: Path) -> bool:
     return bool(config.get("vision_config") or config.get("img_processor"))
 
 
-def load_vision(model: str, platform: Platform, *, trust_remote_code: bool = False) -> VisionModel:
-    """Loads a folder or Hub name by mlx-vlm, in the compute dtype of `load_inference`.
+def load_vision(
+    model: str,
+    platform: Platform,
+    *,
+    trust_remote_code: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+) -> VisionModel:
+    """Loads a folder, a run's folder or a Hub name by mlx-vlm, in the compute dtype of `load_inference`.
 
-    Raises UserError: no such model, no vision part, no mlx-vlm, or one that mlx-vlm cannot read.
+    `note` gets a line where a checkpoint stands in for a run's final model. Raises UserError: no such model,
+    no vision part, no mlx-vlm, or one that mlx-vlm cannot read.
     """
-    path = resolve_model(model, "MODEL")
+    path = resolve_model(model_of_run(model, note), "MODEL")
     if not sees(path):
         raise UserError(f"{path}: config.json has no vision_config; --image wants a vision-language model")
     _check_code(path, trust_remote_code)
+    prompt = read_prompt(path)
     mlx_vlm = _mlx_vlm(f"{path} with --image")
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -69,7 +80,8 @@ def load_vision(model: str, platform: Platform, *, trust_remote_code: bool = Fal
     mx.eval(module.parameters())
     inner = getattr(processor, "tokenizer", processor)
     eos = tuple(sorted(set(inner.stopping_criteria.eos_token_ids)))
-    return VisionModel(module, processor, TokenizerWrapper(inner, eos_token_ids=list(eos)), eos)
+    wrapped = TokenizerWrapper(inner, eos_token_ids=list(eos))
+    return VisionModel(module, processor, wrapped, eos, prompt)
 
 
 def stream_images(

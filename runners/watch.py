@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from runners.errors import UserError, count_in, nearest, show
+from runners.reward_level import RewardLevel
 from runners.sections import WatchConfig
 
 METRICS = (
@@ -21,6 +22,7 @@ METRICS = (
     "reward",
     "reward_std",
     "frac_reward_zero_std",
+    "length_penalty",
     "loss",
     "kl",
     "entropy",
@@ -129,6 +131,7 @@ class Watch:
         """[watch], and the conditions of stop.when."""
         self._settings, self._conditions = settings, tuple(conditions)
         self._counts: dict[str, int] = {}
+        self._level = RewardLevel()
         self.reached: str | None = None  # the condition that ends the run
 
     def see(self, metrics: Mapping[str, Any]) -> list[str]:
@@ -136,6 +139,9 @@ class Watch:
 
         A metric that is missing or not finite is no reading: it neither counts nor ends a row.
         """
+        flat, reward = _number(metrics.get("frac_reward_zero_std")), _number(metrics.get("reward"))
+        if flat is not None and reward is not None:
+            self._level.see(reward, flat == 1)
         warnings = [line for name, so, line in self._signs(metrics) if self._due(name, so)]
         for condition in self._conditions:
             value = _number(metrics.get(condition.metric))
@@ -149,7 +155,7 @@ class Watch:
 
     def facts(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"watch": dict(self._counts)}
+        return {"watch": dict(self._counts), **self._level.facts()}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's facts; UserError where they are not what `facts` gave."""
@@ -157,6 +163,7 @@ class Watch:
         if not isinstance(found, dict):
             raise UserError(f"trainer_state.json: watch: found {show(found)}, wanted a JSON object")
         self._counts = {str(name): count_in(found, name, 0) for name in found}
+        self._level.restore(facts)
 
     def _signs(self, metrics: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
         """Of each trouble that the metrics tell of: its name, whether it is there, and what to say then."""
@@ -164,11 +171,8 @@ class Watch:
         row = f"for {settings.patience} updates"
         flat, entropy, kl = (_number(metrics.get(name)) for name in ("frac_reward_zero_std", "entropy", "kl"))
         if flat is not None:
-            line = (
-                f"no group's completions have differed in reward {row}, and nothing is learned from such: "
-                "give prompts of other difficulty, raise rollout.num_generations or rollout.temperature, or "
-                "look at the rewards with `grpo check CONFIG`"
-            )
+            advice = self._level.advice(_number(metrics.get("learning_rate")))
+            line = f"no group's completions have differed in reward {row}, {advice}"
             signs.append(("flat rewards", flat == 1, line))
         if entropy is not None and settings.min_entropy:
             line = (

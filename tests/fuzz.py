@@ -312,6 +312,31 @@ class Checkpoint(Target):
                 file.write_bytes(self.kept[name])
 
 
+class Prompt(Target):
+    """grpo_prompt.json in a model folder."""
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        self.warm()
+        valid = (self.folder / "grpo_prompt.json").read_bytes()
+        return mutated([valid]) | changed_json(json.loads(valid)).map(dumped)
+
+    def feed(self, value: bytes) -> None:
+        from runners.prompt_settings import read_prompt
+
+        (self.folder / "grpo_prompt.json").write_bytes(value)
+        found = read_prompt(self.folder)
+        assert found is not None
+        found.overrides()
+
+    def warm(self) -> None:
+        from runners.config import load_config
+        from runners.prompt_settings import PromptSettings, write_prompt
+
+        settings = PromptSettings.of(load_config("quickstart").to_dict())
+        write_prompt(self.folder, settings)
+        self.feed((self.folder / "grpo_prompt.json").read_bytes())
+
+
 _STATE = {
     "name": "n",
     "pat_str": "[a-z]+|.",
@@ -361,6 +386,7 @@ TARGETS: dict[str, type[Target]] = {
     "weights": Weights,
     "checkpoint": Checkpoint,
     "tokenizer": Tokenizer,
+    "prompt": Prompt,
 }
 
 

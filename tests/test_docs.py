@@ -79,7 +79,7 @@ def test_a_python_snippet_imports_the_core_before_mlx(snippet):
 
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
-    """What is marked to be run ends without an error."""
+    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", snippet.text],
@@ -90,6 +90,17 @@ def test_a_python_snippet_runs(snippet, folder):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    if "learns" in snippet.comments:
+        printed = re.findall(r"reward (\S+)  \|gradient\| (\S+)", done.stdout)
+        rewards, gradients = (list(map(float, column)) for column in zip(*printed, strict=True))
+        assert all(value > 0 for value in [*rewards, *gradients]), done.stdout
+        assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
+
+
+def test_the_loop_of_the_readme_is_seen_to_learn():
+    """One snippet is held to that."""
+    (snippet,) = [snippet for snippet in SNIPPETS if "learns" in snippet.comments]
+    assert snippet.page.name == "README.md" and "run" in snippet.comments
 
 
 COMMANDS = [

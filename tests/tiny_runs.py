@@ -27,11 +27,15 @@ def letters(completions, **_):
 
 
 class Notes(Quiet):
-    """Keeps the lines worth reading, and the tables."""
+    """Keeps the header, the lines worth reading, and the tables."""
 
     def __init__(self):
         """None yet."""
-        self.lines, self.tables = [], []
+        self.lines, self.tables, self.header = [], [], {}
+
+    def start(self, total_updates, header):
+        """The header."""
+        self.header = dict(header)
 
     def note(self, text):
         """A line."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of
+from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of, settled
 
 if TYPE_CHECKING:
     from runners.conversation import Conversation
 
-_KEYS = """\
-\b
-While chatting:
-  /clear   begins anew            /exit   or Ctrl-D ends
+PROMPT_SIGN = ">>> "
+_COMMANDS = """\
+  /help    shows this
+  /clear   begins a new conversation
+  /exit    or Ctrl-D ends
   Ctrl-C   ends the reply; twice, without a message in between, the program
 """
+_KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
@@ -28,15 +31,19 @@ While chatting:
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
 
-    MODEL is a folder, a name on the Hub, a folder of adapters, or "embedded". Where standard input is no
-    terminal, each of its lines is a message, and only the replies are written.
+    MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". A model that
+    was trained here is asked as in training; options that are given win. Where standard input is no terminal,
+    each of its lines is a message, and only the replies are written.
     """
     loaded = open_model(model, values)
+    values = settled(values, loaded.prompt)
     from runners.conversation import Conversation
 
     conversation = Conversation(
         loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
     )
+    if sys.stdin.isatty():
+        click.echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
     talk(conversation)
 
 
@@ -62,7 +69,9 @@ def talk(conversation: Conversation) -> None:
             asked = False
             break
         asked = False
-        if message == "/clear":
+        if message == "/help":
+            click.echo(_COMMANDS, nl=False, err=True)
+        elif message == "/clear":
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
@@ -77,7 +86,20 @@ def talk(conversation: Conversation) -> None:
 
 def _read() -> str | None:
     """The next message, stripped; None at the end of the input."""
-    if sys.stdin.isatty():
-        click.echo(">>> ", nl=False, err=True)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return _read_edited()
+    if sys.stdin.isatty():  # replies go into a file: nothing else may stand there
+        click.echo(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
+
+
+def _read_edited() -> str | None:
+    """The same on a terminal, with line editing and the messages of this conversation to go back to."""
+    with suppress(ImportError):  # not every Python has it; macOS has editline under its name
+        import readline  # noqa: F401 (importing it is what turns editing on in `input`)
+    try:
+        return input(PROMPT_SIGN).strip()
+    except EOFError:
+        click.echo(err=True)
+        return None

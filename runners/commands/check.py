@@ -61,7 +61,9 @@ def _show(checked: Checked) -> None:
 
     low, high = checked.lengths[0], checked.lengths[-1]
     click.echo(f"tokenizer      {checked.tokenizer}")
-    click.echo(f"data           {checked.train:,} problems to train on, {checked.evaluation:,} held out")
+    part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
+    measured = f"{checked.evaluation:,}{part} held out"
+    click.echo(f"data           {checked.train:,} problems to train on, {measured}")
     click.echo(f"prompt tokens  {low} to {high}, median {median(checked.lengths)}")
     click.echo("first prompt")
     for line in checked.prompt.splitlines():

@@ -39,6 +39,7 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
 
     platform.prepare()
     from runners.convert import convert
+    from runners.progress import gigabytes
 
     convert(
         source,
@@ -52,4 +53,4 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
         trust_remote_code=values["trust_remote_code"],
     )
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    click.echo(f"{target}: {size / 1e6:,.1f} MB of weights")
+    click.echo(f"{target}: {gigabytes(size)} of weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 \b
 Examples:
-  grpo eval outputs/my-first/final --config outputs/my-first/config.resolved.json
+  grpo eval outputs/my-first/final --k 1,8
   grpo eval Qwen/Qwen2.5-0.5B-Instruct outputs/my-first/final --config train.toml --num 16 --k 1,4,16
   grpo eval MODEL --data openai/gsm8k --samples 0 --out completions.jsonl --json scores.json
 
@@ -57,15 +58,16 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
 def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
     """Measure a model on problems, or compare two.
 
-    MODEL and OTHER are folders, names on the Hub, folders of adapters, or "embedded". Prompts, stop strings,
-    extraction and rewards are those of training: the config's, or the defaults.
+    MODEL and OTHER are folders, runs' folders, names on the Hub, folders of adapters, or "embedded". Data,
+    prompts, stop strings and rewards are the config's, else those of the run that a model came from, else the
+    defaults.
     """
     if len(models) > 2:
         raise UserError(f"found {len(models)} models, wanted one or two")
     if len(set(models)) < len(models):
         raise UserError(f"{models[0]} is named twice")
     ks = _ks(values["ks"])
-    config = _config(values)
+    config, known = _config(models, values)
     num = max(ks, default=0) if values["num"] is None else values["num"]
     if ks and max(ks) > num:
         raise UserError(f"--k {max(ks)} needs as many samples of each problem, found --num {num}")
@@ -77,6 +79,8 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     machine = platform.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
         click.echo(notice, err=True)
+    if not known:
+        config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.comparison import summary, table
 
@@ -98,18 +102,54 @@ def _ks(text: str) -> tuple[int, ...]:
     return tuple(ks)
 
 
-def _config(values: dict[str, Any]) -> Config:
+def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
+    """The config to measure by; and whether --config or a model's run says what it is."""
     from runners.config import load_config
+    from runners.run_config import config_of_runs
 
+    overrides = _overrides(values)
+    if values["config"]:
+        return load_config(values["config"], overrides), True
+    # The Hub's configuration that a run names belongs to its own source.
+    other = ['data.name=""'] if values["data"] else []
+    found = config_of_runs(models, [*other, *overrides], partial(click.echo, err=True))
+    return found or load_config(None, overrides), found is not None
+
+
+def _overrides(values: dict[str, Any]) -> list[str]:
+    """What the command line says, as --set takes it; later ones win."""
     given = {
         "model.path": "embedded",  # not used: models are those of the command line
+        "model.loader": "" if values["loader"] else None,
         "data.source": values["data"] or None,
         "data.eval_split": values["split"] or None,
         "eval.samples": values["samples"],
         "eval.max_new_tokens": values["max_tokens"],
     }
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    return load_config(values["config"] or None, [*written, *values["overrides"]])
+    return [*written, *values["overrides"]]
+
+
+def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any]) -> Config:
+    """The config with the prompt settings of the models' grpo_prompt.json, if there is one.
+
+    Raises UserError where two models were asked in different ways.
+    """
+    from runners.config import load_config
+    from runners.inference import prompt_of
+
+    loader = values["loader"] or config.model.loader
+    found = {name: prompt for name in models if (prompt := prompt_of(name, loader=loader))}
+    if not found:
+        return config
+    if len(set(found.values())) > 1:
+        raise UserError(
+            f"{' and '.join(found)} were asked in different ways in training (grpo_prompt.json); --config "
+            "says how both are asked"
+        )
+    name, prompt = next(iter(found.items()))
+    click.echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
+    return load_config(None, [*prompt.overrides(), *_overrides(values)])
 
 
 def _measure_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def export_command(
 ) -> None:
     """Write a trained model to a folder for others.
 
-    RUN_OR_FOLDER is a run's folder (its final model is taken), a checkpoint, a folder of adapters, or any
-    model. Adapters are fused, and a model card is written with the run's config and results. Nothing is
-    uploaded unless --upload-repo says where to.
+    RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
+    folder of adapters, or any model. Adapters are fused, and a model card is written with the run's config
+    and results. Nothing is uploaded unless --upload-repo says where to.
     """
     if private and not upload_repo:
         raise UserError("--private without --upload-repo: nothing would be uploaded")
@@ -44,6 +45,7 @@ def export_command(
 
     platform.prepare()
     from runners.export import check_repo, export, upload
+    from runners.progress import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work
@@ -55,9 +57,9 @@ def export_command(
         force=force,
         title=upload_repo,
         trust_remote_code=values["trust_remote_code"],
-        note=lambda text: click.echo(text, err=True),
+        note=partial(click.echo, err=True),
     )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    click.echo(f"{out}: {size / 1e6:,.1f} MB of weights")
+    click.echo(f"{out}: {gigabytes(size)} of weights")
     if upload_repo:
         click.echo(f"uploaded: {upload(out, upload_repo, private=private)}")

@@ -13,7 +13,16 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, check_stops, open_model, options, sampling_of
+from runners.commands.options import (
+    MODEL,
+    PROMPT,
+    SAMPLING,
+    check_stops,
+    open_model,
+    options,
+    sampling_of,
+    settled,
+)
 from runners.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 \b
 Examples:
-  grpo generate outputs/my-first/final "What is 17 × 3?"
+  grpo generate outputs/my-first "What is 17 × 3?"
   grpo generate Qwen/Qwen2.5-0.5B-Instruct --adapter outputs/lora/final "Hello" --temperature 0
   grpo generate Qwen/Qwen2-VL-2B-Instruct "What is this?" --image photo.jpg
   grpo generate MODEL --prompts questions.jsonl --column question --out answers.jsonl
@@ -72,8 +81,9 @@ def generate_command(
 ) -> None:
     """Let a model answer one prompt, or many.
 
-    MODEL is a folder, a name on the Hub, a folder of adapters, or "embedded". PROMPT is a text, or - for all
-    of standard input.
+    MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". PROMPT is a
+    text, or - for all of standard input. A model that was trained here is asked as in training; options that
+    are given win.
     """
     if (prompt is None) == (not prompts):
         raise UserError("wanted either PROMPT or --prompts FILE")
@@ -82,21 +92,28 @@ def generate_command(
     if prompts:
         from runners.prompt_files import read_prompts
 
-        conversations = read_prompts(prompts, column, values["system"])
+        conversations = read_prompts(prompts, column, values["system"] or "")
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
         if not text.strip():
             raise UserError("the prompt is empty")
-        system = [{"role": "system", "content": values["system"]}] if values["system"].strip() else []
-        conversations = [[*system, {"role": "user", "content": text}]]
+        conversations = [[{"role": "user", "content": text}]]
     if images:
         _seeing(model, conversations[0], images, values)
         return
     loaded = open_model(model, values)
+    values = settled(values, loaded.prompt)
+    conversations = [_with_system(messages, values["system"]) for messages in conversations]
     if prompts or num > 1 or out:
         _many(loaded, conversations, num, batch, out, values)
     else:
         _one(loaded, conversations[0], values)
+
+
+def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
+    """The messages after the system message; those that bring one of their own keep it."""
+    own = not system.strip() or messages[0]["role"] == "system"
+    return list(messages) if own else [{"role": "system", "content": system}, *messages]
 
 
 def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, Any]) -> None:
@@ -122,7 +139,10 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
     machine = platform.prepare()
     from runners.vision import load_vision, stream_images
 
-    model = load_vision(name, machine, trust_remote_code=values["trust_remote_code"])
+    note = partial(click.echo, err=True)
+    model = load_vision(name, machine, trust_remote_code=values["trust_remote_code"], note=note)
+    values = settled(values, model.prompt)
+    messages = _with_system(messages, values["system"])
     nudge, stop = values["nudge"], values["stop"]
     _show(partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), nudge)
 
@@ -175,7 +195,8 @@ def _many(
             speed=speed,
         )
         for messages, completions in zip(conversations, groups, strict=False):  # fewer after Ctrl-C
-            plain = len(messages) == 1 or (len(messages) == 2 and values["system"])
+            # The system message that all of them have is not repeated.
+            plain = list(messages) == _with_system(messages[-1:], values["system"])
             shown = messages[-1]["content"] if plain else list(messages)
             for completion in completions:
                 row = {

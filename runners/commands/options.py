@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runners.convert import Quantization
     from runners.generation import Sampling
     from runners.inference import InferenceModel
+    from runners.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
 
@@ -47,11 +48,7 @@ SAMPLING = (
         "--seed", type=click.IntRange(0), default=0, show_default=True, help="One seed, one result."
     ),
     click.option(
-        "--max-tokens",
-        type=click.IntRange(1),
-        default=512,
-        show_default=True,
-        help="Length limit of a reply.",
+        "--max-tokens", type=click.IntRange(1), help="Length limit of a reply [as in training, else 512]."
     ),
 )
 MODEL = (
@@ -93,12 +90,27 @@ DTYPE = (
     ),
 )
 PROMPT = (
-    click.option("--system", default="", metavar="TEXT", help="The system message."),
     click.option(
-        "--nudge", default="", metavar="TEXT", help="First words of every reply, given to the model."
+        "--system", metavar="TEXT", help='The system message [as in training]; "" for a model without one.'
     ),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Ends a reply; may be given more than once."),
+    click.option(
+        "--nudge",
+        metavar="TEXT",
+        help='First words of every reply, given to the model [as in training]; "" for none.',
+    ),
+    click.option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help='Ends a reply [as in training]; may be given more than once; "" for none.',
+    ),
+    click.option(
+        "--no-prompt-file",
+        is_flag=True,
+        help="Do not use the model's grpo_prompt.json, which says how it was asked in training.",
+    ),
 )
+MAX_TOKENS = 512  # of a reply, where neither the command line nor the model says
 
 
 def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[_Function], _Function]:
@@ -140,9 +152,49 @@ def quantization_of(values: Mapping[str, Any]) -> Quantization:
 
 
 def check_stops(values: Mapping[str, Any]) -> None:
-    """Raises UserError for a stop string without a character."""
-    if any(not text for text in values.get("stop", ())):
-        raise UserError("--stop is empty: it would end every reply at once")
+    """Raises UserError for an empty stop string beside others; alone it means none."""
+    stops = values.get("stop", ())
+    if len(stops) > 1 and not all(stops):
+        raise UserError('--stop "" means no stop string; found others beside it')
+
+
+def settled(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
+    """The options with values for those of PROMPT and --max-tokens that were not given.
+
+    They are the model's own, `prompt`, which is said in a line on stderr, and else nothing and 512 tokens.
+    """
+    given = {
+        "system": values["system"],
+        "nudge": values["nudge"],
+        "stop": tuple(text for text in values["stop"] if text) if values["stop"] else None,
+        "max_tokens": values["max_tokens"],
+    }
+    default: dict[str, Any] = {"system": "", "nudge": "", "stop": (), "max_tokens": MAX_TOKENS}
+    if prompt is not None and not values["no_prompt_file"]:
+        default = {
+            "system": prompt.system_prompt,
+            "nudge": prompt.nudge,
+            "stop": prompt.stop,
+            "max_tokens": prompt.max_new_tokens,
+        }
+        used = [name for name, value in given.items() if value is None and default[name]]
+        if used:
+            click.echo(_used(default, used), err=True)
+    return {**values, **{name: default[name] if value is None else value for name, value in given.items()}}
+
+
+def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
+    """What is taken from the model's grpo_prompt.json, in a line."""
+    from runners.errors import one_line, show
+
+    words = {
+        "system": lambda text: f"system message {show(text)}",
+        "nudge": lambda text: f"nudge {show(text)}",
+        "stop": lambda texts: f"stop {', '.join(map(show, texts))}",
+        "max_tokens": lambda count: f"at most {count:,} tokens",
+    }
+    listed = ", ".join(words[name](default[name]) for name in names)
+    return one_line(f"as in training (grpo_prompt.json): {listed}", {})
 
 
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:

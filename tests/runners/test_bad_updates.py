@@ -160,6 +160,7 @@ def experience(reward=1.0):
         seconds={},
         extras={},
         logged={},
+        reward_names=("r",),
     )
 
 

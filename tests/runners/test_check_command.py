@@ -8,7 +8,12 @@ from click.testing import CliRunner
 from runners import cli
 from runners.check_run import check_run
 from runners.config import load_config
-from tests.tiktoken_files import make_nanochat_folder
+from runners.model_reading import load_tokenizer
+from runners.prompts import template_notices
+from runners.train import run_training
+from tests.tiktoken_files import make_encoding, make_nanochat_folder
+from tests.tiny_models import make_model_folder
+from tests.tiny_runs import Notes, small
 
 
 @pytest.fixture
@@ -29,12 +34,46 @@ def test_a_good_config_has_nothing_to_warn_of(check):
     result = check("quickstart")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert "4,000 problems to train on, 400 held out" in lines[1]
+    assert "4,000 problems to train on, 200 of 400 held out" in lines[1]
     assert any(line.startswith("  | <|user|>") and line.endswith("<reasoning>") for line in lines)
     rows = {line.split()[0]: line.split()[1:] for line in lines if "_reward_func" in line}
     assert rows["correctness_reward_func"] == ["2", "0", "0", "0", "0", "0"]
     assert rows["int_reward_func"] == ["0.5", "0.5", "0", "0", "0", "0"]  # the wrong answer is a number too
     assert "warning" not in result.stdout
+
+
+@pytest.mark.parametrize(("samples", "said"), [(7, "7 of 400"), (0, "400"), (999, "400")])
+def test_the_held_out_problems_are_counted_as_in_the_run(check, tmp_path, samples, said):
+    """The number that the run's own header gives, and of how many."""
+    (tmp_path / "t.toml").write_text(
+        small(optim={"max_steps": 1}, eval={"samples": samples, "max_new_tokens": 1})
+    )
+    result = check("t.toml")
+    assert result.stdout.splitlines()[1].endswith(f" to train on, {said} held out")
+    shown = Notes()
+    run_training(load_config("t.toml"), report=shown)
+    assert shown.header["data"].endswith(f" to train on, {said.split()[0]} held out)")
+
+
+def test_a_missing_chat_template_is_mentioned(check, tmp_path):
+    """By the check and by the run; not where there is one."""
+    for name, template in (("plain", False), ("chat", True)):
+        make_model_folder(tmp_path / name, chat_template=template)
+        (tmp_path / "t.toml").write_text(
+            small(model={"path": name}, run={"name": f"run-{name}"}, optim={"max_steps": 1})
+        )
+        said = "the tokenizer has no chat template: prompts are plain text"
+        assert (f"warning: {said}" in check("t.toml").stdout) is not template
+        shown = Notes()
+        run_training(load_config("t.toml"), report=shown)
+        assert any(line.startswith(said) for line in shown.lines) is not template
+
+
+def test_nanochat_s_turns_are_a_chat_template(tmp_path):
+    """A tokenizer.pkl with the marks for turns has one; without them prompts are plain text."""
+    turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"), {})
+    plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))), {})
+    assert template_notices(turns) == [] and len(template_notices(plain)) == 1
 
 
 def test_no_weights_are_loaded(check, monkeypatch):

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from runners.config import load_config
+from runners.prompt_settings import PromptSettings, read_prompt, write_prompt
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 
@@ -53,6 +55,16 @@ def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, gr
     assert (layer.bits, layer.group_size, layer.mode) == (bits, group_size, mode)
     full = logits_of(source)[0]
     assert np.abs(found - full).mean() < np.abs(full).mean()
+
+
+def test_the_way_of_asking_travels(convert, source, tmp_path):
+    """grpo_prompt.json of a trained model is there afterwards too; other models get none."""
+    assert convert("model", "plain").exit_code == 0
+    assert not (tmp_path / "plain" / "grpo_prompt.json").exists()
+    settings = PromptSettings.of(load_config("quickstart").to_dict())
+    write_prompt(source, settings)
+    assert convert("model", "packed", "--bits", "4", "--group-size", "32").exit_code == 0
+    assert read_prompt(tmp_path / "packed") == settings
 
 
 def test_a_recipe_mixes_bits(convert, source, tmp_path):

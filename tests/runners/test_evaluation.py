@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import attrs
 import click
@@ -23,8 +24,10 @@ from runners.generation import Sampling
 from runners.inference import load_inference
 from runners.platform import Platform
 from runners.prompts import build_examples
+from runners.report import Quiet
 from runners.reward_functions import resolve_rewards
 from runners.tokenizers import TextDecoder
+from runners.train import run_training
 
 CPU = Platform(backend="cpu")
 
@@ -220,6 +223,126 @@ def test_the_command_compares_two_models(grpo_eval, tmp_path):
     row = [cell.strip() for cell in result.stdout.splitlines()[2].split("|")[1:-1]]
     assert row[0] == "exact match" and row[1] == row[2] and row[3].startswith("+0.0 %") and row[4] == "1"
     assert "pass@1" not in result.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run whose problems, prompts and rewards are not the defaults."""
+    from tests.tiny_runs import small
+
+    folder = tmp_path_factory.mktemp("runs")
+    rows = (DATA_DIR / "test.jsonl").read_text().splitlines()[:30]
+    (folder / "p.jsonl").write_text("\n".join(rows))
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def mine(completions, **_):\n"
+        f"    Path({str(folder / 'ran')!r}).touch()\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    (folder / "train.toml").write_text(
+        small(
+            run={"output_dir": str(folder / "outputs")},
+            data={"source": "p.jsonl", "eval_split": "train"},
+            rollout={"max_new_tokens": 30},
+            reward={"functions": ["mine.py:mine", "int_reward_func"], "weights": [1.0, 2.0]},
+            optim={"max_steps": 1},
+            checkpoint={"every": 1},
+            eval={"samples": 3},
+        )
+    )
+    found = run_training(load_config(str(folder / "train.toml")), report=Quiet()).folder
+    (folder / "ran").unlink()
+    return found
+
+
+def rows_of(folder):
+    """The JSON lines of --out, without the model's name."""
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "model"} for line in lines]
+
+
+@pytest.mark.parametrize("place", ["final", "checkpoint-1", ""])
+def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, place):
+    """Its problems, prompts, limits and built-in rewards without --config; a line says where from."""
+    config = run / "config.resolved.json"
+    found = grpo_eval(str(run / place), "--out", "rows.jsonl")
+    assert found.exit_code == 0, found.stderr
+    assert f"data, prompts and rewards as in the run ({config})" in found.stderr
+    rows = rows_of(tmp_path)
+    assert len(rows) == 3 and all(row["completion"].startswith("<reasoning>") for row in rows)
+    named = grpo_eval(
+        str(run / place), "--config", str(config), "--out", "rows.jsonl",
+        "--set", 'reward.functions=["int_reward_func"]', "--set", "reward.weights=[]",
+    )  # fmt: skip
+    assert named.exit_code == 0 and "as in the run" not in named.stderr
+    assert rows_of(tmp_path) == rows
+
+
+def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run, tmp_path):
+    """Rewards are left out, which a line says; a transform or a loader ends the command."""
+    ran, config = run.parents[1] / "ran", run / "config.resolved.json"
+    quiet = grpo_eval(str(run))
+    assert (
+        quiet.exit_code == 0
+        and "reward/int_reward_func" in quiet.stdout
+        and "reward/mine" not in quiet.stdout
+    )
+    assert "rewards left out, as code runs only if you name the config" in quiet.stderr and not ran.exists()
+    loud = grpo_eval(str(run), "--config", str(config))
+    assert loud.exit_code == 0 and "reward/mine" in loud.stdout and ran.exists()
+    ran.unlink()
+    for section, key in (("data", "transform"), ("model", "loader")):
+        copy = tmp_path / section
+        copy.mkdir()
+        content = json.loads(config.read_text())
+        content[section][key] = f"{run.parents[1] / 'mine.py'}:mine"
+        (copy / "config.resolved.json").write_text(json.dumps(content))
+        refused = grpo_eval(str(copy))
+        assert refused.exit_code == 2 and f"{section}.{key} = " in refused.stderr
+        assert f"--config {copy / 'config.resolved.json'}" in refused.stderr and not ran.exists()
+
+
+def test_what_is_given_replaces_a_part_of_the_run_s_config(grpo_eval, run, tmp_path):
+    """--data, --samples and --set win; the prompts stay."""
+    result = grpo_eval(
+        str(run), "--data", "embedded", "--split", "valid", "--samples", "2", "--set", "data.nudge=12",
+        "--out", "rows.jsonl",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = rows_of(tmp_path)
+    assert len(rows) == 2 and all(row["completion"].startswith("12") for row in rows)
+    assert all(row["tokens"] <= 30 for row in rows)
+
+
+def test_a_moved_model_is_asked_as_in_training(grpo_eval, run, tmp_path):
+    """grpo_prompt.json alone says the prompts and limits; data and rewards are the command's."""
+    shutil.copytree(run / "final", tmp_path / "moved")
+    arguments = ("--data", "embedded", "--samples", "2", "--out", "rows.jsonl")
+    result = grpo_eval("embedded", "moved", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "asked as in training (moved: grpo_prompt.json)" in result.stderr
+    rows = rows_of(tmp_path)
+    by_hand = ("data.system_prompt=", "data.nudge=<reasoning>", "rollout.max_new_tokens=30")
+    (tmp_path / "moved" / "grpo_prompt.json").unlink()
+    plain = grpo_eval("embedded", "moved", *arguments, *(f"--set={each}" for each in by_hand))
+    assert plain.exit_code == 0 and "as in training" not in plain.stderr and rows_of(tmp_path) == rows
+
+
+def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, run, tmp_path):
+    """Two runs, or two files, that differ; the message says in what."""
+    other = shutil.copytree(run, tmp_path / "other")
+    content = json.loads((other / "config.resolved.json").read_text())
+    content["data"]["nudge"] = "x"
+    (other / "config.resolved.json").write_text(json.dumps(content))
+    result = grpo_eval(str(run), str(other))
+    assert result.exit_code == 2 and 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
+    assert grpo_eval(str(run), str(other), "--set", "data.nudge=").exit_code == 0
+    for name, nudge in (("one", "x"), ("two", "y")):
+        shutil.copytree(run / "final", tmp_path / name)
+        file = tmp_path / name / "grpo_prompt.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"nudge": nudge}))
+    result = grpo_eval("one", "two", "--data", "embedded")
+    assert result.exit_code == 2 and "one and two were asked in different ways" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def test_a_run_gives_its_final_model(export, runs, tmp_path, kind):
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "README.md",
         "config.json",
+        "grpo_prompt.json",
         "model.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
@@ -119,6 +121,48 @@ def test_the_card_tells_of_the_run_and_of_nothing_else(export, runs, tmp_path):
     assert [word for word in home if word in text] == []
 
 
+def test_the_way_of_asking_travels(export, runs, tmp_path):
+    """grpo_prompt.json as the run wrote it, with adapters too; the card shows it and how to use it."""
+    for kind, place in (("full", ""), ("full", "checkpoint-2"), ("lora", "checkpoint-2")):
+        result = export(runs[kind] / place, "--out", "out", "--force")
+        assert result.exit_code == 0, result.output
+        written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
+        assert written == (runs[kind] / "final" / "grpo_prompt.json").read_bytes()
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    prompt, use = text.split("## Prompt")[1].split("## Config")[0], text.split("## Use")[1]
+    assert "Think first." in prompt and "<reasoning>" in prompt and "at most 8 tokens" in prompt
+    assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
+
+
+def test_stop_strings_are_on_the_card(export, runs, tmp_path):
+    """A model that lies in no run, with stop strings and nothing else around its questions."""
+    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
+    file = model / "grpo_prompt.json"
+    changes = {"stop": ["</a>", "\n"], "nudge": "", "system_prompt": ""}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert export(model, "--out", "out").exit_code == 0
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert 'A reply ends with:\n\n```text\n"</a>", "\\n"\n```' in text and "around every question" not in text
+
+
+def test_a_run_from_before_the_file_gets_one(export, runs, tmp_path):
+    """Its config says the same."""
+    run = shutil.copytree(runs["full"], tmp_path / "run")
+    (run / "final" / "grpo_prompt.json").unlink()
+    assert export(run, "--out", "out").exit_code == 0
+    written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
+    assert written == (runs["full"] / "final" / "grpo_prompt.json").read_bytes()
+
+
+def test_without_a_final_model_a_checkpoint_is_exported(export, runs, tmp_path):
+    """The newest whole one, and a line says so."""
+    run = shutil.copytree(runs["full"], tmp_path / "run")
+    shutil.rmtree(run / "final")
+    result = export(run, "--out", "out")
+    assert result.exit_code == 0 and "using its newest whole checkpoint, checkpoint-4" in result.stderr
+    assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(run / "checkpoint-4")[0])
+
+
 def test_a_checkpoints_card_ends_with_the_checkpoint(export, runs, tmp_path):
     """Two of the four updates; what came later is not its own."""
     assert export(runs["full"] / "checkpoint-2", "--out", "out").exit_code == 0
@@ -167,7 +211,7 @@ def test_faults_are_lines(export, runs, tmp_path):
         (["./nope", "--out", "out"], 'RUN_OR_FOLDER = "./nope": there is no such folder'),
         (
             ["run", "--out", "out"],
-            "run: this run has no final model; it has checkpoint-3, which can",
+            "run: this run has no final model and no whole checkpoint",
         ),
         ([runs["full"], "--out", "out", "--private"], "--private without --upload-repo"),
         ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": wanted owner/name'),
@@ -184,7 +228,7 @@ def test_the_page_has_every_option():
     page = (PRESET_FOLDER.parent / "docs/export.md").read_text(encoding="utf-8")
     command = cli.main.get_command(click.Context(cli.main), "export")
     options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
-    others = {"--model", "--prompt", "--adapter-path", "--save-path"}
+    others = {"--model", "--prompt", "--adapter-path", "--save-path", "--system-prompt", "--prefill-response"}
     assert set(re.findall(r"--[a-z][a-z-]+", page)) == options | others
 
 

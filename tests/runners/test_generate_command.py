@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -98,7 +100,7 @@ def test_conversations_and_system_messages_are_prompts(grpo, tmp_path):
         (["embedded"], "wanted either PROMPT or --prompts FILE"),
         (["embedded", "x", "--prompts", "y"], "wanted either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
-        (["embedded", "x", "--stop", ""], "--stop is empty"),
+        (["embedded", "x", "--stop", "", "--stop", "y"], '--stop "" means no stop string; found others'),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
         (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read"),
         (
@@ -226,6 +228,67 @@ def test_a_chat_through_pipes(grpo):
     both = grpo("chat", "embedded", *options, input="7+5\n\n/clear\n7+5\n/exit\n7+5\n")
     assert both.exit_code == 0 and both.stdout == first * 2
     assert "peak memory" in both.stderr
+
+
+def test_help_is_no_message(grpo):
+    """/help lists the commands on stderr, and the conversation goes on as if it had not been asked."""
+    options = ("--temperature", "0", "--max-tokens", "5")
+    plain = grpo("chat", "embedded", *options, input="7+5\n7+6\n")
+    helped = grpo("chat", "embedded", *options, input="7+5\n/help\n7+6\n")
+    assert helped.exit_code == 0 and helped.stdout == plain.stdout
+    assert all(word in helped.stderr for word in ("/help", "/clear", "/exit", "Ctrl-D", "Ctrl-C"))
+    assert "/help" not in plain.stderr, "a banner is for terminals"
+
+
+ECHO = """
+from runners.conversation import Conversation
+Conversation.reply = lambda self, text, **_: iter([f"[{text}]"])
+from runners.cli import main
+main()
+"""
+
+
+def test_a_terminal_has_a_banner_and_line_editing():
+    """What is typed can be changed before it is sent, and the last message comes back with the arrow key."""
+    pytest.importorskip("readline")
+    terminal, inner = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.argv[1:] = ['chat', 'embedded']\n{ECHO}"],
+        cwd=ROOT,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull},
+    )
+    os.close(inner)
+    shown = ""
+
+    def read_to(word):
+        nonlocal shown
+        while word not in shown:
+            assert select.select([terminal], [], [], 120)[0], shown
+            shown += os.read(terminal, 4096).decode("utf-8", "replace")
+        before, shown = shown.split(word, 1)
+        return before
+
+    try:
+        banner = read_to(">>> ")
+        assert "Chatting with embedded. /help shows the commands" in banner
+        for typed, message in (
+            ("x7+5\x01\x1b[3~\r", "7+5"),  # to the beginning of the line, and delete
+            ("\x1b[A\r", "7+5"),  # arrow up
+            ("\x1b[A6\x7f8\r", "7+58"),
+        ):
+            os.write(terminal, typed.encode())
+            read_to(f"[{message}]")
+            read_to(">>> ")
+        os.write(terminal, b"\x04")
+        read_to("peak memory")
+        assert process.wait(timeout=600) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
 
 
 def test_a_chat_has_history(grpo):

@@ -1,5 +1,7 @@
 """Streams and batches: one and the same completion, ends, speed; conversations over one cache."""
 
+import re
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -160,7 +162,9 @@ def test_the_speed_is_told(model):
     batched(model, prompts, Sampling(max_tokens=7), speed=speed)
     assert speed.prompt_tokens == len(prompts[0]) + sum(map(len, prompts)) and speed.tokens == 28
     assert 0 < speed.seconds < 60
-    assert f"prompt {speed.prompt_tokens} tokens" in speed.line() and "peak memory" in speed.line()
+    assert f"prompt {speed.prompt_tokens} tokens" in speed.line()
+    # In a unit that fits the tiny model: "0.00274 GB" is nobody's way to say it.
+    assert re.search(r"peak memory \d+(\.\d)? (MB|kB)$", speed.line())
 
 
 def test_a_conversation_remembers_and_reuses_its_cache(model):

@@ -95,6 +95,21 @@ def test_plain_output_is_plain_and_narrow():
     assert "loss nan" in lines[8]
 
 
+def test_a_length_penalty_is_said_where_the_reward_is():
+    """On an update's line behind the reward, on the panel below it; not where there is none."""
+    metrics = {"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}
+    stream, terminal = io.StringIO(), io.StringIO()
+    console = Console(file=terminal, width=80, force_terminal=True, color_system=None)
+    for report in (PlainReport(stream), LiveReport(console=console)):
+        with report:
+            report.start(3, {"run": "r"})
+            report.step(metrics)
+            report.step({"update": 2, "reward": 0.5})
+    first, second = [line for line in stream.getvalue().splitlines() if line.startswith("update")]
+    assert "reward -0.940  length penalty -0.940  em -" in first and "length" not in second
+    assert "length penalty -0.940" in terminal.getvalue()
+
+
 ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
 
 
@@ -327,7 +342,11 @@ def test_numbers_are_spelt_in_three_digits(value, text):
 def test_counts_sizes_and_times():
     """Tokens a second, bytes and seconds as people read them."""
     assert [count(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
-    assert [gigabytes(x) for x in (2_000_000, 312_000_000, 12_400_000_000)] == ["2 MB", "0.31 GB", "12.4 GB"]
+    sizes = {
+        999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",
+        312_000_000: "0.31 GB", 12_400_000_000: "12.4 GB",
+    }  # fmt: skip
+    assert [gigabytes(size) for size in sizes] == list(sizes.values())
     assert [duration(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
 
 

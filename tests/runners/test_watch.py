@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runners.config import load_config
 from runners.errors import UserError
 from runners.sections import WatchConfig
+from runners.train import run_training
 from runners.watch import METRICS, Condition, Watch, unknown_metric
+from tests.tiny_runs import Notes, small
 
 GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}
 
@@ -36,6 +39,54 @@ def test_a_row_of_bad_updates_is_told_once(bad, says):
     (line,) = lines[5]
     assert "\n" not in line and all(part in line for part in [*says, "for 3 updates"])
     assert watch.reached is None
+
+
+def flat_row(*updates, patience=4, learning_rate=0.3):
+    """The warning at the end of some (reward, flat or not) updates, and of four flat ones."""
+    watch = Watch(WatchConfig(patience=patience), [])
+    lines = fed(
+        watch,
+        *(
+            {"frac_reward_zero_std": float(flat), "reward": reward, "learning_rate": learning_rate}
+            for reward, flat in updates
+        ),
+    )
+    return lines[-1][0]
+
+
+def test_a_collapse_is_told_from_prompts_of_the_wrong_difficulty():
+    """Equal rewards point at the learning rate after a fall, after a rise at prompts that are too easy."""
+    fell = flat_row((2.9, False), *[(0.0, True)] * 4)
+    assert "fallen from 2.9 to 0" in fell and "lower optim.learning_rate (now 0.3)" in fell
+    assert "difficulty" not in fell and "\n" not in fell
+    rose = flat_row(*[(x / 10, False) for x in range(10, 30)], *[(4.0, True)] * 4)
+    assert "risen from 1.95 to 4" in rose and "too easy" in rose and "learning_rate" not in rose
+    never = flat_row(*[(0.0, True)] * 4)
+    # Hard prompts, of which one is solved now and then: four failures in a row are no fall.
+    rarely = flat_row(*[(0.1 if i % 9 == 8 else 0.0, i % 9 != 8) for i in range(40)], patience=4)
+    assert never == rarely and "other difficulty" in never and "learning_rate" not in never
+
+
+def test_a_noisy_reward_may_fall_too():
+    """One prompt an update: zeros were there before, but never so many in a row."""
+    rewards = [0.5, 0.0, 1.0, 0.75, 0.25, 1.0, 0.0, 0.5]
+    assert "fallen" in flat_row(*[(reward, False) for reward in rewards], *[(0.0, True)] * 10, patience=10)
+
+
+def test_a_learning_rate_of_one_half_is_told_to_be_lower(tmp_path):
+    """A run: the first update breaks the model, and the line says what to change."""
+    (tmp_path / "train.toml").write_text(
+        small(
+            run={"output_dir": str(tmp_path / "out")},
+            rollout={"max_new_tokens": 40},
+            optim={"learning_rate": 0.5, "batch_size": 4, "max_steps": 6, "warmup_ratio": 0.0},
+            watch={"patience": 3},
+        )
+    )
+    notes = Notes()
+    run_training(load_config(str(tmp_path / "train.toml")), report=notes)
+    (line,) = [line for line in notes.lines if "no group's completions have differed" in line]
+    assert "the reward has fallen from" in line and "lower optim.learning_rate (now 0." in line
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "x", True])
@@ -113,7 +164,10 @@ def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
         return Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
 
     straight, first, second = new(), new(), new()
-    readings = [{"kl": value, "entropy": value / 100} for value in values]
+    readings = [
+        {"kl": value, "entropy": value / 100, "reward": i + value, "frac_reward_zero_std": float(value > 0)}
+        for i, value in enumerate(values)
+    ]
     want = fed(straight, *readings)
     got = fed(first, *readings[:cut])
     second.restore(json.loads(json.dumps(first.facts())))
@@ -121,7 +175,18 @@ def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
     assert got == want and (first.reached or second.reached) == straight.reached
 
 
-@pytest.mark.parametrize("facts", [{"watch": 3}, {"watch": {"high kl": "x"}}, {"watch": {"high kl": -1}}])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"watch": 3},
+        {"watch": {"high kl": "x"}},
+        {"watch": {"high kl": -1}},
+        {"watch_rewards": 3},
+        {"watch_rewards": {"before": [1, 2, 3]}},
+        {"watch_rewards": {"before": [1, 2, 3], "flat": [1, 2, None]}},
+        {"watch_rewards": {"before": [1, 2], "flat": [1, 2, 3]}},
+    ],
+)
 def test_facts_that_are_none_are_refused(facts):
     """trainer_state.json may be anybody's."""
     with pytest.raises(UserError, match=r"trainer_state.json: "):
