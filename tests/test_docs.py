@@ -85,7 +85,7 @@ def test_a_python_snippet_runs(snippet, folder):
     if "learns" in snippet.comments:
         printed = re.findall(r"reward (\S+)  \|gradient\| (\S+)", done.stdout)
         rewards, gradients = (list(map(float, column)) for column in zip(*printed, strict=True))
-        assert all(0 < value for value in [*rewards, *gradients]), done.stdout
+        assert all(value > 0 for value in [*rewards, *gradients]), done.stdout
         assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
 
 
