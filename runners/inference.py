@@ -37,7 +37,7 @@ class InferenceModel:
     adapter: Path | None  # the folder of its adapters
     eos_ids: tuple[int, ...]
     launch: str  # of decoding steps, as `rollout.launch` in a config
-    prompt: PromptSettings | None  # how it was asked in training; None: its folder does not say
+    prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
     notices: tuple[str, ...]
 
 
@@ -50,6 +50,7 @@ def load_inference(
     loader: str = "",
     folders: Sequence[Path] = (),
     trust_remote_code: bool = False,
+    with_prompt: bool = False,
 ) -> InferenceModel:
     """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
 
@@ -62,13 +63,14 @@ def load_inference(
         loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.
         folders: where that is looked for.
         trust_remote_code: run code that comes with the model.
+        with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
 
     Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
     """
     notes: list[str] = []
     function = own_loader(loader, folders, "--loader")
     path, adapters = _find(model, adapter, notes.append, own_loader=function is not None)
-    prompt = _prompt(path, adapters)
+    prompt = _prompt(path, adapters) if with_prompt else None
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         notices += read_adapters(module, adapters, path)

@@ -42,7 +42,7 @@ class VisionModel:
     processor: Any  # transformers' or mlx-vlm's: images and text to arrays
     tokenizer: TokenizerWrapper  # mlx-lm's wrapper of the processor's tokenizer
     eos_ids: tuple[int, ...]
-    prompt: PromptSettings | None  # how it was asked in training; None: its folder does not say
+    prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
 
 
 def sees(folder: Path) -> bool:
@@ -56,18 +56,20 @@ def load_vision(
     platform: Platform,
     *,
     trust_remote_code: bool = False,
+    with_prompt: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> VisionModel:
     """Loads a folder, a run's folder or a Hub name by mlx-vlm, in the compute dtype of `load_inference`.
 
-    `note` gets a line where a checkpoint stands in for a run's final model. Raises UserError: no such model,
+    With `with_prompt` the result has the folder's grpo_prompt.json, if there is one. `note` gets a line where a
+    checkpoint stands in for a run's final model. Raises UserError: no such model,
     no vision part, no mlx-vlm, or one that mlx-vlm cannot read.
     """
     path = resolve_model(model_of_run(model, note), "MODEL")
     if not sees(path):
         raise UserError(f"{path}: config.json has no vision_config; --image wants a vision-language model")
     _check_code(path, trust_remote_code)
-    prompt = read_prompt(path)
+    prompt = read_prompt(path) if with_prompt else None
     mlx_vlm = _mlx_vlm(f"{path} with --image")
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 

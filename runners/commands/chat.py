@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of, settled
+from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, resolve_prompt, sampling_of
 
 if TYPE_CHECKING:
     from runners.conversation import Conversation
@@ -36,7 +36,7 @@ def chat_command(model: str, **values: Any) -> None:
     each of its lines is a message, and only the replies are written.
     """
     loaded = open_model(model, values)
-    values = settled(values, loaded.prompt)
+    values = resolve_prompt(values, loaded.prompt)
     from runners.conversation import Conversation
 
     conversation = Conversation(

@@ -20,8 +20,8 @@ from runners.commands.options import (
     check_stops,
     open_model,
     options,
+    resolve_prompt,
     sampling_of,
-    settled,
 )
 from runners.errors import UserError
 
@@ -102,7 +102,7 @@ def generate_command(
         _seeing(model, conversations[0], images, values)
         return
     loaded = open_model(model, values)
-    values = settled(values, loaded.prompt)
+    values = resolve_prompt(values, loaded.prompt)
     conversations = [_with_system(messages, values["system"]) for messages in conversations]
     if prompts or num > 1 or out:
         _many(loaded, conversations, num, batch, out, values)
@@ -139,9 +139,14 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
     machine = platform.prepare()
     from runners.vision import load_vision, stream_images
 
-    note = partial(click.echo, err=True)
-    model = load_vision(name, machine, trust_remote_code=values["trust_remote_code"], note=note)
-    values = settled(values, model.prompt)
+    model = load_vision(
+        name,
+        machine,
+        trust_remote_code=values["trust_remote_code"],
+        with_prompt=not values["no_prompt_file"],
+        note=partial(click.echo, err=True),
+    )
+    values = resolve_prompt(values, model.prompt)
     messages = _with_system(messages, values["system"])
     nudge, stop = values["nudge"], values["stop"]
     _show(partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), nudge)

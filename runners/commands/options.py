@@ -158,7 +158,7 @@ def check_stops(values: Mapping[str, Any]) -> None:
         raise UserError('--stop "" means no stop string; found others beside it')
 
 
-def settled(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
+def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
     """The options with values for those of PROMPT and --max-tokens that were not given.
 
     They are the model's own, `prompt`, which is said in a line on stderr, and else nothing and 512 tokens.
@@ -170,7 +170,7 @@ def settled(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[st
         "max_tokens": values["max_tokens"],
     }
     default: dict[str, Any] = {"system": "", "nudge": "", "stop": (), "max_tokens": MAX_TOKENS}
-    if prompt is not None and not values["no_prompt_file"]:
+    if prompt is not None:
         default = {
             "system": prompt.system_prompt,
             "nudge": prompt.nudge,
@@ -211,6 +211,7 @@ def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
         adapter=values["adapter"],
         loader=values["loader"],
         trust_remote_code=values["trust_remote_code"],
+        with_prompt=not values["no_prompt_file"],
     )
     for notice in (*machine.notices, *loaded.notices):
         click.echo(notice, err=True)

@@ -215,6 +215,12 @@ def test_a_damaged_file_is_a_line(grpo, runs, tmp_path):
         result = grpo(*arguments)
         assert result.exit_code == 2 and f"{PROMPT_FILE}: format: found 3" in result.stderr, arguments
         assert "Traceback" not in result.output
+    for arguments in (
+        ["generate", model, "hi", "--no-prompt-file", "--max-tokens", "3"],
+        ["chat", model, "--no-prompt-file"],
+        ["eval", model, "--config", "quickstart", "--samples", "1", "--max-tokens", "3"],
+    ):
+        assert grpo(*arguments).exit_code == 0, "the file is not needed"
 
 
 def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_path):
