@@ -223,6 +223,49 @@ MUTANTS = [
         ("batches",),
     ),
     Mutant(
+        "shared-rounded-twice",
+        "prefixes",
+        "a, b = a.astype(mx.float32), b.astype(mx.float32)",
+        "pass",
+        ("decode_step",),
+    ),
+    Mutant(
+        "keys-from-nowhere",
+        "prefixes",
+        "all(cache.attended for cache in forked)",
+        "True",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "ragged-always",
+        "caches",
+        "not shares_keys(model) or _ragged_is_right(model)",
+        "True",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "without-caches",
+        "heads",
+        "over_caches=needs_caches(module)",
+        "over_caches=False",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "shared-keys-shared", "sharing", "plain and not shares_keys(module)", "plain", ("unusual_models",)
+    ),
+    Mutant(
+        "unpacked-kept", "packed", "_unpacked(anew(packed, cotangent),", "_unpacked(packed,", ("unpacking",)
+    ),
+    Mutant(
+        "unpacked-first-part",
+        "packed",
+        "slopes, start = slopes + cotangent",
+        "slopes, start = cotangent",
+        ("unpacking",),
+    ),
+    Mutant("unpacked-held", "sampling_form", "if id(layer) not in inside:", "if False:", ("unpacking",)),
+    Mutant("lanes-that-unpack", "blocking", "if unpack_rows() and any(", "if False and any(", ("unpacking",)),
+    Mutant(
         "lanes-usual-scale",
         "grid_cache",
         "(queries * scale)",

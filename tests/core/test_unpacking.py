@@ -122,7 +122,8 @@ def test_the_learner_takes_no_packed_product(compile, no_packed_products):
     assert worst_difference(got, want) < 1e-4
 
 
-def test_the_backward_pass_keeps_no_unpacked_weights():
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_backward_pass_keeps_no_unpacked_weights(compile):
     """Sixteen layers whose weights take 4 MB each in full size: the peak stays below half of them."""
     layers = [nn.Linear(1024, 1024, bias=False).to_quantized(64, 4) for _ in range(16)]
     for layer in layers:
@@ -138,7 +139,7 @@ def test_the_backward_pass_keeps_no_unpacked_weights():
     mx.eval(x)
     before = memory_in_use()
     mx.reset_peak_memory()
-    mx.eval(mx.grad(deep)(x))
+    mx.eval(g.compiled(mx.grad(deep), enabled=compile)(x))
     assert mx.get_peak_memory() - before < 8 * 2**22
 
 
