@@ -20,6 +20,7 @@ from runners.errors import UserError
 from runners.generation import Completion, Sampling, Speed, draws, follow, penalty
 from runners.model_files import read_json, resolve_model
 from runners.prompts import Message
+from runners.tokenizer_check import check_tokenizer
 from runners.tokenizers import TextDecoder
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def load_vision(model: str, platform: Platform, *, trust_remote_code: bool = Fal
     if not sees(path):
         raise UserError(f"{path}: config.json has no vision_config; --image wants a vision-language model")
     _check_code(path, trust_remote_code)
+    check_tokenizer(path)
     mlx_vlm = _mlx_vlm(f"{path} with --image")
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
