@@ -41,7 +41,12 @@ def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> En
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # a Rust library that fails writes a backtrace there
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"},
+        env={
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            "RAYON_NUM_THREADS": "1",
+            "RUST_BACKTRACE": "0",
+        },
     )
     try:
         over = _watch(process, seconds, memory)

@@ -13,6 +13,7 @@ import click
 from runners import __version__
 from runners.command import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
+from runners.terminal import echo
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -103,18 +104,18 @@ def _run(
 
     config = load_config(name, overrides)
     for notice in config.notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     if dry_run:
         config = config.check()
-        click.echo(config.to_toml())
-        click.echo(f"written to {write_resolved(config)}", err=True)
+        echo(config.to_toml())
+        echo(f"written to {write_resolved(config)}", err=True)
         return
 
     from runners import platform
 
     # The BLAS has to be in place before anything imports MLX.
     for notice in platform.prepare(config.system.memory_limit_gb).notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
 
     from runners.train import run_training
 

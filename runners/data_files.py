@@ -182,5 +182,7 @@ def _csv_lines(path: Path, text: str) -> Iterator[str]:
     """The lines with their ends, which may stand inside quotes."""
     for number, found in enumerate(_LINES.finditer(text), 1):
         if found.end() - found.start() > MAX_ROW:
-            raise UserError(f"{path}, line {number}: a line of more than {MAX_ROW:,} characters; wanted fewer")
+            raise UserError(
+                f"{path}, line {number}: a line of more than {MAX_ROW:,} characters; wanted fewer"
+            )
         yield found[0]

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 ASKED = b"\nstopping after this step; once more: at once\n"
 _SHOW_CURSOR = b"\x1b[?25h"
+
+
+def _write(number: int, text: bytes) -> None:
+    with suppress(OSError):  # the terminal may be what has gone
+        os.write(number, text)
 
 
 class Stopped(KeyboardInterrupt):
@@ -54,13 +60,20 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: SIGINT and SIGTERM, of which the second ends the process at once, with 128 + its number.
+    """For a run: SIGINT, SIGTERM and SIGHUP, of which the second ends the process at once, with 128 + its
+    number. A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
 
     At once is while MLX computes, too, when no Python handler runs: a thread reads the signals' numbers from
     a pipe into which the interpreter writes them as they come. What is on the disk is whole at any moment.
     """
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        """Nothing has been asked yet."""
+        super().__init__()
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self.signals = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> StopSignals:
         super().__enter__()
@@ -87,8 +100,8 @@ class StopSignals(Interrupts):
                 continue
             if asked:
                 if os.isatty(1):
-                    os.write(1, _SHOW_CURSOR)
+                    _write(1, _SHOW_CURSOR)
                 os._exit(128 + number[0])
             asked = True
-            os.write(2, ASKED)
+            _write(2, ASKED)
         os.close(self._reader)

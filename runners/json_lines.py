@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 16  # bytes read at a time
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines.
-_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
+# that JSON lets stand as they are, as files of lines are looked at on terminals.
+_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -24,7 +25,15 @@ def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
     if nonfinite:
         plain["nonfinite"] = nonfinite
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS), nonfinite
+    return json_line(plain), nonfinite
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """What JSON can hold as an object on one line, without control characters.
+
+    Raises ValueError for a number that is not finite, TypeError for what JSON cannot hold.
+    """
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:

@@ -30,6 +30,7 @@ from runners.row_memory import free_memory
 from runners.saving import Saver
 from runners.setup import Run
 from runners.statistics import loss_metrics, rollout_metrics
+from runners.terminal import OutputLost
 from runners.train_steps import TrainSteps
 from runners.watch import Condition, Watch
 
@@ -227,15 +228,19 @@ class Loop:
             raise
 
     def _heed_signals(self) -> None:
-        """Where the process was asked to stop: saves, and raises Stopped."""
-        number = self.signals.received
-        if number is None:
+        """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
+        OutputLost."""
+        fault, number = getattr(self.report, "fault", None), self.signals.received
+        end = Stopped(number) if number is not None else OutputLost(fault) if fault is not None else None
+        if end is None:
             return
+        if isinstance(end, OutputLost):
+            self.report.note(f"{end}: the run ends")
         self.saver.settle()
         if self.at.batch_step and self.saver.done != self._place():
             self.report.status("saving")
             self.saver.save(self._snapshot, self._place(), "interrupted: ", strict=True)
-        raise Stopped(number)
+        raise end
 
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update

@@ -163,7 +163,9 @@ def _check_floating(module: nn.Module, path: Path) -> None:
     for name, layer in module.named_modules():
         for key in ("weight", "bias"):
             leaf = layer.get(key)
-            if isinstance(leaf, mx.array) and (mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_):
+            if isinstance(leaf, mx.array) and (
+                mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_
+            ):
                 kind = str(leaf.dtype).removeprefix("mlx.core.")
                 raise UserError(f"{path}: the weight {name}.{key} is {kind}; wanted floating point numbers")
 

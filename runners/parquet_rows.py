@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.compute
 import pyarrow.parquet
+from pyarrow.compute import call_function
 
 from runners.errors import UserError, first_line
 
@@ -72,8 +72,8 @@ def _check_size(path: Path) -> None:
                         break
     if taken > most:
         raise UserError(
-            f"{path}: its {size:,} bytes unpack to more than {most:,}; a file that repeats itself so often is "
-            "not read"
+            f"{path}: its {size:,} bytes unpack to more than {most:,}; a file that repeats itself so often "
+            "is not read"
         )
 
 
@@ -104,8 +104,8 @@ def _nbytes(array: Any) -> int:
     """Bytes of an array's values, those of a dictionary counted as often as they are used."""
     kind = array.type
     if isinstance(array, pyarrow.DictionaryArray):
-        used = pyarrow.compute.binary_length(array.dictionary).take(array.indices)
-        return (pyarrow.compute.sum(used).as_py() or 0) + _CELL * len(array)
+        used = call_function("binary_length", [array.dictionary]).take(array.indices)
+        return (call_function("sum", [used]).as_py() or 0) + _CELL * len(array)
     if pyarrow.types.is_map(kind):
         return _nbytes(array.keys) + _nbytes(array.items)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):

@@ -117,8 +117,8 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     BOS stands in front if the tokenizer puts it there by default (but no EOS, should it add one).
 
     `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
-    add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of them,
-    and as `runners.tokenizers.encode` does.
+    add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
+    them, and as `runners.tokenizers.encode` does.
     """
     if not _has_template(tokenizer):
         text = plain_text(messages) + nudge

@@ -181,7 +181,9 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
         raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
     found = _count(table)
     if found > MAX_VALUES:  # each of them could be a fault of its own, with a line
-        raise ConfigError([f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"])
+        raise ConfigError(
+            [f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"]
+        )
     return table
 
 

@@ -58,7 +58,9 @@ def _fault(ending: Ending, seconds: float, memory: int) -> str:
         if line.startswith(FAULT):
             return line.removeprefix(FAULT)
     if READY not in ending.lines:
-        return ""  # nothing of the model's was looked at: no process could be started, or a package is missing
+        return (
+            ""  # nothing of the model's was looked at: no process could be started, or a package is missing
+        )
     what = "its chat template" if ending.lines[-1] == TEMPLATE else "its tokenizer"
     if ending.over == "time":
         return f"{what} computes for more than {seconds:.3g} s over a short text"

@@ -121,6 +121,7 @@ def _environment() -> Any:
     """transformers' sandbox, without the import of transformers."""
     import jinja2
     import jinja2.ext
+    import jinja2.nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):

@@ -48,8 +48,8 @@ def run_training(
         allow_config_change: go on with a config on which the weights depend, and which differs.
 
     Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
-    SIGINT or SIGTERM, and NumbersError where too many updates in a row had to be skipped, when the state is
-    saved.
+    SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
+    too many updates in a row had to be skipped: each when the state is saved.
     """
     machine = platform.prepare(config.system.memory_limit_gb)
     config = config.check()

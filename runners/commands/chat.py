@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, sampling_of
+from runners.commands.options import MODEL, PROMPT, RAW, SAMPLING, open_model, options, sampling_of
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.conversation import Conversation
@@ -23,7 +24,7 @@ While chatting:
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL)
+@options(PROMPT, SAMPLING, MODEL, RAW)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -37,11 +38,11 @@ def chat_command(model: str, **values: Any) -> None:
     conversation = Conversation(
         loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
     )
-    talk(conversation)
+    talk(conversation, raw=values["raw"])
 
 
-def talk(conversation: Conversation) -> None:
-    """Messages from standard input, replies to standard output, until the input ends."""
+def talk(conversation: Conversation, *, raw: bool = False) -> None:
+    """Messages from standard input, replies to standard output, until the input ends; `raw` as in `echo`."""
     from runners.generation import Speed
     from runners.interrupts import Interrupts
 
@@ -52,11 +53,11 @@ def talk(conversation: Conversation) -> None:
         try:
             message = _read()
         except KeyboardInterrupt:
-            click.echo(err=True)
+            echo(err=True)
             if asked:
                 break
             asked = True
-            click.echo("Ctrl-C again ends the program", err=True)
+            echo("Ctrl-C again ends the program", err=True)
             continue
         if message is None or message == "/exit":
             asked = False
@@ -67,10 +68,10 @@ def talk(conversation: Conversation) -> None:
         elif message:
             with Interrupts() as interrupts:
                 for piece in conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed):
-                    click.echo(piece, nl=False)
+                    echo(piece, nl=False, raw=raw)
                 asked = interrupts.stopped
-            click.echo()
-    click.echo(speed.line(), err=True)
+            echo()
+    echo(speed.line(), err=True)
     if asked:
         sys.exit(INTERRUPTED)
 
@@ -78,6 +79,6 @@ def talk(conversation: Conversation) -> None:
 def _read() -> str | None:
     """The next message, stripped; None at the end of the input."""
     if sys.stdin.isatty():
-        click.echo(">>> ", nl=False, err=True)
+        echo(">>> ", nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else None

@@ -12,6 +12,7 @@ import click
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import SET
 from runners.errors import UserError
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.config import Config
@@ -76,16 +77,17 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
 
     machine = platform.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.comparison import summary, table
+    from runners.json_lines import json_line
 
     if out:
         rows = (row for each in measured for row in each.completions)
-        _write(out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+        _write(out, "".join(json_line(row) + "\n" for row in rows))
     if json_file:
         _write(json_file, json.dumps(summary(measured), indent=2, allow_nan=False) + "\n")
-    click.echo(table(measured))
+    echo(table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:
@@ -136,10 +138,10 @@ def _measure_all(
             trust_remote_code=values["trust_remote_code"],
         )
         for notice in loaded.notices:
-            click.echo(notice, err=True)
+            echo(notice, err=True)
         chosen, too_long = choose(rows, loaded, config)
         if too_long:
-            click.echo(
+            echo(
                 f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
                 f"{config.data.max_prompt_length} tokens",
                 err=True,
@@ -152,11 +154,11 @@ def _measure_all(
 
         def progress(what: str, done: int, total: int, name: str = name) -> None:
             if done == total:
-                click.echo(f"{name}: {what} completions of {total} problems are done", err=True)
+                echo(f"{name}: {what} completions of {total} problems are done", err=True)
 
         measured.append(measure(loaded, name, chosen, config, plan, rewards, progress))
         for problem in measured[-1].problems:
-            click.echo(problem, err=True)
+            echo(problem, err=True)
         del loaded
     return measured
 

@@ -10,6 +10,7 @@ import click
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
 from runners.errors import UserError
+from runners.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -57,6 +58,6 @@ def export_command(
         trust_remote_code=values["trust_remote_code"],
     )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    click.echo(f"{out}: {size / 1e6:,.1f} MB of weights")
+    echo(f"{out}: {size / 1e6:,.1f} MB of weights")
     if upload_repo:
-        click.echo(f"uploaded: {upload(out, upload_repo, private=private)}")
+        echo(f"uploaded: {upload(out, upload_repo, private=private)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.errors import UserError
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.convert import Quantization
@@ -92,6 +93,11 @@ DTYPE = (
         help="Of the weights [the source's].",
     ),
 )
+RAW = (
+    click.option(
+        "--raw", is_flag=True, help="On a terminal, too: control characters as the model writes them."
+    ),
+)
 PROMPT = (
     click.option("--system", default="", metavar="TEXT", help="The system message."),
     click.option(
@@ -161,5 +167,5 @@ def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
         trust_remote_code=values["trust_remote_code"],
     )
     for notice in (*machine.notices, *loaded.notices):
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     return loaded
