@@ -17,6 +17,14 @@ def _write(number: int, text: bytes) -> None:
         os.write(number, text)
 
 
+def _read(number: int) -> bytes:
+    """The next byte; none where the descriptor is closed."""
+    try:
+        return os.read(number, 1)
+    except OSError:
+        return b""
+
+
 class Stopped(KeyboardInterrupt):
     """A run that a signal ended, in good order."""
 
@@ -87,7 +95,8 @@ class StopSignals(Interrupts):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
-            os.close(self._writer)  # ends the thread
+            with suppress(OSError):  # a reward may have closed it
+                os.close(self._writer)  # ends the thread
         super().__exit__(kind, error, trace)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -95,7 +104,7 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         asked = False
-        while number := os.read(self._reader, 1):
+        while number := _read(self._reader):
             if number[0] not in self.signals:
                 continue
             if asked:
@@ -104,4 +113,5 @@ class StopSignals(Interrupts):
                 os._exit(128 + number[0])
             asked = True
             _write(2, ASKED)
-        os.close(self._reader)
+        with suppress(OSError):
+            os.close(self._reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -78,7 +79,8 @@ class JsonLines:
         self.fault: OSError | None = None
         self._waiting = b""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.written = os.fstat(self._file).st_size  # bytes, of whole lines where nothing waits
+        self._is = os.fstat(self._file)
+        self.written = self._is.st_size  # bytes, of whole lines where nothing waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
@@ -90,6 +92,8 @@ class JsonLines:
     def push(self) -> None:
         """Writes what waits, as far as the disk takes it."""
         try:
+            if not self._is_open():
+                self._open_again()
             while self._waiting:
                 count = os.write(self._file, self._waiting)
                 self.written += count
@@ -102,7 +106,22 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file; nothing can be written afterwards."""
         self.push()
-        os.close(self._file)
+        if self._is_open():
+            os.close(self._file)
+
+    def _is_open(self) -> bool:
+        """Whether the descriptor is still this file's: a reward can close it, and open another in its place."""
+        try:
+            return os.path.samestat(os.fstat(self._file), self._is)
+        except OSError:
+            return False
+
+    def _open_again(self) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        if not os.path.samestat(os.fstat(file), self._is):
+            os.close(file)
+            raise OSError(errno.ESTALE, "its descriptor was closed, and another file has its name")
+        self._file = file
 
 
 def _cut(path: Path, most: int) -> None:

@@ -36,7 +36,8 @@ def locked(folder: Path, key: str) -> Iterator[None]:
         yield
     finally:
         (folder / LOCK).unlink(missing_ok=True)
-        os.close(lock)
+        with suppress(OSError):  # a reward may have closed it
+            os.close(lock)
         with suppress(OSError):  # something is in it: then it stays
             for path in made:
                 path.rmdir()

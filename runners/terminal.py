@@ -71,16 +71,29 @@ def _encodable(text: str, stream: TextIO | None) -> str:
     return text
 
 
+def _identity(stream: TextIO) -> tuple[int, int] | None:
+    """Which file a stream writes to; None where it is none of the system's."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Output:
     """A stream that does not fail: where writing does, `fault` says so, and what follows is dropped."""
 
     def __init__(self, stream: TextIO):
         """Writes to `stream`."""
         self._stream = stream
+        self._file = _identity(stream)
         self.fault: Exception | None = None
 
     def write(self, text: str) -> int:
         """Writes a text, if the stream still takes any."""
+        if self.fault is None and _identity(self._stream) != self._file:
+            # A reward closed it: its number may be that of a checkpoint's file by now.
+            self.fault = OSError(errno.EBADF, "it was closed by something that the run called")
         if self.fault is None:
             try:
                 self._stream.write(_encodable(text, self._stream))
