@@ -14,6 +14,7 @@ import attrs
 
 OUT_OF_MEMORY = 9  # the exit code of a `main` that ran into a MemoryError
 _POLL = 0.02  # seconds between looks at the child's memory
+_PATIENCE = 30.0  # seconds that a child may take beside ten times its computing
 _MEGABYTE = 1_000_000
 # Not every system limits a process's address space: there the parent's look at it is the limit.
 _CAN_LIMIT = sys.platform == "linux"
@@ -75,7 +76,7 @@ def limit(seconds: float, memory: int) -> None:
 def _watch(process: subprocess.Popen[bytes], seconds: float, memory: int) -> str:
     """Waits for the end; the limit that was passed, or ""."""
     # The child counts its computing alone: this is for one that sleeps, on a machine that is busy.
-    end = time.monotonic() + 30 + 10 * seconds
+    end = time.monotonic() + _PATIENCE + 10 * seconds
     while time.monotonic() < end:
         try:
             process.wait(_POLL)

@@ -110,7 +110,7 @@ class JsonLines:
             os.close(self._file)
 
     def _is_open(self) -> bool:
-        """Whether the descriptor is still this file's: a reward can close it, and open another in its place."""
+        """Whether the descriptor is still this file: a reward can close it and open another in its place."""
         try:
             return os.path.samestat(os.fstat(self._file), self._is)
         except OSError:
