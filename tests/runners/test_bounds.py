@@ -207,11 +207,11 @@ def test_few_are_remembered(folder, monkeypatch, tmp_path):
 def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch):
     """As on macOS, which knows no limit of the address space: the memory is looked at from outside."""
     (folder / "chat_template.jinja").write_text(DOUBLE)
-    monkeypatch.setattr(
-        tokenizer_check,
-        "run_bounded",
-        lambda _, *rest, **limits: run_bounded("tests.unlimited", *rest, **limits),
-    )
+
+    def unlimited(module, *arguments, **limits):
+        return run_bounded("tests.unlimited", *arguments, **limits)
+
+    monkeypatch.setattr(tokenizer_check, "run_bounded", unlimited)
     with pytest.raises(UserError, match="its chat template takes more than 512 MB"):
         check_tokenizer(folder)
 
@@ -235,7 +235,6 @@ def test_a_child_that_cannot_start_is_no_fault_of_the_models(folder, monkeypatch
     """Nothing was looked at: the model is used, and nothing is remembered."""
     monkeypatch.setattr(bounded.sys, "executable", "/bin/false")
     check_tokenizer(folder)
-    monkeypatch.undo()
     assert not (Path(os.environ["GRPO_FN_CACHE"]) / "checked").exists()
 
 

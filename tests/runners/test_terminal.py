@@ -61,11 +61,8 @@ def test_what_stands_in_their_place():
 @pytest.mark.parametrize("err", [False, True])
 def test_a_terminal_gets_it_visible_and_a_pipe_as_it_is(monkeypatch, err):
     """`raw` gives the terminal the text, too."""
-    for stream, raw, wanted in (
-        (Terminal(), False, SHOWN),
-        (Terminal(), True, EVIL),
-        (io.StringIO(), False, EVIL),
-    ):
+    cases = ((Terminal(), False, SHOWN), (Terminal(), True, EVIL), (io.StringIO(), False, EVIL))
+    for stream, raw, wanted in cases:
         monkeypatch.setattr(sys, "stderr" if err else "stdout", stream)
         echo(EVIL, err=err, raw=raw, nl=False)
         assert stream.getvalue() == wanted
