@@ -93,7 +93,7 @@ def show(value: object) -> str:
     """
     try:
         text = spell(_cut(value, 3), depth=3)
-    except Exception as error:  # of its __str__, or of a part's
+    except (Exception, SystemExit) as error:  # of its __str__, or of a part's
         text = f"a {type(value).__name__}, whose text fails with {type(error).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -158,7 +158,7 @@ def text_of(error: BaseException) -> str:
     """A foreign exception's message; what stands in its place where making it fails."""
     try:
         return str(error)
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         return f"(its text fails with {type(fault).__name__})"
 
 

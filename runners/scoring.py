@@ -222,7 +222,7 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
         number = float(value)
     except (OverflowError, ValueError):  # an integer beyond floats; a signalling NaN of Decimal
         number = np.nan
-    except Exception as error:  # of a class of the reward's own
+    except (Exception, SystemExit) as error:  # of a class of the reward's own
         kind = type(value).__name__
         return np.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
     if not np.isfinite(number):
