@@ -63,13 +63,12 @@ def _check_size(path: Path) -> None:
     repeats = {} if taken > most else _repeating(metadata, groups)
     taken = 0 if repeats else taken
     once = [name for name, is_delta in repeats.items() if not is_delta]
-    if repeats:
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=once) as file:
-            for name, is_delta in repeats.items():
-                for batch in _batches(file, groups, name, most if is_delta else 0):
-                    taken += _nbytes(batch.column(0))
-                    if taken > most:
-                        break
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=once) as file:
+        for name, is_delta in repeats.items():
+            for batch in _batches(file, groups, name, most if is_delta else 0):
+                taken += _nbytes(batch.column(0))
+                if taken > most:
+                    break
     if taken > most:
         raise UserError(
             f"{path}: its {size:,} bytes unpack to more than {most:,}; a file that repeats itself so often "
@@ -91,13 +90,16 @@ def _repeating(metadata: Any, groups: list[Any]) -> dict[str, bool]:
 
 
 def _batches(file: Any, groups: list[Any], name: str, most: int) -> Iterator[Any]:
-    """A column, group by group; by `_DELTA` so few rows at a time that they stay within `most` bytes."""
-    for number, group in enumerate(groups):
-        rows = max(group.num_rows, 1)
-        if most:  # each string may be as long as all of the column is in the file
-            longest = max(group.column(number).total_uncompressed_size for number in range(group.num_columns))
-            rows = max(min(most // max(longest, 1), rows), 1)
-        yield from file.iter_batches(rows, [number], columns=[name])
+    """A column, some rows at a time; by `_DELTA` so few that they stay within `most` bytes."""
+    rows = max((group.num_rows for group in groups), default=1) or 1
+    if most:  # each string may be as long as all of the column is in the file
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        rows = max(min(most // max(1, *(chunk.total_uncompressed_size for chunk in chunks)), rows), 1)
+    if "." in name:  # strings in lists cannot be read as a dictionary across groups
+        for number in range(len(groups)):
+            yield from file.iter_batches(rows, [number], columns=[name])
+    else:
+        yield from file.iter_batches(rows, columns=[name])
 
 
 def _nbytes(array: Any) -> int:
