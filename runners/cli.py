@@ -38,8 +38,8 @@ Examples:
 
 \b
 Exit codes: 0 done, 2 something in the config, the data, the model or the disk has to change, 3 too many
-updates whose numbers are not finite, 130 or 143 stopped by Ctrl-C or SIGTERM: the first one ends the step
-and saves, the second ends at once.
+updates whose numbers are not finite, 130, 143 or 129 stopped by Ctrl-C, SIGTERM or SIGHUP: the first one
+ends the step and saves, the second ends at once; 141 saved and stopped as nobody reads the output.
 """
 _LAST = "the last one"  # --resume without a value
 

@@ -76,6 +76,9 @@ class Toml(Target):
         (self.folder / "train.toml").write_bytes(value)
         load_config(str(self.folder / "train.toml")).check()
 
+    def warm(self) -> None:
+        self.feed(b'model.path = "embedded"\n')
+
 
 class Rows(Target):
     """Data files of each format, whole and row by row."""

@@ -95,8 +95,18 @@ _PIECES = (
 )
 
 
+_HUGE = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**9 }}",
+    "{{ 10**10**8 }}",
+    "{{ 'x'|center(10**9) }}",
+    "{{ [0] * 10**9 }}",
+    "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+)
+
+
 class Templates(Target):
-    """chat_template.jinja: real ones mutated, and pieces of the language in any order."""
+    """chat_template.jinja: real ones mutated, pieces of the language in any order, and ones without end."""
 
     patience = 12  # two seconds of computing in a process of its own, on a machine that may be busy
 
@@ -116,7 +126,10 @@ class Templates(Target):
         blocks = st.lists(st.sampled_from(_PIECES), min_size=1, max_size=5).flatmap(
             lambda parts: st.sampled_from([f"{{{{ {' '.join(parts)} }}}}", f"{{% {' '.join(parts)} %}}"])
         )
-        invented = pieces | st.lists(blocks, max_size=4).map("".join)
+        huge = st.tuples(st.sampled_from(_HUGE), st.lists(blocks, max_size=2)).map(
+            lambda parts: parts[0] + "".join(parts[1])
+        )
+        invented = pieces | st.lists(blocks, max_size=4).map("".join) | huge
         return mutated(valid) | invented.map(lambda text: text.encode("utf-8", "surrogateescape"))
 
     def feed(self, value: bytes) -> None:
