@@ -123,11 +123,14 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     if not _has_template(tokenizer):
         text = plain_text(messages) + nudge
         return text, _with_bos(tokenizer, text)
-    text = _apply_template(tokenizer, messages) + nudge
-    tokens = encode(tokenizer, text, add_special_tokens=False)
+    text = _apply_template(tokenizer, messages)
+    if not text.strip():
+        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
+    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
-        raise UserError("the tokenizer's chat template renders to nothing: the prompt has no tokens")
-    return text, tokens
+        raise UserError("the tokenizer makes no tokens of the prompt")
+    return text + nudge, tokens
 
 
 def _has_template(tokenizer: Any) -> bool:

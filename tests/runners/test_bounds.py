@@ -279,8 +279,8 @@ def test_a_template_that_renders_to_nothing(folder):
     """An empty prompt has no token to go on from."""
     changed(folder / "tokenizer_config.json", chat_template="{% if false %}x{% endif %}")
     tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
-    with pytest.raises(UserError, match="the tokenizer's chat template renders to nothing"):
-        render(tokenizer, ({"role": "user", "content": "hi"},))
+    with pytest.raises(UserError, match=r"model: the chat template renders to nothing"):
+        render(tokenizer, ({"role": "user", "content": "hi"},), "<reasoning>")
 
 
 class Letters:
