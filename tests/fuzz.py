@@ -439,7 +439,7 @@ def fuzz(groups: list[list[str]], inputs: int, number: int, tell: Callable[[str]
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=600 + len(group) * inputs,
+                timeout=600 + inputs * sum(TARGETS.get(name, Target).patience for name in group),
             )
             died, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired:
