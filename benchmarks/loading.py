@@ -131,7 +131,7 @@ def answers(commands: Sequence[str], repeats: int) -> list[Figure]:
 def write_checkpoint(folder: Path, *, width: int, layers: int) -> int:
     """A nanochat checkpoint of random float32 tensors as PyTorch writes it; bytes of its model_*.pt."""
     import tiktoken
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     words = 320
     shapes = {"attn.c_q": (1, 1), "attn.c_k": (1, 1), "attn.c_v": (1, 1), "attn.c_proj": (1, 1)}

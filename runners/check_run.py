@@ -23,6 +23,7 @@ from runners.model_reading import load_tokenizer
 from runners.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.reward_functions import Reward, check_columns, resolve_rewards
 from runners.scoring import Scorer
+from runners.tokenizers import encode
 
 FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
 PLACE = "{answer}"
@@ -127,7 +128,7 @@ def _score(
             texts,
             [list(example.messages) for example in examples],
             columns_of(examples),
-            [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts],
+            [list(encode(tokenizer, text, add_special_tokens=False)) for text in texts],
         )
         values.append(scores.values_kb)
         faults += [f"{problem} ({kind})" for problem in scores.problems]

@@ -17,6 +17,7 @@ from runners import __version__
 from runners.command import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
 from runners.interrupts import Stopped
+from runners.terminal import echo
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -41,8 +42,8 @@ Examples:
 
 \b
 Exit codes: 0 done, 2 something in the config, the data, the model or the disk has to change, 3 too many
-updates whose numbers are not finite, 130 or 143 stopped by Ctrl-C or SIGTERM: the first one ends the step
-and saves, the second ends at once.
+updates whose numbers are not finite, 130, 143 or 129 stopped by Ctrl-C, SIGTERM or SIGHUP: the first one
+ends the step and saves, the second ends at once; 141 saved and stopped as nobody reads the output.
 """
 _LAST = "the last one"  # --resume without a value
 
@@ -129,17 +130,17 @@ def _run(
 
     config = load_config(name, overrides)
     for notice in config.notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     if dry_run:
         platform.load_blas()  # before `check` imports MLX
         config = config.check()
-        click.echo(config.to_toml())
-        click.echo(f"written to {write_resolved(config)}", err=True)
+        echo(config.to_toml())
+        echo(f"written to {write_resolved(config)}", err=True)
         return
 
     # The BLAS has to be in place before anything imports MLX.
     for notice in platform.prepare(config.system.memory_limit_gb).notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
 
     from runners.train import run_training
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from runners.errors import ConfigError, UserError, is_out_of_memory, one_line
+from runners.terminal import OutputLost, drop_output, echo, open_closed_streams, others_visible
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -51,12 +52,18 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            open_closed_streams()
+            with others_visible():
+                return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            click.echo("interrupted", err=True)
+            echo("interrupted", err=True)
             if advice := getattr(interrupt, "advice", ""):
-                click.echo(advice, err=True)
+                echo(advice, err=True)
             sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
+        except OutputLost as lost:
+            drop_output()
+            # Whoever reads a pipe may stop reading: then there is nothing to say.
+            _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
         except ConfigError as error:
             _end(error.problems, error.exit_code)
         except UserError as error:
@@ -72,5 +79,5 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _end(lines: Sequence[str], code: int) -> NoReturn:
     for line in lines:
-        click.echo(one_line(line, os.environ), err=True)
+        echo(one_line(line, os.environ), err=True)
     sys.exit(code)

@@ -8,7 +8,7 @@ import numpy as np
 
 from runners.data_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.embedded import DATA_DIR
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, listed, show
 from runners.functions import told
 from runners.hub import hub_or_cache
 from runners.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
@@ -185,7 +185,7 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
     for key, field in (("question", config.question), ("answer", config.answer)):
         if found and field not in found:
             raise UserError(
-                f"{where}: no field named {show(field)} (data.{key}); found {', '.join(found)}"
+                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}"
                 f"{did_you_mean(field, found)}"
             )
 

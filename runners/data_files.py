@@ -5,22 +5,25 @@ bad and go on after it, they guess no types, and they leave no second copy of th
 """
 
 import csv
-import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from runners.errors import UserError, did_you_mean, first_line, show
+from runners.errors import UserError, did_you_mean, show
 from runners.inside import check_links
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+MAX_ROW = 1 << 24  # bytes of a row in a text file
+MAX_COLUMNS = 10_000
 
 # Datasets disagree on the name of the split one validates on.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
 
@@ -72,23 +75,24 @@ def read_file(path: Path) -> list[RawRow]:
     """Every row of a file in its order, unreadable ones with their fault; blank lines are no rows.
 
     Raises UserError where the file as a whole cannot be read: an unknown suffix, text that is not UTF-8, JSON
-    that is no list of rows, a broken CSV or Parquet file.
+    that is no list of rows, a broken CSV or Parquet file, and one that would become many times its size.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise UserError(f"{path} ends in {show(suffix)}; wanted {', '.join(SUFFIXES)}")
     try:
         if suffix == ".parquet":
-            return list(_parquet_rows(path))
-        text = _text(path)
+            from runners.parquet_rows import parquet_rows  # pyarrow takes half a second to import
+
+            return [RawRow(f"{path}, row {number}", *row) for number, row in enumerate(parquet_rows(path), 1)]
+        if suffix == ".csv":
+            return list(_csv_rows(path, _text(path)))
+        # Many a file of JSON lines is called .json; only a list starts with a bracket.
+        if suffix == ".json" and _starts_with_bracket(path):
+            return list(_json_rows(path, _text(path)))
+        return list(_line_rows(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    if suffix == ".csv":
-        return list(_csv_rows(path, text))
-    # Many a file of JSON lines is called .json; only a list starts with a bracket.
-    if suffix == ".json" and text.lstrip()[:1] == "[":
-        return list(_json_rows(path, text))
-    return list(_line_rows(path, text))
 
 
 def _text(path: Path) -> str:
@@ -97,17 +101,38 @@ def _text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start]
-        raise UserError(
-            f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
-        ) from error
+        raise _not_utf8(path, line, data[error.start]) from error
 
 
-def _line_rows(path: Path, text: str) -> Iterator[RawRow]:
-    # Not splitlines: U+2028 and its like are allowed inside a JSON string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield _json_row(f"{path}, line {number}", line)
+def _not_utf8(path: Path, line: int, byte: int) -> UserError:
+    return UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8")
+
+
+def _starts_with_bracket(path: Path) -> bool:
+    with path.open("rb") as stream:
+        head = stream.read(1 << 16)
+    return head.decode("utf-8-sig", "ignore").lstrip()[:1] == "["
+
+
+def _line_rows(path: Path) -> Iterator[RawRow]:
+    # Line by line, so that a line too long for a row is never held. Bytes end lines at \n alone: U+2028 and
+    # its like are allowed inside a JSON string.
+    with path.open("rb") as stream:
+        number = 0
+        while line := stream.readline(MAX_ROW + 1):
+            number += 1
+            place = f"{path}, line {number}"
+            if len(line) > MAX_ROW:
+                while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW)):
+                    pass
+                yield RawRow(place, fault=f"a line of more than {MAX_ROW:,} bytes; wanted fewer")
+                continue
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, number, line[error.start]) from error
+            if text.strip():
+                yield _json_row(place, text.removesuffix("\n"))
 
 
 def _json_row(place: str, line: str) -> RawRow:
@@ -135,10 +160,12 @@ def _as_row(place: str, value: Any) -> RawRow:
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(_csv_lines(path, text), strict=True)
     try:
         header = next(reader, [])
-        twice = [name for name in header if header.count(name) > 1]
+        if len(header) > MAX_COLUMNS:
+            raise UserError(f"{path} has {len(header):,} columns, wanted {MAX_COLUMNS:,} at most")
+        twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
             raise UserError(f"{path} has two columns named {show(twice[0])}")
         for cells in reader:
@@ -151,29 +178,11 @@ def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[RawRow]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
-    unfit = (ValueError, OverflowError)  # text that is no UTF-8, dates that Python has none for
-    try:
-        rows = [RawRow("", values) for values in table.to_pylist()]
-    except unfit:
-        rows = [_parquet_row(table.slice(number, 1), unfit) for number in range(table.num_rows)]
-    for number, row in enumerate(rows, 1):
-        yield attrs.evolve(row, place=f"{path}, row {number}")
-
-
-def _parquet_row(table: Any, unfit: tuple[type[Exception], ...]) -> RawRow:
-    """The one row of a table, without its place."""
-    try:
-        (values,) = table.to_pylist()
-    except unfit as error:
-        return RawRow("", fault=first_line(error))
-    return RawRow("", values)
+def _csv_lines(path: Path, text: str) -> Iterator[str]:
+    """The lines with their ends, which may stand inside quotes."""
+    for number, found in enumerate(_LINES.finditer(text), 1):
+        if found.end() - found.start() > MAX_ROW:
+            raise UserError(
+                f"{path}, line {number}: a line of more than {MAX_ROW:,} characters; wanted fewer"
+            )
+        yield found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ _OUT_OF_MEMORY = (
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
 _LINE = 2000  # characters
+_LISTED = 40  # names of what was found
+_COMPARED = 1000  # names that a misspelt one is compared with
 _SHOWN = 80  # characters of a found value that fit into a one-line message
 
 
@@ -51,7 +54,7 @@ class NumbersError(UserError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether MLX, or Python, says with this exception that memory has run out."""
-    text = str(error).lower()
+    text = text_of(error).lower()
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
     )
@@ -69,9 +72,16 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None where none is close."""
     if len(name) > _SHOWN:
         return None
-    lowered = {candidate.lower(): candidate for candidate in known if len(candidate) <= 2 * _SHOWN}
+    few = itertools.islice(known, _COMPARED)
+    lowered = {candidate.lower(): candidate for candidate in few if len(candidate) <= 2 * _SHOWN}
     match = get_close_matches(name.lower(), lowered, n=1)
     return lowered[match[0]] if match else None
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names with commas between, the first of them where there are many; "none" for none."""
+    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more or "none"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -81,9 +91,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A found value as TOML spells it, shortened to fit into a one-line message."""
-    text = spell(value, depth=3)
+    """A found value as TOML spells it, shortened to fit into a one-line message.
+
+    It may be anybody's object: one that cannot be spelt is told by its class.
+    """
+    try:
+        text = spell(_cut(value, 3), depth=3)
+    except (Exception, SystemExit) as error:  # of its __str__, or of a part's
+        text = f"a {type(value).__name__}, whose text fails with {type(error).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _cut(value: object, depth: int) -> object:
+    """A value without what `show` would cut off in the end: it may be as large as a file."""
+    if isinstance(value, str):
+        return value[: _SHOWN + 1]
+    if isinstance(value, list | tuple) and depth:
+        return [_cut(item, depth - 1) for item in value[:_SHOWN]]
+    if isinstance(value, dict) and depth:
+        few = itertools.islice(value.items(), _SHOWN)
+        return {_cut(key, 0): _cut(item, depth - 1) for key, item in few}
+    return value
 
 
 def spell_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -121,7 +149,7 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
             text = text.replace(value, f"${name}")
-    text = _printable(text)
+    text = _printable(text[: _LINE + 1])
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
@@ -130,9 +158,17 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
+def text_of(error: BaseException) -> str:
+    """A foreign exception's message; what stands in its place where making it fails."""
+    try:
+        return str(error)
+    except (Exception, SystemExit) as fault:
+        return f"(its text fails with {type(fault).__name__})"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a foreign exception's message; its class where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (text_of(error).splitlines() or [type(error).__name__])[0]
 
 
 def first_lines(message: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runners.errors import UserError, did_you_mean, one_line, show
+from runners.errors import UserError, did_you_mean, one_line, show, text_of
 
 FORMS = "package.module:function or path/to/file.py:function"
 
@@ -79,7 +79,7 @@ def told(error: BaseException, path: str | Path | None = None) -> str:
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
     where = f"line {lines[-1]}: " if lines else ""
-    text = one_line(" ".join(str(error).split()), os.environ)
+    text = one_line(" ".join(text_of(error).split()), os.environ)
     return f"{where}{type(error).__name__}: {text[:_TOLD]}"
 
 

@@ -20,6 +20,19 @@ def to_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
+def _write(number: int, text: bytes) -> None:
+    with suppress(OSError):  # the terminal may be what has gone
+        os.write(number, text)
+
+
+def _read(number: int) -> bytes:
+    """The next byte; none where the descriptor is closed."""
+    try:
+        return os.read(number, 1)
+    except OSError:
+        return b""
+
+
 class Stopped(KeyboardInterrupt):
     """A run that a signal ended, in good order."""
 
@@ -64,18 +77,21 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: SIGINT and SIGTERM, of which the second ends the process at once, with 128 + its number.
+    """For a run: SIGINT, SIGTERM and SIGHUP, of which the second ends the process at once, with 128 + its
+    number. A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
 
     At once is while MLX computes, too, when no Python handler runs: a thread reads the signals' numbers from
     a pipe into which the interpreter writes them as they come. What is on the disk is whole at any moment.
     """
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
         """`say` shows a line at once; it is called in another thread."""
         super().__init__()
         self._say = say
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self.signals = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> StopSignals:
         super().__enter__()
@@ -89,7 +105,8 @@ class StopSignals(Interrupts):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
-            os.close(self._writer)  # ends the thread
+            with suppress(OSError):  # a reward may have closed it
+                os.close(self._writer)  # ends the thread
         super().__exit__(kind, error, trace)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -97,14 +114,15 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         asked = False
-        while number := os.read(self._reader, 1):
+        while number := _read(self._reader):
             if number[0] not in self.signals:
                 continue
             if asked:
                 if os.isatty(1):
-                    os.write(1, _LEAVE_DISPLAY)
+                    _write(1, _LEAVE_DISPLAY)
                 os._exit(128 + number[0])
             asked = True
             # A display that is stuck, as after Ctrl-S, must not keep the second signal from being read.
             threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
-        os.close(self._reader)
+        with suppress(OSError):
+            os.close(self._reader)

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runners.held_file import HeldFile
+
 _BLOCK = 1 << 16  # bytes read at a time
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines.
-_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
+# that JSON lets stand as they are, as files of lines are looked at on terminals.
+_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -24,7 +27,15 @@ def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
     if nonfinite:
         plain["nonfinite"] = nonfinite
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS), nonfinite
+    return json_line(plain), nonfinite
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """What JSON can hold as an object on one line, without control characters.
+
+    Raises ValueError for a number that is not finite, TypeError for what JSON cannot hold.
+    """
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
@@ -68,8 +79,8 @@ class JsonLines:
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.written = os.fstat(self._file).st_size  # bytes, of whole lines where nothing waits
+        self._file = HeldFile(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.written = os.fstat(self._file.number).st_size  # bytes, of whole lines where nothing waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
@@ -82,7 +93,7 @@ class JsonLines:
         """Writes what waits, as far as the disk takes it."""
         try:
             while self._waiting:
-                count = os.write(self._file, self._waiting)
+                count = os.write(self._file.number, self._waiting)
                 self.written += count
                 self._waiting = self._waiting[count:]
         except OSError as error:
@@ -93,7 +104,7 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file; nothing can be written afterwards."""
         self.push()
-        os.close(self._file)
+        self._file.close()
 
 
 def _cut(path: Path, most: int) -> None:

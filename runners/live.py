@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
@@ -27,6 +28,7 @@ from runners.progress import (
     sparkline,
     spell,
 )
+from runners.terminal import Output, echo, visible
 
 MAX_WIDTH = 100  # wider terminals leave the rest free
 # Columns at the right that stay free: the terminal writes "^C" behind the block's last line. If that were to
@@ -54,7 +56,9 @@ class LiveReport:
         memory: Callable[[], int] = peak_memory,
     ):
         """Draws on `stream`, or on a `console` of one's own; `clock` gives seconds, `memory` bytes."""
-        self._console = console or Console(file=stream, highlight=False)
+        output = Output(stream or sys.stdout)
+        self._output = output
+        self._console = console or Console(file=cast(TextIO, output), highlight=False)
         self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
         self._progress = Progress(0, **self._sources)
         self._title = "grpo"
@@ -62,6 +66,11 @@ class LiveReport:
         self._begun = self._finished = False
         # Twice a second is enough for the time to tick, and leaves the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
+
+    @property
+    def fault(self) -> Exception | None:
+        """See `Report`."""
+        return self._output.fault
 
     def start(
         self,
@@ -96,11 +105,13 @@ class LiveReport:
         """See `Report.eval`."""
         self._progress.eval(score, seconds)
         self._status = ""
-        self._print(Text(eval_line(name, score, correct, total, seconds), style="cyan"))
+        self._print(_text(eval_line(name, score, correct, total, seconds), "cyan"))
 
     def note(self, text: str) -> None:
         """See `Report.note`."""
-        self._print(Text(text, style="dim"))
+        if self.fault:
+            echo(text, err=True)
+        self._print(_text(text, "dim"))
 
     def alert(self, text: str) -> None:
         """See `Report.alert`: above the block, which is redrawn below it."""
@@ -108,11 +119,11 @@ class LiveReport:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`."""
-        grid = Table(box=SIMPLE, title=Text(title, style="dim"), title_justify="left", header_style="dim")
+        grid = Table(box=SIMPLE, title=_text(title, "dim"), title_justify="left", header_style="dim")
         for place, column in enumerate(columns):
-            grid.add_column(column, justify="left" if place in (0, len(columns) - 1) else "right")
+            grid.add_column(_text(column), justify="left" if place in (0, len(columns) - 1) else "right")
         for row in rows:
-            grid.add_row(*map(Text, row))
+            grid.add_row(*map(_text, row))
         self._print(grid)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -134,12 +145,12 @@ class LiveReport:
     def render(self) -> RenderableType:
         """The block as it stands; rich calls this at every refresh."""
         if not self._begun:
-            return Text(f"{self._status} ...", style="dim")
+            return _text(f"{self._status} ...", "dim")
         progress = self._progress
         width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
         rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
-        title = Text(self._title, style="bold")
-        status = Text(self._status, style="cyan") if self._status else None
+        title = _text(self._title, "bold")
+        status = _text(self._status, "cyan") if self._status else None
         return Panel(
             Group(*rows),
             title=title,
@@ -157,6 +168,11 @@ class LiveReport:
 
     def _print(self, what: RenderableType) -> None:
         self._console.print(what, highlight=False)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A text of the run's: rich itself lets escape sequences through."""
+    return Text(visible(text), style=style)
 
 
 def _bar(progress: Progress) -> RenderableType:
@@ -204,5 +220,5 @@ def _table(rows: Mapping[str, Any]) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows.items():
-        grid.add_row(Text(name), Text(spell(value)))
+        grid.add_row(_text(name), _text(spell(value)))
     return grid

@@ -33,6 +33,7 @@ from runners.run_folder import FolderGone, RunFolder
 from runners.saving import Saver
 from runners.setup import Run
 from runners.statistics import loss_metrics, penalty_metrics, rollout_metrics
+from runners.terminal import OutputLost
 from runners.train_steps import TrainSteps
 from runners.watch import Condition, Watch
 
@@ -248,12 +249,16 @@ class Loop:
             raise
 
     def _heed_signals(self) -> None:
-        """Where the process was asked to stop: saves, and raises Stopped."""
-        number = self.signals.received
-        if number is None:
+        """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
+        OutputLost."""
+        fault, number = getattr(self.report, "fault", None), self.signals.received
+        end = Stopped(number) if number is not None else OutputLost(fault) if fault is not None else None
+        if end is None:
             return
+        if isinstance(end, OutputLost):
+            self.report.note(f"{end}: the run ends")
         self._save_to_stop("interrupted: ")
-        raise Stopped(number)
+        raise end
 
     def _save_to_stop(self, why: str) -> None:
         """Saves what has been done since the last checkpoint, before the run ends early."""

@@ -15,6 +15,7 @@ from runners.functions import resolve_function, told
 from runners.model_files import read_config, read_json, tokenizer_pickle
 from runners.rope_keys import rope_notices, with_rope_keys
 from runners.tensor_header import check_header
+from runners.tokenizer_check import check_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -35,6 +36,7 @@ def read_model(
     tokenizer = load_tokenizer(path, config, trust_remote_code)
     notices = check_vocabulary(tokenizer, vocabulary_rows(module, config), path)
     notices += rope_notices(config) if loader is None else ()
+    _check_floating(module, path)
     check_finite(named_leaves(module.parameters()), path)
     return module, config, tokenizer, notices
 
@@ -101,8 +103,10 @@ def _check_layers(config: dict, path: Path) -> None:
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a checked folder, nanochat's or transformers'; UserError where it cannot be loaded."""
+    """The tokenizer of a checked folder, nanochat's or transformers'; UserError where it cannot be loaded, or
+    where its first use takes more time or memory than any tokenizer does."""
     pickled = tokenizer_pickle(path)
+    check_tokenizer(path, pickled)
     if pickled is not None:
         from runners.tiktoken_tokenizer import load_tiktoken
 
@@ -155,6 +159,18 @@ def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tupl
     if beyond:
         return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
     return ()
+
+
+def _check_floating(module: nn.Module, path: Path) -> None:
+    """Refuses weights that are integers; packed ones are unsigned."""
+    for name, layer in module.named_modules():
+        for key in ("weight", "bias"):
+            leaf = layer.get(key)
+            if isinstance(leaf, mx.array) and (
+                mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_
+            ):
+                kind = str(leaf.dtype).removeprefix("mlx.core.")
+                raise UserError(f"{path}: the weight {name}.{key} is {kind}; wanted floating point numbers")
 
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:

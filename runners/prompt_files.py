@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from runners.chat_format import SPEAKERS
 from runners.data_files import SUFFIXES, RawRow, read_file
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, listed, show
 
 if TYPE_CHECKING:
     # Importing it would import MLX: `grpo generate` reads its prompts before the BLAS is loaded.
@@ -50,7 +50,7 @@ def _value(row: RawRow, column: str) -> Any:
         raise UserError(f"{row.place}: {row.fault}")
     if column not in row.values:
         raise UserError(
-            f"{row.place}: no column {show(column)} (--column); found {', '.join(row.values)}"
+            f"{row.place}: no column {show(column)} (--column); found {listed(list(row.values))}"
             f"{did_you_mean(column, row.values)}"
         )
     return row.values[column]

@@ -12,10 +12,12 @@ from runners.errors import UserError, show
 from runners.functions import told
 from runners.reward_functions import PASSED
 from runners.sections import DataConfig
+from runners.tokenizers import encode
 
 Message = dict[str, str]
 
 GOLD_MARK = "####"
+_LONGEST_TOKEN = 256  # characters: of blanks, in the vocabularies that have such
 
 
 @attrs.frozen
@@ -41,6 +43,7 @@ def build_examples(
     """
     examples: list[Example] = []
     lengths: list[int] = []
+    dropped = 0
     columns = reward_columns(rows)
     for row in rows:
         gold = gold_answer(row[config.answer])
@@ -50,17 +53,25 @@ def build_examples(
             ({"role": "system", "content": config.system_prompt},) if config.system_prompt.strip() else ()
         )
         messages = (*system, {"role": "user", "content": row[config.question]})
+        if len(row[config.question]) > _LONGEST_TOKEN * config.max_prompt_length:
+            dropped += 1  # to count its tokens would take long
+            continue
         text, tokens = render(tokenizer, messages, config.nudge)
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
             examples.append(Example(messages, text, tokens, gold, {**values, "answer": gold}))
+    if dropped and not lengths:
+        raise UserError(
+            f"data.max_prompt_length is {config.max_prompt_length}, but each of {dropped} prompts has over "
+            f"{_LONGEST_TOKEN * config.max_prompt_length:,} characters"
+        )
     if lengths and not examples:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "
             f"prompts has {min(lengths)} tokens"
         )
-    return examples, len(lengths) - len(examples)
+    return examples, dropped + len(lengths) - len(examples)
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -90,7 +101,9 @@ def gold_answer(value: object) -> str | None:
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         return None
-    if not isinstance(value, str) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Decimal) and not value.is_finite():
         return None
     return str(value).rpartition(GOLD_MARK)[2].strip() or None
 
@@ -104,13 +117,20 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     BOS stands in front if the tokenizer puts it there by default (but no EOS, should it add one).
 
     `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
-    add_special_tokens=…)`. Raises UserError where the template fails on the messages.
+    add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
+    them, and as `runners.tokenizers.encode` does.
     """
     if not _has_template(tokenizer):
         text = plain_text(messages) + nudge
         return text, _with_bos(tokenizer, text)
-    text = _apply_template(tokenizer, messages) + nudge
-    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+    text = _apply_template(tokenizer, messages)
+    if not text.strip():
+        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
+    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
+    if not tokens:
+        raise UserError("the tokenizer makes no tokens of the prompt")
+    return text + nudge, tokens
 
 
 def template_notices(tokenizer: Any) -> list[str]:
@@ -151,8 +171,8 @@ def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:
-    tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+    tokens = encode(tokenizer, text, add_special_tokens=False)
     bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None or tokens[:1] == (bos,) or tuple(tokenizer.encode(text))[:1] != (bos,):
+    if bos is None or tokens[:1] == (bos,) or encode(tokenizer, text)[:1] != (bos,):
         return tokens
     return (bos, *tokens)

@@ -21,12 +21,17 @@ from runners.progress import (
     percent,
     spell,
 )
+from runners.terminal import Output, echo, visible
 
 WIDTH = 100  # columns of a plain line
 
 
 class Report(Protocol):
-    """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt."""
+    """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt.
+
+    One that writes to standard output has `fault`: what the first attempt to write raised that failed, or
+    None. None of these methods fails for it; notes go to standard error from then on.
+    """
 
     def start(
         self,
@@ -121,10 +126,15 @@ class PlainReport:
         memory: Callable[[], int] = peak_memory,
     ):
         """Writes to `stream`, flushing each line; `clock` gives seconds, `memory` bytes."""
-        self._stream = stream
+        self._stream = Output(stream)
         self._every = every
         self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
         self._progress = Progress(0, **self._sources)
+
+    @property
+    def fault(self) -> Exception | None:
+        """See `Report`."""
+        return self._stream.fault
 
     def start(
         self,
@@ -155,6 +165,9 @@ class PlainReport:
 
     def note(self, text: str) -> None:
         """See `Report.note`."""
+        if self.fault:
+            echo(text, err=True)
+            return
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
 
@@ -191,16 +204,19 @@ class PlainReport:
             self.note(f"{name:<{indent}}{spell(value)}")
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
         self._stream.flush()
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
     """A live block where `stream` (stdout if left out) is a terminal that moves its cursor, else lines.
 
-    NO_COLOR in the environment takes the colours out, TERM=dumb the block.
+    NO_COLOR in the environment takes the colours out, TERM=dumb the block. Where standard output is closed
+    nothing is shown.
     """
-    output: TextIO = stream or sys.stdout
+    output: TextIO | None = stream or sys.stdout
+    if output is None or output.closed:
+        return Quiet()
     if output.isatty() and os.environ.get("TERM") != "dumb":
         from runners.live import LiveReport
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from grpo_fn.rewards import REWARDS
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, listed, show
 from runners.functions import FORMS, resolve_function
 
 PASSED = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -105,8 +105,8 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
         for needed in reward.needs:
             if needed not in found and needed not in PASSED:
                 raise UserError(
-                    f"reward {show(reward.name)} needs the column {needed}; the data has "
-                    f"{', '.join(found) or 'none'}{did_you_mean(needed, found)}"
+                    f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
+                    f"{did_you_mean(needed, found)}"
                 )
 
 

@@ -14,8 +14,9 @@ from typing import TypeVar
 import attrs
 
 from runners.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
-from runners.durable import opened, remove_folder
+from runners.durable import remove_folder
 from runners.errors import UserError
+from runners.held_file import HeldFile
 from runners.manifest import Damaged, check_manifest
 from runners.staging import FOLDER_FLAGS, sweep
 
@@ -36,7 +37,16 @@ class RunFolder:
     """A run's folder, held open: it stays the same one, whatever happens to its path."""
 
     path: Path  # as the config names it
-    descriptor: int
+    held: HeldFile
+    lock: HeldFile | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """The open folder's. FolderGone where a reward closed it and its path leads elsewhere."""
+        try:
+            return self.held.number
+        except OSError as error:
+            raise FolderGone(f"{self.path}: the run's folder is gone: {error.strerror or error}") from error
 
     def here(self) -> Path:
         """Where the folder is now: its own path, or the one that it was renamed to. FolderGone: nowhere."""
@@ -57,6 +67,7 @@ class RunFolder:
         called once again, with the new path.
         """
         path = self.here()
+        self._keep_lock()
         try:
             return act(path, self.descriptor)
         except (OSError, UserError):
@@ -64,6 +75,15 @@ class RunFolder:
             if now == path:
                 raise
         return act(now, self.descriptor)
+
+    def _keep_lock(self) -> None:
+        """Takes the lock again where a reward has closed it; UserError where another run was faster."""
+        try:
+            _ = self.lock and self.lock.number
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: something closed the run's lock, and another run has it"
+            ) from error
 
     @contextmanager
     def anew(self) -> Iterator[RunFolder]:
@@ -88,9 +108,10 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = RunFolder(folder, stack.enter_context(opened(folder)))
-            lock = _acquire(held)
-            stack.callback(_release, held, lock, made)
+            held = RunFolder(folder, HeldFile(folder, os.O_RDONLY | os.O_DIRECTORY))
+            stack.callback(held.held.close)
+            held = attrs.evolve(held, lock=_acquire(held))
+            stack.callback(_release, held, made)
             _sweep(held)
         except OSError as error:
             raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
@@ -110,48 +131,53 @@ def _sweep(held: RunFolder) -> None:
         os.close(inside)
 
 
-def _acquire(held: RunFolder) -> int:
-    flags, other = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, "or choose another run.name"
+def _acquire(held: RunFolder) -> HeldFile:
+    other = "or choose another run.name"
     while True:
-        lock = os.open(LOCK, flags, 0o666, dir_fd=held.descriptor)
+        lock = HeldFile(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, within=held.held, prepare=_flock)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(lock.number)
         except BlockingIOError as error:
-            owner = os.read(lock, 32).decode("ascii", "replace").strip()
-            os.close(lock)
+            owner = os.read(lock.number, 32).decode("ascii", "replace").strip()
+            lock.close()
             raise UserError(
                 f"{held.path} is in use by process {owner or 'unknown'}; wait for it, {other}"
             ) from error
-        if not _OWNER.fullmatch(os.read(lock, 64)):
-            os.close(lock)
+        if not _OWNER.fullmatch(os.read(lock.number, 64)):
+            lock.close()
             raise UserError(f"{held.path / LOCK}: found a file that is no run's lock; move it, {other}")
         # Between the two calls its owner may have removed the file: then the lock is on nothing.
         if _is_lock(held, lock):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(lock.number, 0)
+            os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
             return lock
-        os.close(lock)
+        lock.close()
 
 
-def _release(held: RunFolder, lock: int, made: Sequence[Path]) -> None:
+def _flock(number: int) -> None:
+    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _release(held: RunFolder, made: Sequence[Path]) -> None:
     """Removes the lock's file, and the folders in `made` that are still empty: this run's, no others."""
-    with suppress(OSError):
-        if _is_lock(held, lock):
+    with suppress(OSError, FolderGone):
+        if held.lock and _is_lock(held, held.lock):
             os.unlink(LOCK, dir_fd=held.descriptor)
-    os.close(lock)
-    with suppress(OSError):  # something is in one: then it stays
+    if held.lock:
+        held.lock.close()
+    with suppress(OSError, FolderGone):  # something is in one: then it stays
         if made and os.path.samestat(os.stat(held.path), os.fstat(held.descriptor)):
             for path in made:
                 path.rmdir()
 
 
-def _is_lock(held: RunFolder, lock: int) -> bool:
+def _is_lock(held: RunFolder, lock: HeldFile) -> bool:
     """Whether an open lock file still has its name."""
     try:
         found = os.stat(LOCK, dir_fd=held.descriptor, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(lock))
+    return os.path.samestat(found, os.fstat(lock.number))
 
 
 def _path_of(descriptor: int) -> Path | None:

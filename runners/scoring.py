@@ -13,8 +13,7 @@ import attrs
 import numpy as np
 
 from runners.errors import RewardError, did_you_mean, show
-from runners.functions import told
-from runners.reward_calls import Outcome, call, call_together, is_async
+from runners.reward_calls import Outcome, call, call_together, is_async, plain
 from runners.reward_functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards
 from runners.trl_arguments import NO_RUN, RewardLog, TrainerState
 
@@ -23,6 +22,8 @@ __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "res
 # Calls of one reward that may hang at a time: each keeps a thread, maybe a core, until the process ends.
 _MAX_HANGING = 4
 _ON_ERROR = ("skip", "raise")
+_LARGEST = 1e18  # of a reward times its weight: advantages are divided by the root of a mean of squares
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 @attrs.frozen(eq=False)
@@ -92,7 +93,7 @@ class Scorer:
         log = RewardLog(len(texts))
         same = {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         calls = [
-            _Called(reward, reward.pick({"completions": _wrap(texts), **_copy(given), **same}))
+            _Called(reward, _arguments(reward, texts, given) | reward.pick(same), len(texts))
             for reward in self.rewards
         ]
         outcomes = self._call_all(calls)
@@ -106,6 +107,7 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = notes[0]
             problems.extend(notes)
+        problems += log.problems()
         # Copies: a call that is past its time may still write into the log.
         metrics = {name: list(values) for name, values in log.metrics.items()}
         return Scores(values_kb, problems, failed, dict(log.extras), metrics)
@@ -117,10 +119,12 @@ class Scorer:
         together = [k for k in ready if is_async(calls[k].reward.function)]
         pairs = [(calls[k].reward.function, calls[k].arguments) for k in together]
         if pairs:
-            outcomes.update(zip(together, call_together(pairs, self.timeout), strict=True))
+            found = call_together(pairs, self.timeout, [calls[k].read for k in together])
+            outcomes.update(zip(together, found, strict=True))
         for k in ready:
             if k not in outcomes:
-                outcomes[k] = call(calls[k].reward.function, calls[k].arguments, self.timeout)
+                each = calls[k]
+                outcomes[k] = call(each.reward.function, each.arguments, self.timeout, each.read)
         for k, outcome in outcomes.items():
             if outcome.thread is not None:
                 self._hanging.setdefault(k, []).append(outcome.thread)
@@ -143,21 +147,10 @@ class Scorer:
         if outcome.error is not None:
             index = _culprit(outcome.error, each.completions)
             where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-            return [f"{prefix} failed{where}: {told(outcome.error)}"], every
-        values, fault = _as_list(outcome.value, len(texts))
-        if fault:
-            return [f"{prefix} {fault}"], every
-        faults: dict[str, list[int]] = {}
-        for index, value in enumerate(values):
-            row_b[index], fault = _as_float(value)
-            if fault:
-                faults.setdefault(fault, []).append(index)
-        lines = [
-            f"{prefix} {fault}, at completion {first} ({show(values[first])})"
-            + (f" and {len(others)} more" if others else "")
-            for fault, (first, *others) in faults.items()
-        ]
-        return lines, sum(map(len, faults.values()))
+            return [f"{prefix} failed{where}: {outcome.told}"], every
+        values, faults, failures = outcome.value
+        row_b[: len(values)] = values
+        return [f"{prefix} {fault}" for fault in faults], failures
 
 
 @attrs.frozen(eq=False)
@@ -166,18 +159,55 @@ class _Called:
 
     reward: Reward
     arguments: dict[str, Any]
+    size: int  # completions
 
     @property
     def completions(self) -> list[list[dict[str, str]]]:
         return self.arguments.get("completions", [])
+
+    def read(self, result: Any) -> tuple[list[float], list[str], int]:
+        """What is usable of the function's result, NaN for no reward, lines on what is not, and for how many
+        completions that is.
+
+        Only plain numbers and texts are returned: looking at the result may run the reward's own code.
+        """
+        values, fault = _as_list(plain(result), self.size)
+        if fault:
+            return [], [fault], self.size
+        faults: dict[str, list[int]] = {}
+        numbers_b = []
+        for index, value in enumerate(values):
+            number, fault = _as_float(value, self.reward.weight)
+            numbers_b.append(number)
+            if fault:
+                faults.setdefault(fault, []).append(index)
+        lines = [
+            f"{fault}, at completion {first} ({show(values[first])})"
+            + (f" and {len(others)} more" if others else "")
+            for fault, (first, *others) in faults.items()
+        ]
+        return numbers_b, lines, sum(map(len, faults.values()))
+
+
+def _arguments(reward: Reward, texts: Sequence[str], given: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """What a reward takes of the completions and the columns, as lists of its own."""
+    picked = reward.pick({"completions": _wrap(texts), **given})
+    return {name: _own(list(entries)) if name in given else entries for name, entries in picked.items()}
 
 
 def _wrap(texts: Sequence[str]) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def _copy(given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    return {name: list(entries) for name, entries in given.items()}
+def _own(value: Any) -> Any:
+    """A copy that shares nothing with the run: its prompts, columns and tokens are used again afterwards."""
+    if isinstance(value, list):
+        return value.copy() if _PLAIN.issuperset(map(type, value)) else [_own(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _own(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_own, value))
+    return value.copy() if isinstance(value, set | bytearray | np.ndarray) else value
 
 
 def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
@@ -189,7 +219,7 @@ def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
     return value, ""
 
 
-def _as_float(value: Any) -> tuple[float, str]:
+def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
     """One entry of a reward's result as a float (NaN where there is none), and what is wrong with it."""
     if value is None:
         return np.nan, ""
@@ -199,7 +229,14 @@ def _as_float(value: Any) -> tuple[float, str]:
         number = float(value)
     except (OverflowError, ValueError):  # an integer beyond floats; a signalling NaN of Decimal
         number = np.nan
-    return (number, "") if np.isfinite(number) else (np.nan, "returned a number that is not finite")
+    except (Exception, SystemExit) as error:  # of a class of the reward's own
+        kind = type(value).__name__
+        return np.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
+    if not np.isfinite(number):
+        return np.nan, "returned a number that is not finite"
+    if abs(number) * max(abs(weight), 1.0) > _LARGEST:
+        return np.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
+    return number, ""
 
 
 def _culprit(error: BaseException, completions: list[list[dict[str, str]]]) -> int | None:

@@ -20,6 +20,9 @@ from runners.errors import ConfigError, did_you_mean, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
+MAX_BYTES = 1 << 20
+MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty
+
 KeyPath = tuple[str, ...]
 
 
@@ -154,9 +157,12 @@ def _locate(config: str) -> tuple[Path, str]:
 
 def _parse(path: Path, label: str) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror or error}"]) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError([f"{label}: found more than {MAX_BYTES:,} bytes, want a config of fewer"])
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -166,13 +172,30 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
         ) from error
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        return _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
+        table = _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
         raise ConfigError([f"{label}: not {kind}: nested too deeply"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax_error(label, text, str(error))]) from error
     except ValueError as error:  # Python's own limit on the digits of an integer
         raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
+    found = _count(table)
+    if found > MAX_VALUES:  # each of them could be a fault of its own, with a line
+        raise ConfigError(
+            [f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"]
+        )
+    return table
+
+
+def _count(table: Any) -> int:
+    """The keys of all tables and the values of all lists, however deep."""
+    found, left = 0, [table]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping | list):
+            found += len(value)
+            left += value.values() if isinstance(value, Mapping) else value
+    return found
 
 
 def _from_json(text: str, label: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Text out of tokens, at once or as they come, and the token at which a completion ends.
+"""Tokens of a prompt, text out of tokens, at once or as they come, and the token at which a completion ends.
 
 Completions are scored as text but never tokenized again; these functions are all that the loops need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from runners.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,6 +17,36 @@ if TYPE_CHECKING:
     from grpo_fn.decode_loop import FindStop
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+
+MAX_TEXT = 1 << 21  # characters of a prompt: tokenizers take some 400 bytes for each
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
+    """The tokens of a text; `options` are the tokenizer's own.
+
+    Raises UserError for a text of more than MAX_TEXT characters, and where the tokenizer fails on it.
+    """
+    if len(text) > MAX_TEXT:
+        raise UserError(f"a prompt has {len(text):,} characters, wanted {MAX_TEXT:,} at most")
+    with _foreign("a text"):
+        return tuple(tokenizer.encode(text, **options))
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """What goes wrong in a tokenizer of somebody else's becomes a UserError."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
+    except BaseException as error:
+        # Rust's panics are made so that no `except Exception` sees them.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
 
 
 class TextDecoder:
@@ -29,8 +62,9 @@ class TextDecoder:
         kept = [token for token in tokens if token not in self._dropped]
         if not kept:
             return ""
-        # Tidying spaces before punctuation would change what the rewards read.
-        return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        with _foreign("a completion"):
+            # Tidying spaces before punctuation would change what the rewards read.
+            return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def stream(self) -> TextStream:
         """A new stream of text, for one completion."""

@@ -56,8 +56,8 @@ def run_training(
             run.overwrite replaces a finished run alone.
 
     Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
-    SIGINT or SIGTERM, and NumbersError where too many updates in a row had to be skipped, when the state is
-    saved.
+    SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
+    too many updates in a row had to be skipped: each when the state is saved.
     """
     machine = platform.prepare(config.system.memory_limit_gb)
     config = config.check()

@@ -23,6 +23,7 @@ from runners.model_files import read_json, resolve_model
 from runners.prompt_settings import PromptSettings, read_prompt
 from runners.prompts import Message
 from runners.run_folder import model_of_run
+from runners.tokenizer_check import check_tokenizer
 from runners.tokenizers import TextDecoder
 
 if TYPE_CHECKING:
@@ -61,15 +62,16 @@ def load_vision(
 ) -> VisionModel:
     """Loads a folder, a run's folder or a Hub name by mlx-vlm, in the compute dtype of `load_inference`.
 
-    With `with_prompt` the result has the folder's grpo_prompt.json, if there is one. `note` gets a line where a
-    checkpoint stands in for a run's final model. Raises UserError: no such model,
-    no vision part, no mlx-vlm, or one that mlx-vlm cannot read.
+    With `with_prompt` the result has the folder's grpo_prompt.json, if there is one. `note` gets a line where
+    a checkpoint stands in for a run's final model. Raises UserError: no such model, no vision part, no
+    mlx-vlm, or one that mlx-vlm cannot read.
     """
     path = resolve_model(model_of_run(model, note), "MODEL")
     if not sees(path):
         raise UserError(f"{path}: config.json has no vision_config; --image wants a vision-language model")
     _check_code(path, trust_remote_code)
     prompt = read_prompt(path) if with_prompt else None
+    check_tokenizer(path)
     mlx_vlm = _mlx_vlm(f"{path} with --image")
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 

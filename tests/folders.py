@@ -2,9 +2,10 @@
 
 import os
 
+from runners.held_file import HeldFile
 from runners.run_folder import RunFolder
 
 
 def held(folder):
     """A folder as a run's, without its lock; the descriptor stays open until the process ends."""
-    return RunFolder(folder, os.open(folder, os.O_RDONLY))
+    return RunFolder(folder, HeldFile(folder, os.O_RDONLY))

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.command import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import MODEL, PROMPT, SAMPLING, open_model, options, resolve_prompt, sampling_of
+from runners.commands.options import (
+    MODEL,
+    PROMPT,
+    RAW,
+    SAMPLING,
+    open_model,
+    options,
+    resolve_prompt,
+    sampling_of,
+)
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.conversation import Conversation
@@ -26,7 +36,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL)
+@options(PROMPT, SAMPLING, MODEL, RAW)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -43,12 +53,12 @@ def chat_command(model: str, **values: Any) -> None:
         loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
     )
     if sys.stdin.isatty():
-        click.echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
-    talk(conversation)
+        echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
+    talk(conversation, raw=values["raw"])
 
 
-def talk(conversation: Conversation) -> None:
-    """Messages from standard input, replies to standard output, until the input ends."""
+def talk(conversation: Conversation, *, raw: bool = False) -> None:
+    """Messages from standard input, replies to standard output, until the input ends; `raw` as in `echo`."""
     from runners.generation import Speed
     from runners.interrupts import Interrupts
 
@@ -59,27 +69,27 @@ def talk(conversation: Conversation) -> None:
         try:
             message = _read()
         except KeyboardInterrupt:
-            click.echo(err=True)
+            echo("", err=True)
             if asked:
                 break
             asked = True
-            click.echo("Ctrl-C again ends the program", err=True)
+            echo("Ctrl-C again ends the program", err=True)
             continue
         if message is None or message == "/exit":
             asked = False
             break
         asked = False
         if message == "/help":
-            click.echo(_COMMANDS, nl=False, err=True)
+            echo(_COMMANDS, nl=False, err=True)
         elif message == "/clear":
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
                 for piece in conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed):
-                    click.echo(piece, nl=False)
+                    echo(piece, nl=False, raw=raw)
                 asked = interrupts.stopped
-            click.echo()
-    click.echo(speed.line(), err=True)
+            echo()
+    echo(speed.line(), err=True)
     if asked:
         sys.exit(INTERRUPTED)
 
@@ -89,7 +99,7 @@ def _read() -> str | None:
     if sys.stdin.isatty() and sys.stdout.isatty():
         return _read_edited()
     if sys.stdin.isatty():  # replies go into a file: nothing else may stand there
-        click.echo(PROMPT_SIGN, nl=False, err=True)
+        echo(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
 
@@ -101,5 +111,5 @@ def _read_edited() -> str | None:
     try:
         return input(PROMPT_SIGN).strip()
     except EOFError:
-        click.echo(err=True)
+        echo("", err=True)
         return None

@@ -9,6 +9,7 @@ import click
 
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import SET
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.check_run import Checked
@@ -45,7 +46,7 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     from runners import platform
 
     platform.prepare()
@@ -60,25 +61,25 @@ def _show(checked: Checked) -> None:
     from runners.check_run import median
 
     low, high = checked.lengths[0], checked.lengths[-1]
-    click.echo(f"tokenizer      {checked.tokenizer}")
+    echo(f"tokenizer      {checked.tokenizer}")
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     measured = f"{checked.evaluation:,}{part} held out"
-    click.echo(f"data           {checked.train:,} problems to train on, {measured}")
-    click.echo(f"prompt tokens  {low} to {high}, median {median(checked.lengths)}")
-    click.echo("first prompt")
-    for line in checked.prompt.splitlines():
-        click.echo(f"  | {line}")
-    click.echo("mean rewards")
+    echo(f"data           {checked.train:,} problems to train on, {measured}")
+    echo(f"prompt tokens  {low} to {high}, median {median(checked.lengths)}")
+    echo("first prompt")
+    for line in checked.prompt.rstrip("\n").split("\n"):
+        echo(f"  | {line}")
+    echo("mean rewards")
     width = max(map(len, checked.rewards))
     columns = [max(len(kind), 6) for kind in checked.kinds]
     heads = "  ".join(kind.rjust(size) for kind, size in zip(checked.kinds, columns, strict=True))
-    click.echo(f"  {'':{width}}  {heads}")
+    echo(f"  {'':{width}}  {heads}")
     for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
         cells = [_mean(values) for values in values_an]
         row = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
-        click.echo(f"  {name:{width}}  {row}")
+        echo(f"  {name:{width}}  {row}")
     for warning in checked.warnings:
-        click.echo(f"warning: {warning}")
+        echo(f"warning: {warning}")
 
 
 def _mean(values) -> str:

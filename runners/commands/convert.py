@@ -9,6 +9,7 @@ import click
 
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
+from runners.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -53,4 +54,4 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
         trust_remote_code=values["trust_remote_code"],
     )
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    click.echo(f"{target}: {gigabytes(size)} of weights")
+    echo(f"{target}: {gigabytes(size)} of weights")

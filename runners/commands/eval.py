@@ -13,6 +13,7 @@ import click
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import SET
 from runners.errors import UserError
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.config import Config
@@ -78,18 +79,19 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
 
     machine = platform.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     if not known:
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.comparison import summary, table
+    from runners.json_lines import json_line
 
     if out:
         rows = (row for each in measured for row in each.completions)
-        _write(out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+        _write(out, "".join(json_line(row) + "\n" for row in rows))
     if json_file:
         _write(json_file, json.dumps(summary(measured), indent=2, allow_nan=False) + "\n")
-    click.echo(table(measured))
+    echo(table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool
         return load_config(values["config"], overrides), True
     # The Hub's configuration that a run names belongs to its own source.
     other = ['data.name=""'] if values["data"] else []
-    found = config_of_runs(models, [*other, *overrides], partial(click.echo, err=True))
+    found = config_of_runs(models, [*other, *overrides], partial(echo, err=True))
     return found or load_config(None, overrides), found is not None
 
 
@@ -148,7 +150,7 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
             "says how both are asked"
         )
     name, prompt = next(iter(found.items()))
-    click.echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
+    echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
     return load_config(None, [*prompt.overrides(), *_overrides(values)])
 
 
@@ -176,10 +178,10 @@ def _measure_all(
             trust_remote_code=values["trust_remote_code"],
         )
         for notice in loaded.notices:
-            click.echo(notice, err=True)
+            echo(notice, err=True)
         chosen, too_long = choose(rows, loaded, config)
         if too_long:
-            click.echo(
+            echo(
                 f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
                 f"{config.data.max_prompt_length} tokens",
                 err=True,
@@ -192,11 +194,11 @@ def _measure_all(
 
         def progress(what: str, done: int, total: int, name: str = name) -> None:
             if done == total:
-                click.echo(f"{name}: {what} completions of {total} problems are done", err=True)
+                echo(f"{name}: {what} completions of {total} problems are done", err=True)
 
         measured.append(measure(loaded, name, chosen, config, plan, rewards, progress))
         for problem in measured[-1].problems:
-            click.echo(problem, err=True)
+            echo(problem, err=True)
         del loaded
     return measured
 

@@ -11,6 +11,7 @@ import click
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
 from runners.errors import UserError
+from runners.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -57,9 +58,9 @@ def export_command(
         force=force,
         title=upload_repo,
         trust_remote_code=values["trust_remote_code"],
-        note=partial(click.echo, err=True),
+        note=partial(echo, err=True),
     )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    click.echo(f"{out}: {gigabytes(size)} of weights")
+    echo(f"{out}: {gigabytes(size)} of weights")
     if upload_repo:
-        click.echo(f"uploaded: {upload(out, upload_repo, private=private)}")
+        echo(f"uploaded: {upload(out, upload_repo, private=private)}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +15,7 @@ from runners.command import HELP, INTERRUPTED, ends_with_a_line
 from runners.commands.options import (
     MODEL,
     PROMPT,
+    RAW,
     SAMPLING,
     check_stops,
     open_model,
@@ -24,6 +24,7 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.generation import Completion
@@ -66,7 +67,7 @@ object a line: prompt, completion, finish (stop, length or interrupted), tokens.
     metavar="FILE",
     help="An image, before PROMPT's text; may be given more than once (extra vlm).",
 )
-@options(PROMPT, SAMPLING, MODEL)
+@options(PROMPT, SAMPLING, MODEL, RAW)
 @ends_with_a_line
 def generate_command(
     model: str,
@@ -127,7 +128,7 @@ def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, A
     find_stop = decoder.find_stop(values["stop"])
     _show(
         partial(stream, model, tokens, sampling_of(values), decoder=decoder, find_stop=find_stop),
-        values["nudge"],
+        values,
     )
 
 
@@ -144,15 +145,17 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
         machine,
         trust_remote_code=values["trust_remote_code"],
         with_prompt=not values["no_prompt_file"],
-        note=partial(click.echo, err=True),
+        note=partial(echo, err=True),
     )
     values = resolve_prompt(values, model.prompt)
     messages = _with_system(messages, values["system"])
     nudge, stop = values["nudge"], values["stop"]
-    _show(partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), nudge)
+    _show(
+        partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), values
+    )
 
 
-def _show(pieces: Callable[..., Iterator[str | Completion]], nudge: str) -> None:
+def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
     """A reply as it comes, then its speed; the first Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
     from runners.generation import Speed
     from runners.interrupts import Interrupts
@@ -160,12 +163,12 @@ def _show(pieces: Callable[..., Iterator[str | Completion]], nudge: str) -> None
     speed = Speed()
     speed.start()
     with Interrupts() as interrupts:
-        click.echo(nudge, nl=False)
+        echo(values["nudge"], nl=False, raw=values["raw"])
         for piece in pieces(stopped=lambda: interrupts.stopped, speed=speed):
             if isinstance(piece, str):
-                click.echo(piece, nl=False)
-    click.echo()
-    click.echo(speed.line(), err=True)
+                echo(piece, nl=False, raw=values["raw"])
+    echo()
+    echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
 
@@ -181,6 +184,7 @@ def _many(
     """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
     from runners.generation import Speed, generate_batches
     from runners.interrupts import Interrupts
+    from runners.json_lines import json_line
     from runners.prompts import render
     from runners.tokenizers import TextDecoder
 
@@ -210,20 +214,25 @@ def _many(
                     "finish": completion.finish,
                     "tokens": len(completion.tokens),
                 }
-                click.echo(json.dumps(row, ensure_ascii=False), file=sink)
-            sink.flush()
-    click.echo(speed.line(), err=True)
+                sink(json_line(row))
+    echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
 
 
 @contextmanager
-def _sink(out: str) -> Iterator[IO[str]]:
+def _sink(out: str) -> Iterator[Callable[[str], None]]:
+    """What takes a line: of the file `out`, or of standard output."""
     if not out:
-        yield sys.stdout
+        yield echo
         return
     try:
         with Path(out).open("w", encoding="utf-8") as file:
-            yield file
+
+            def write(line: str) -> None:
+                file.write(f"{line}\n")
+                file.flush()
+
+            yield write
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error

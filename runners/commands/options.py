@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.errors import UserError
+from runners.terminal import echo
 
 if TYPE_CHECKING:
     from runners.convert import Quantization
@@ -87,6 +88,11 @@ DTYPE = (
         "--dtype",
         type=click.Choice(["float32", "float16", "bfloat16"]),
         help="Of the weights [the source's].",
+    ),
+)
+RAW = (
+    click.option(
+        "--raw", is_flag=True, help="On a terminal, too: control characters as the model writes them."
     ),
 )
 PROMPT = (
@@ -179,7 +185,7 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
         }
         used = [name for name, value in given.items() if value is None and default[name]]
         if used:
-            click.echo(_used(default, used), err=True)
+            echo(_used(default, used), err=True)
     return {**values, **{name: default[name] if value is None else value for name, value in given.items()}}
 
 
@@ -214,5 +220,5 @@ def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
         with_prompt=not values["no_prompt_file"],
     )
     for notice in (*machine.notices, *loaded.notices):
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     return loaded

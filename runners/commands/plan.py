@@ -8,6 +8,7 @@ import click
 
 from runners.command import HELP, ends_with_a_line
 from runners.commands.options import SET
+from runners.terminal import echo
 
 _EPILOG = """\
 \b
@@ -33,12 +34,12 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool) -> None:
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
-        click.echo(notice, err=True)
+        echo(notice, err=True)
     found = platform.prepare()
 
     from runners.plan import make_plan
 
     plan = make_plan(loaded.check(), found, as_json=as_json)
-    click.echo(plan.text)
+    echo(plan.text)
     if plan.problem:
         raise UserError(plan.problem)

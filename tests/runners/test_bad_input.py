@@ -260,6 +260,11 @@ SPOILED = {
     "a missing tensor": arrays_with(lambda w: w.pop(NORM)),
     "NaN weights": arrays_with(lambda w: w.update({NORM: mx.full((32,), math.nan)})),
     "infinite weights": arrays_with(lambda w: w.update({NORM: mx.full((32,), -math.inf)})),
+    "weights of integers": arrays_with(
+        lambda w: w.update({name: (leaf * 100).astype(mx.int32) for name, leaf in w.items()})
+    ),
+    "a weight of truths": arrays_with(lambda w: w.update({NORM: mx.array([True] * 32)})),
+    "a template that renders to nothing": write("chat_template.jinja", "{# nothing #}"),
     "a newer architecture": config_with(model_type="llama9"),
     "a quantization of no shape": config_with(quantization=7),
     "a negative size": config_with(hidden_size=-32),

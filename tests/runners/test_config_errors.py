@@ -261,10 +261,10 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
     (tmp_path / "a.toml").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
 
-    def refuse(_):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ConfigError) as caught:
         load_config("a.toml")
     assert caught.value.problems == ("a.toml: cannot be read: Permission denied",)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,10 @@ def test_hub_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
         (72, "72"),
         (0, "0"),
         (0.5, "0.5"),
+        (10**400, f"1{'0' * 400}"),  # more than a float holds
+        (Decimal("1e400"), "1E+400"),
+        (Decimal("sNaN"), None),
+        (Decimal("Infinity"), None),
         (float("inf"), None),
         (False, None),
         (None, None),

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first ends the step and saves, the second ends the process."""
+"""SIGINT, SIGTERM and SIGHUP: the first ends the step and saves, the second ends the process."""
 
 import os
 import signal
@@ -43,6 +43,7 @@ class Signals(Killer):
         (signal.SIGTERM, "step", 1, ["optim.num_iterations=2", "rollout.quantization=affine-4"]),
         (signal.SIGINT, "step", 3, ["optim.num_iterations=2", "loss.sync_every=2"]),
         (signal.SIGTERM, "evaluating", 2, ["eval.every=1"]),
+        (signal.SIGHUP, "step", 2, []),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, number, what, count, settings):
@@ -87,7 +88,7 @@ print("came to the end")
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_second_signal_ends_at_once_even_within_mlx(name):
     """The first is answered with a line, the second ends the process though MLX is computing."""
     done = subprocess.run(

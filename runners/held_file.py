@@ -1,0 +1,61 @@
+"""Open files and folders of a run, in a process where other people's code can close any descriptor."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class HeldFile:
+    """An open file or folder that stays the same one.
+
+    A reward can close its descriptor, and open something else that gets the same number. Then it is opened
+    again by its path, as long as that still leads to it.
+    """
+
+    def __init__(
+        self,
+        path: os.PathLike | str,
+        flags: int,
+        *,
+        within: HeldFile | None = None,
+        prepare: Callable[[int], None] = lambda number: None,
+    ):
+        """Opens the path; OSError where that is refused.
+
+        Args:
+            path: the file's or folder's.
+            flags: as `os.open` takes them; O_CREAT counts for the first time only.
+            within: the folder that `path` begins in; None: the working folder.
+            prepare: called with the descriptor each time it is opened again.
+        """
+        self._path, self._flags, self._within, self._prepare = path, flags | os.O_CLOEXEC, within, prepare
+        self._number = self._open(self._flags)
+        self._is = os.fstat(self._number)
+
+    @property
+    def number(self) -> int:
+        """The descriptor. OSError (ESTALE) where it was closed and the path leads to another file."""
+        if not self._is_open():
+            found = self._open(self._flags & ~os.O_CREAT)
+            if not os.path.samestat(os.fstat(found), self._is):
+                os.close(found)
+                raise OSError(errno.ESTALE, "its descriptor was closed, and another file has its name")
+            self._prepare(found)
+            self._number = found
+        return self._number
+
+    def close(self) -> None:
+        """Closes the descriptor, unless somebody else has."""
+        if self._is_open():
+            os.close(self._number)
+
+    def _open(self, flags: int) -> int:
+        return os.open(self._path, flags, 0o666, dir_fd=self._within and self._within.number)
+
+    def _is_open(self) -> bool:
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._number), self._is)
+        return False

@@ -1,0 +1,117 @@
+"""Rows out of a Parquet file, and an end to what a small one may unpack to.
+
+A string that is repeated costs such a file next to nothing, however long it is. So the size of the rows is
+added up before they are made, from what a file keeps: each string once, and where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from pyarrow.compute import call_function
+
+from runners.errors import UserError, first_line
+
+LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; and how many times its own size
+_CELL = 16  # bytes that any value takes beside its own
+_TEXTS = ("STRING", "NONE", "JSON", "ENUM")  # types whose strings can be read as a file keeps them
+_DELTA = "DELTA_BYTE_ARRAY"  # an encoding in which each string may repeat the one before
+_UNFIT = (ValueError, OverflowError)  # text that is no UTF-8, dates that Python has none for
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row's values, and the fault that kept it from being read, if any.
+
+    Raises UserError for what is no Parquet file, and for one that unpacks to more than RATIO times its size.
+    """
+    try:
+        _check_size(path)
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+    try:
+        rows = table.to_pylist()
+    except _UNFIT:
+        yield from (_row(table.slice(number, 1)) for number in range(table.num_rows))
+    else:
+        yield from ((values, "") for values in rows)
+
+
+def _row(table: Any) -> tuple[dict[str, Any], str]:
+    """The one row of a table."""
+    try:
+        (values,) = table.to_pylist()
+    except _UNFIT as error:
+        return {}, first_line(error)
+    return values, ""
+
+
+def _check_size(path: Path) -> None:
+    """Raises UserError for a file whose rows would be too large for its size."""
+    size = path.stat().st_size
+    most = max(LEAST, RATIO * size)
+    metadata = pyarrow.parquet.read_metadata(path)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    taken = sum(chunk.total_uncompressed_size + _CELL * chunk.num_values for chunk in chunks)
+    repeats = {} if taken > most else _repeating(metadata, groups)
+    taken = 0 if repeats else taken
+    once = [name for name, is_delta in repeats.items() if not is_delta]
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=once) as file:
+        for name, is_delta in repeats.items():
+            for batch in _batches(file, groups, name, most if is_delta else 0):
+                taken += _nbytes(batch.column(0))
+                if taken > most:
+                    break
+    if taken > most:
+        raise UserError(
+            f"{path}: its {size:,} bytes unpack to more than {most:,}; a file that repeats itself so often "
+            "is not read"
+        )
+
+
+def _repeating(metadata: Any, groups: list[Any]) -> dict[str, bool]:
+    """The columns in which a string may be there once and stand for many; whether by `_DELTA`."""
+    found = {}
+    for number in range(metadata.num_columns):
+        column = metadata.schema.column(number)
+        chunks = [group.column(number) for group in groups]
+        is_delta = any(_DELTA in chunk.encodings for chunk in chunks)
+        is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type in _TEXTS
+        if is_text and (is_delta or any(chunk.has_dictionary_page for chunk in chunks)):
+            found[column.path] = is_delta
+    return found
+
+
+def _batches(file: Any, groups: list[Any], name: str, most: int) -> Iterator[Any]:
+    """A column, some rows at a time; by `_DELTA` so few that they stay within `most` bytes."""
+    rows = max((group.num_rows for group in groups), default=1) or 1
+    if most:  # each string may be as long as all of the column is in the file
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        rows = max(min(most // max(1, *(chunk.total_uncompressed_size for chunk in chunks)), rows), 1)
+    if "." in name:  # strings in lists cannot be read as a dictionary across groups
+        for number in range(len(groups)):
+            yield from file.iter_batches(rows, [number], columns=[name])
+    else:
+        yield from file.iter_batches(rows, columns=[name])
+
+
+def _nbytes(array: Any) -> int:
+    """Bytes of an array's values, those of a dictionary counted as often as they are used."""
+    kind = array.type
+    if isinstance(array, pyarrow.DictionaryArray):
+        used = call_function("binary_length", [array.dictionary]).take(array.indices)
+        return (call_function("sum", [used]).as_py() or 0) + _CELL * len(array)
+    if pyarrow.types.is_map(kind):
+        return _nbytes(array.keys) + _nbytes(array.items)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _nbytes(array.flatten())
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_nbytes, array.flatten()))
+    return array.nbytes

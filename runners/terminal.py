@@ -1,0 +1,167 @@
+"""All text for people goes through here: control characters made visible on a terminal, bytes into a pipe.
+
+Models, tokenizers, rewards and data sets hold what anybody may have written: on a terminal an escape sequence
+among it could hide lines, change the window's title or answer for the user.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+import click
+
+from runners.errors import UserError
+
+_KEPT = "\n\t"
+# C0, delete, C1; what turns the direction of the text after it; halves of surrogate pairs.
+_CODES = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
+for _letter in _KEPT:
+    del _TABLE[ord(_letter)]
+
+
+class OutputLost(UserError):
+    """Standard output takes no more: its reader has gone, its disk is full, it was closed."""
+
+    def __init__(self, error: Exception):
+        """`error`: what the attempt to write raised."""
+        self.is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE
+        if self.is_pipe:
+            self.exit_code = 141  # 128 + SIGPIPE, as shells count
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        super().__init__(f"standard output: {reason}")
+
+
+def visible(text: str) -> str:
+    r"""The text with every control character but line feed and tab spelt out, such as \x1b."""
+    return text.translate(_TABLE)
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = False) -> None:
+    """Writes to standard output, or to standard error, at once; onto a terminal as `visible` shows it.
+
+    With `raw` a terminal gets the text as it is. Raises OutputLost where standard output fails. Where
+    standard error fails there is nobody left to say so to, and the work goes on.
+    """
+    stream = sys.stderr if err else sys.stdout
+    try:
+        if not raw and stream is not None and stream.isatty():
+            text = visible(text)
+        # Without `color` click would take escape sequences out of what goes into a pipe.
+        click.echo(_encodable(text, stream), file=stream, nl=nl, color=True)
+    except (OSError, ValueError) as error:
+        if not err:
+            raise OutputLost(error) from error
+
+
+def _encodable(text: str, stream: TextIO | None) -> str:
+    """The text with what the stream's encoding has no bytes for spelt out."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def _identity(stream: TextIO) -> tuple[int, int] | None:
+    """Which file a stream writes to; None where it is none of the system's."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+class Output:
+    """A stream that does not fail: where writing does, `fault` says so, and what follows is dropped."""
+
+    def __init__(self, stream: TextIO):
+        """Writes to `stream`."""
+        self._stream = stream
+        self._file = _identity(stream)
+        self.fault: Exception | None = None
+
+    def write(self, text: str) -> int:
+        """Writes a text, if the stream still takes any."""
+        if self.fault is None and _identity(self._stream) != self._file:
+            # A reward closed it: its number may be that of a checkpoint's file by now.
+            self.fault = OSError(errno.EBADF, "it was closed by something that the run called")
+        if self.fault is None:
+            try:
+                self._stream.write(_encodable(text, self._stream))
+            except (OSError, ValueError) as error:
+                self.fault = error
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream, if it still takes any."""
+        if self.fault is None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self.fault = error
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        try:
+            return self._stream.isatty()
+        except ValueError:  # it is closed
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def drop_output() -> None:
+    """What is still in the buffers of standard output goes nowhere, as Python would fail on it at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def open_closed_streams() -> None:
+    """Standard input and error lead nowhere where they are closed; OutputLost for a closed standard output.
+
+    The next file to be opened would get its number otherwise, and whatever is printed with it.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        raise OutputLost(ValueError("it is closed; /dev/null is where nothing is to be kept"))
+
+
+@contextmanager
+def others_visible() -> Iterator[None]:
+    """Within the block other people's log records and warnings, which quote files, are `visible` as well."""
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def make(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*arguments, **options)
+        with suppress(Exception):  # a message that does not fit its arguments: logging says so
+            record.msg, record.args = visible(record.getMessage()), None
+        return record
+
+    def formatted(*arguments: Any, **options: Any) -> str:
+        return visible(format_warning(*arguments, **options))
+
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    logging.setLogRecordFactory(make)
+    warnings.formatwarning = formatted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_record)
+        warnings.formatwarning = format_warning

@@ -1,0 +1,9 @@
+"""A program for `runners.bounded` that computes nothing and never ends."""
+
+import time
+
+
+def main() -> None:
+    """Sleeps."""
+    print("asleep", flush=True)
+    time.sleep(600)

@@ -1,0 +1,9 @@
+"""The probe of `runners.tokenizer_probe` on a system that does not limit the memory of a process."""
+
+from runners import bounded, tokenizer_probe
+
+
+def main(*arguments: str) -> None:
+    """As the probe's own."""
+    bounded._CAN_LIMIT = False
+    tokenizer_probe.main(*arguments)
