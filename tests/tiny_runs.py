@@ -33,7 +33,7 @@ class Notes(Quiet):
         """None yet."""
         self.lines, self.tables, self.header = [], [], {}
 
-    def start(self, total_updates, header):
+    def start(self, total_updates, header, **resumed):
         """The header."""
         self.header = dict(header)
 
