@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-import runners.saving
+import runners.checkpoints.saving
 from benchmarks.command import benchmark, say
 from benchmarks.memory import CASES, Case, write_case
 from benchmarks.record import Figure
 from grpo_fn.trees import arrays_of
-from runners.config import Config, load_config
-from runners.loop import RunResult
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import Config, load_config
+from runners.telemetry.report import Quiet
+from runners.training.loop import RunResult
+from runners.training.train import run_training
 
 SHARE = 3.0  # per cent of the quickstart's time at most
 EVERY = 10
@@ -53,7 +53,7 @@ class Writes:
 
     def __enter__(self) -> list[float]:
         seconds: list[float] = []
-        self._write: Callable[..., Any] = runners.saving.write_checkpoint
+        self._write: Callable[..., Any] = runners.checkpoints.saving.write_checkpoint
 
         def timed(*args: Any) -> Path:
             started = time.perf_counter()
@@ -61,11 +61,11 @@ class Writes:
             seconds.append(time.perf_counter() - started)
             return path
 
-        runners.saving.write_checkpoint = timed
+        runners.checkpoints.saving.write_checkpoint = timed
         return seconds
 
     def __exit__(self, *_: object) -> None:
-        runners.saving.write_checkpoint = self._write
+        runners.checkpoints.saving.write_checkpoint = self._write
 
 
 def standstill(folder: Path) -> list[float]:

@@ -15,8 +15,8 @@ from click.core import ParameterSource
 from benchmarks.machine import backend, machine, rates
 from benchmarks.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
 from benchmarks.report import README, draw_chart, refresh
-from runners import platform
 from runners.errors import UserError
+from runners.machine import machine as platform
 
 SAME_WORK = ("repeats", "sweep")  # options that change how much is measured, and not what
 OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own

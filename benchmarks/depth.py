@@ -24,8 +24,8 @@ from mlx.utils import tree_unflatten
 import grpo_fn as g
 from benchmarks.command import benchmark, say
 from benchmarks.record import Figure
-from grpo_fn.compiled import Compiled, compiled
-from grpo_fn.precision import quantized_role
+from grpo_fn.compile import Compiled, compiled
+from grpo_fn.policy.quantized_role import quantized_role
 from grpo_fn.trees import Tree, map_arrays, named_leaves
 
 KINDS = ("random", "trained")

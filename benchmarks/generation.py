@@ -15,13 +15,13 @@ import grpo_fn as g
 from benchmarks.command import benchmark, say
 from benchmarks.measure import interleaved
 from benchmarks.record import Figure, ratio_figure, time_figure
-from runners.data import load_rows
-from runners.generation import Sampling, generate_batches
-from runners.inference import InferenceModel, load_inference
-from runners.platform import prepare
-from runners.prompts import build_examples
-from runners.sections import DataConfig
-from runners.tokenizers import TextDecoder
+from runners.config.sections import DataConfig
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples
+from runners.inference.generation import Sampling, generate_batches
+from runners.inference.inference import InferenceModel, load_inference
+from runners.machine.machine import prepare
+from runners.tokenization.text import TextDecoder
 
 PROMPTS = 32
 _WIDE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}

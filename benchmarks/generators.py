@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from runners import platform
-from runners.launching import usual
+from runners.machine import machine as platform
+from runners.tuning.launching import usual
 
 Prompts = list[list[int]]
 Options = dict[str, Any]  # keywords of `generate`

@@ -25,12 +25,12 @@ from benchmarks.record import Figure, time_figure
 from benchmarks.shapes import SHAPES, make_module
 from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
-from runners.embedded import MODEL_DIR
-from runners.inference import load_inference
-from runners.model_files import copy_companions
-from runners.models import load_model
-from runners.platform import Platform, prepare
-from runners.sections import EMBEDDED, ModelConfig
+from runners.config.sections import EMBEDDED, ModelConfig
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform, prepare
+from runners.models.model_files import copy_companions
+from runners.models.models import load_model
+from runners.quickstart import MODEL_DIR
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ CONVERT = """
 import resource, sys
 from pathlib import Path
 from runners import platform; platform.prepare()
-from runners.convert import Quantization, convert
+from runners.conversion.convert import Quantization, convert
 def peak():
     status = Path("/proc/self/status")
     if status.exists():

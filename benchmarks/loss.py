@@ -13,10 +13,10 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import rates
 from benchmarks.measure import interleaved
 from benchmarks.record import Figure, ratio_figure, time_figure
-from grpo_fn.losses import loss_sum
-from runners.models import load_model
-from runners.platform import prepare
-from runners.sections import EMBEDDED, ModelConfig
+from grpo_fn.algorithm.loss import loss_sum
+from runners.config.sections import EMBEDDED, ModelConfig
+from runners.machine.machine import prepare
+from runners.models.models import load_model
 
 SHARE_TARGET = 3.0  # per cent of the grad step
 SPREAD_TARGET = 1.2  # the dearest preset over the cheapest

@@ -15,8 +15,9 @@ import attrs
 import mlx.core as mx
 
 from benchmarks.measure import timed
-from grpo_fn.elementwise import exp
-from runners import __version__, platform
+from grpo_fn.backends.cpu.elementwise import exp
+from runners import __version__
+from runners.machine import machine as platform
 
 
 @attrs.frozen

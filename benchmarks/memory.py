@@ -15,14 +15,14 @@ import mlx.core as mx
 
 from benchmarks.command import benchmark, say
 from benchmarks.record import Figure
-from grpo_fn.footprint import Phase
-from runners.config import load_config
-from runners.embedded import MODEL_DIR
-from runners.forecast import Forecast, forecast, longest_prompt
-from runners.model_files import copy_companions
-from runners.platform import prepare
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.machine.machine import prepare
+from runners.memory.footprint import Phase
+from runners.memory.forecast import Forecast, forecast, longest_prompt
+from runners.models.model_files import copy_companions
+from runners.quickstart import MODEL_DIR
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 
 WITHIN = 15.0  # per cent
 

@@ -117,8 +117,8 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
-    from runners import train
-    from runners.config import load_config
+    from runners.config.config import load_config
+    from runners.training import train
 
     work = Path(settings.work)
     config = work / "train.toml"

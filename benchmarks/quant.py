@@ -19,10 +19,10 @@ from benchmarks.machine import backend
 from benchmarks.measure import peak_bytes, run_once
 from benchmarks.record import Figure
 from benchmarks.shapes import MODELS, make_module, make_prompts, vocabulary_of
-from grpo_fn.packed import UNPACK_ROWS
-from grpo_fn.precision import MODES, STORAGES, quantized_role
+from grpo_fn.policy.quantized_layers import UNPACK_ROWS
+from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host
-from runners.sections import EMBEDDED
+from runners.config.sections import EMBEDDED
 
 PROMPT = 8  # tokens
 

@@ -14,9 +14,9 @@ from benchmarks.machine import backend, rates
 from benchmarks.measure import interleaved, peak_bytes
 from benchmarks.record import Figure, time_figure
 from benchmarks.shapes import MODELS, make_module
-from grpo_fn.precision import MODES, STORAGES, quantized_role
+from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, map_arrays, nbytes
-from runners.sections import EMBEDDED
+from runners.config.sections import EMBEDDED
 
 
 def held_bytes(call: Callable[[], Any]) -> int:

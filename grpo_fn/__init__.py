@@ -4,25 +4,25 @@ Importing it has one effect: on a Linux CPU it loads the machine's BLAS, before 
 """
 
 import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
-from grpo_fn.advantages import combine_rewards, group_advantages, overlong_penalty
-from grpo_fn.batches import Batch, drop_inactive, make_batch, minibatches
-from grpo_fn.compiled import Compiled, compiled
-from grpo_fn.decode import generate
-from grpo_fn.kl import kl_estimate
-from grpo_fn.logprobs import Head, token_logprobs, token_logprobs_and_entropy
-from grpo_fn.loss_stats import LossStats, merge_stats
-from grpo_fn.losses import policy_loss
-from grpo_fn.microbatches import halved, shape_of, split_batch
-from grpo_fn.optim import Optimizer, adamw, warmup_schedule
-from grpo_fn.packing import Shape
-from grpo_fn.policy import Policy
+from grpo_fn.algorithm.advantages import combine_rewards, group_advantages, overlong_penalty
+from grpo_fn.algorithm.diagnostics import LossStats, merge_stats
+from grpo_fn.algorithm.kl import kl_estimate
+from grpo_fn.algorithm.loss import policy_loss
+from grpo_fn.algorithm.spec import PRESETS, LossSpec, Recipe, preset
+from grpo_fn.compile import Compiled, compiled
+from grpo_fn.completions import Rollout, join_rollouts, take_groups
+from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches
+from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
+from grpo_fn.learner.optimizer import Optimizer, adamw, warmup_schedule
+from grpo_fn.learner.packing import Shape
+from grpo_fn.learner.rounding import stochastic_round
+from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
+from grpo_fn.learner.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step
+from grpo_fn.learner.token_logprobs import Head, token_logprobs, token_logprobs_and_entropy
+from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import fold_in
-from grpo_fn.rollouts import Rollout, join_rollouts, take_groups
-from grpo_fn.rounding import stochastic_round
-from grpo_fn.sampling import Sampler, sample
-from grpo_fn.specs import PRESETS, LossSpec, Recipe, preset
-from grpo_fn.state import TrainState, init_state, sync_old, sync_ref
-from grpo_fn.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step
+from grpo_fn.rollout.generate import generate
+from grpo_fn.rollout.sampler import Sampler, sample
 from grpo_fn.trees import materialize
 
 __all__ = [

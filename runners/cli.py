@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 
 from runners import __version__
-from runners.command import HELP, LazyGroup, ends_with_a_line
+from runners.commands.base import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
-from runners.interrupts import Stopped
-from runners.terminal import echo
+from runners.machine.signals import Stopped
+from runners.machine.terminal import echo
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -125,8 +125,8 @@ def _run(
     allow_config_change: bool,
     overwrite: bool,
 ) -> None:
-    from runners import platform
-    from runners.config import load_config, write_resolved
+    from runners.config.config import load_config, write_resolved
+    from runners.machine import machine as platform
 
     config = load_config(name, overrides)
     for notice in config.notices:
@@ -142,7 +142,7 @@ def _run(
     for notice in platform.prepare(config.system.memory_limit_gb).notices:
         echo(notice, err=True)
 
-    from runners.train import run_training
+    from runners.training.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     run_training(config.check(), resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)

@@ -2,8 +2,8 @@
 
 import os
 
-from runners.held_file import HeldFile
-from runners.run_folder import RunFolder
+from runners.checkpoints.run_folder import RunFolder
+from runners.files.held_file import HeldFile
 
 
 def held(folder):

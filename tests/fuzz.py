@@ -31,13 +31,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from runners.platform import load_blas
+from runners.machine.machine import load_blas
 
 load_blas()
 
+from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
 from runners.errors import UserError  # noqa: E402
-from runners.manifest import MANIFEST, write_manifest  # noqa: E402
-from runners.model_files import read_json  # noqa: E402
+from runners.models.model_files import read_json  # noqa: E402
 from tests.fuzz_families import FAMILIES  # noqa: E402
 from tests.fuzz_inputs import JSON, Target, changed_json, dumped, mutated  # noqa: E402
 
@@ -59,8 +59,8 @@ class Toml(Target):
     """Configs: the packaged ones mutated, and known keys with any values."""
 
     def inputs(self) -> st.SearchStrategy[Any]:
-        from runners.config import KEYS
-        from runners.flat_keys import FLAT_KEYS
+        from runners.config.config import KEYS
+        from runners.config.flat_keys import FLAT_KEYS
 
         valid = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
         names = sorted({".".join(key) for key in KEYS} | set(FLAT_KEYS) | {"stop.when", "nonsense"})
@@ -71,7 +71,7 @@ class Toml(Target):
         )
 
     def feed(self, value: bytes) -> None:
-        from runners.config import load_config
+        from runners.config.config import load_config
 
         (self.folder / "train.toml").write_bytes(value)
         load_config(str(self.folder / "train.toml")).check()
@@ -102,9 +102,9 @@ class Rows(Target):
         )
 
     def feed(self, value: tuple[str, bytes]) -> None:
-        from runners.data import load_rows
-        from runners.prompts import reward_columns
-        from runners.sections import DataConfig
+        from runners.config.sections import DataConfig
+        from runners.data.datasets import load_rows
+        from runners.data.prompts import reward_columns
 
         path = self.folder / f"rows.{value[0]}"
         path.write_bytes(value[1])
@@ -148,8 +148,8 @@ class Weights(Target):
         )
 
     def feed(self, value: tuple[str, bytes]) -> None:
-        from runners.model_files import resolve_model
-        from runners.model_reading import read_model
+        from runners.models.model_files import resolve_model
+        from runners.models.model_reading import read_model
 
         name, content = value
         try:
@@ -172,13 +172,13 @@ class Checkpoint(Target):
         import mlx.core as mx
 
         import grpo_fn as g
-        from runners.bad_updates import BadUpdates
-        from runners.durable import save_arrays
-        from runners.gradients import Gradients
-        from runners.loop_state import LoopState
-        from runners.sections import WatchConfig
-        from runners.state_files import pack_state, save_state
-        from runners.watch import Watch
+        from runners.checkpoints.state_files import pack_state, save_state
+        from runners.config.sections import WatchConfig
+        from runners.files.durable import save_arrays
+        from runners.telemetry.run_watch import Watch
+        from runners.training.bad_updates import BadUpdates
+        from runners.training.gradients import Gradients
+        from runners.training.loop_state import LoopState
         from tests.folders import held
 
         self.checkpoint = folder / "run" / "checkpoint-1"
@@ -219,10 +219,10 @@ class Checkpoint(Target):
         )
 
     def feed(self, value: tuple[str, bytes]) -> None:
-        from runners.checkpoint import list_checkpoints, prune_checkpoints
-        from runners.loop_state import LoopState
-        from runners.resume import find_origin
-        from runners.state_files import load_trees
+        from runners.checkpoints.checkpoint import list_checkpoints, prune_checkpoints
+        from runners.checkpoints.resume import find_origin
+        from runners.checkpoints.state_files import load_trees
+        from runners.training.loop_state import LoopState
 
         name, content = value
         file = self.checkpoint / name
@@ -236,7 +236,9 @@ class Checkpoint(Target):
             facts = read_json(self.checkpoint / "trainer_state.json")
             for part in self.parts:
                 part.restore(facts)
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # as runners.resume
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, AttributeError
+            ):  # as runners.checkpoints.resume
                 LoopState.of(facts.get("loop", {}), trees)
         finally:
             file.unlink()
@@ -253,7 +255,7 @@ class Prompt(Target):
         return mutated([valid]) | changed_json(json.loads(valid)).map(dumped)
 
     def feed(self, value: bytes) -> None:
-        from runners.prompt_settings import read_prompt
+        from runners.tokenization.prompt_settings import read_prompt
 
         (self.folder / "grpo_prompt.json").write_bytes(value)
         found = read_prompt(self.folder)
@@ -261,8 +263,8 @@ class Prompt(Target):
         found.overrides()
 
     def warm(self) -> None:
-        from runners.config import load_config
-        from runners.prompt_settings import PromptSettings, write_prompt
+        from runners.config.config import load_config
+        from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
         settings = PromptSettings.of(load_config("quickstart").to_dict())
         write_prompt(self.folder, settings)
@@ -303,7 +305,7 @@ class Tokenizer(Target):
         )
 
     def feed(self, value: bytes) -> None:
-        from runners.tokenizer_pickle import read_encoding
+        from runners.tokenization.tokenizer_pickle import read_encoding
 
         (self.folder / "tokenizer.pkl").write_bytes(value)
         read_encoding(self.folder / "tokenizer.pkl")

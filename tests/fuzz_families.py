@@ -29,10 +29,10 @@ class Adapters(Target):
         super().__init__(folder)
         from mlx.utils import tree_flatten
 
-        from runners.adapters import new_adapters
-        from runners.durable import save_arrays
-        from runners.model_reading import load_module
-        from runners.sections import LoraConfig
+        from runners.config.sections import LoraConfig
+        from runners.files.durable import save_arrays
+        from runners.models.adapters import new_adapters
+        from runners.models.model_reading import load_module
         from tests.tiny_models import make_model_folder
 
         self.model = make_model_folder(folder / "model", layers=1)
@@ -66,8 +66,8 @@ class Adapters(Target):
     def feed(self, value: tuple[str, bytes]) -> None:
         from mlx.utils import tree_flatten
 
-        from runners.adapters import base_of, read_adapters
-        from runners.model_reading import load_module
+        from runners.models.adapters import base_of, read_adapters
+        from runners.models.model_reading import load_module
 
         name, content = value
         try:
@@ -133,8 +133,8 @@ class Templates(Target):
         return mutated(valid) | invented.map(lambda text: text.encode("utf-8", "surrogateescape"))
 
     def feed(self, value: bytes) -> None:
-        from runners.model_reading import load_tokenizer
-        from runners.prompts import render
+        from runners.data.prompts import render
+        from runners.models.model_reading import load_tokenizer
 
         (self.model / "chat_template.jinja").write_bytes(value)
         tokenizer = load_tokenizer(self.model, self.config)
@@ -174,8 +174,8 @@ class Parquet(Target):
         return made | made.flatmap(lambda data: mutated([data]))
 
     def feed(self, value: bytes) -> None:
-        from runners import parquet_rows
-        from runners.data_files import read_file
+        from runners.data import parquet_rows
+        from runners.data.data_files import read_file
 
         parquet_rows.LEAST = 1 << 20
         path = self.folder / "rows.parquet"
@@ -230,7 +230,7 @@ class Terminal(Target):
         return st.lists(control | sequence | st.text(max_size=4), min_size=1, max_size=6).map("".join)
 
     def feed(self, value: str) -> None:
-        from runners.terminal import others_visible
+        from runners.machine.terminal import others_visible
 
         out, err = _Screen(), _Screen()
         before = sys.stdout, sys.stderr
@@ -252,7 +252,7 @@ class Terminal(Target):
 
 
 def _echoes(text: str, folder: Path) -> None:
-    from runners.terminal import echo
+    from runners.machine.terminal import echo
 
     for err in (False, True):
         echo(text, err=err)
@@ -262,9 +262,9 @@ def _echoes(text: str, folder: Path) -> None:
 
 def _errors(text: str, folder: Path) -> None:
     """Errors as a command ends with them."""
-    from runners.command import ends_with_a_line
+    from runners.commands.base import ends_with_a_line
+    from runners.config.user_functions import told
     from runners.errors import show
-    from runners.functions import told
 
     def end(error: BaseException) -> None:
         @ends_with_a_line
@@ -300,8 +300,8 @@ def _checked(text: str, folder: Path) -> None:
     """`grpo check`."""
     import numpy as np
 
-    from runners.check_run import Checked
     from runners.commands import check
+    from runners.evaluation.check_run import Checked
 
     values = {
         "tokenizer": text,
@@ -320,8 +320,8 @@ def _reports(text: str, folder: Path) -> None:
     """The display: plain on a terminal, and the live block, whose own colours and movements are left out."""
     from rich.console import Console
 
-    from runners.live import LiveReport
-    from runners.report import PlainReport
+    from runners.telemetry.live import LiveReport
+    from runners.telemetry.report import PlainReport
 
     console = Console(file=sys.stdout, force_terminal=False, color_system=None, width=80)
     for report in (PlainReport(sys.stdout), LiveReport(console=console)):
@@ -339,8 +339,8 @@ def _reports(text: str, folder: Path) -> None:
 
 def _scores(text: str, folder: Path) -> None:
     """What is said of a reward that fails, returns a text, and logs under this name."""
-    from runners.scoring import Reward, Scorer
-    from runners.terminal import echo
+    from runners.machine.terminal import echo
+    from runners.rewards.scoring import Reward, Scorer
 
     def fails(completions: Any) -> Any:
         raise ValueError(text)
@@ -363,9 +363,9 @@ def _logs(text: str, folder: Path) -> None:
 
 def _rows(text: str, folder: Path) -> None:
     """A data set whose columns and values it is."""
-    from runners.data import load_rows
-    from runners.sections import DataConfig
-    from runners.terminal import echo
+    from runners.config.sections import DataConfig
+    from runners.data.datasets import load_rows
+    from runners.machine.terminal import echo
 
     path = folder / "rows.jsonl"
     row = json.dumps({text: text, "question": text, "answer": None})

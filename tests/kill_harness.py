@@ -20,9 +20,9 @@ from pathlib import Path
 
 import click
 
-from runners.checkpoint import LATEST, checkpoint_folders
+from runners.checkpoints.checkpoint import LATEST, checkpoint_folders
+from runners.checkpoints.manifest import check_manifest
 from runners.errors import UserError
-from runners.manifest import check_manifest
 from tests import killed_conversions
 from tests.killed_conversions import Conversions
 from tests.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, wait

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import attrs
 
-from runners.durable import check_target
-from runners.staging import OLD
+from runners.files.durable import check_target
+from runners.files.staging import OLD
 from tests.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, entries, wait
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import train

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from runners.config import load_config
-from runners.durable import load_arrays
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.files.durable import load_arrays
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 
 TINY = """
 [run]

@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from runners import platform, versions
+from runners.machine import machine as platform
+from runners.machine import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -81,7 +82,7 @@ def test_the_import_check_sees_what_is_there():
 
 @pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
 def test_the_tested_range_is_the_declared_one(name):
-    """runners/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
+    """runners/machine/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
     wanted = SpecifierSet(versions.TESTED[name])
     assert declared()[name].specifier == wanted
     assert {"<", ">="} == {each.operator for each in wanted}

@@ -14,13 +14,14 @@ import click
 import pytest
 
 import grpo_fn as g
-from grpo_fn.rewards import REWARDS
-from runners import cli, rules
-from runners.config import KEYS, SECTIONS, load_config
-from runners.flat_keys import FLAT_KEYS, translate
-from runners.scoring import resolve_rewards
-from runners.sections import SYSTEM_PROMPT
-from runners.settings import preset_names
+from runners import cli
+from runners.config import rules
+from runners.config.config import KEYS, SECTIONS, load_config
+from runners.config.flat_keys import FLAT_KEYS, translate
+from runners.config.reading import preset_names
+from runners.config.sections import SYSTEM_PROMPT
+from runners.rewards.builtin import REWARDS
+from runners.rewards.scoring import resolve_rewards
 from tests.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
 
 DOCS = ROOT / "docs"

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from runners.cli import main
-from runners.config import load_config
+from runners.config.config import load_config
+from runners.data.prompts import render
 from runners.errors import UserError, one_line
-from runners.inside import check_links
-from runners.model_reading import load_tokenizer, read_model
-from runners.prompts import render
-from runners.report import Quiet
-from runners.train import run_training
+from runners.files.links import check_links
+from runners.models.model_reading import load_tokenizer, read_model
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -291,8 +291,8 @@ def test_a_link_to_a_private_file_is_not_copied_into_a_model(folder, tmp_path):
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
 def test_adapters_and_data_read_nothing_outside(folder, tmp_path, name):
     """The same for a folder of adapters and one of data."""
-    from runners.data import load_rows
-    from runners.sections import DataConfig
+    from runners.config.sections import DataConfig
+    from runners.data.datasets import load_rows
 
     adapters, data = tmp_path / "adapters", tmp_path / "data"
     for place, names in (

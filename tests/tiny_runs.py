@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from runners.config import load_config
+from runners.config.config import load_config
 from runners.errors import spell_tables
-from runners.report import Quiet
-from runners.train import run_training
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.tiny_models import make_model_folder
 
 SMALL = {

@@ -3,13 +3,13 @@
 import attrs
 import mlx.core as mx
 
-from grpo_fn.optim import adamw
-from grpo_fn.policy import Policy
-from grpo_fn.state import init_state
+from grpo_fn.learner.optimizer import adamw
+from grpo_fn.learner.state import init_state
+from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import map_arrays, structure_of
-from runners.models import load_model
-from runners.platform import Platform
-from runners.sections import ModelConfig
+from runners.config.sections import ModelConfig
+from runners.machine.machine import Platform
+from runners.models.models import load_model
 
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
 

@@ -1,6 +1,7 @@
-"""The probe of `runners.tokenizer_probe` on a system that does not limit the memory of a process."""
+"""The probe of `runners.tokenization.tokenizer_probe` on a system that does not limit the memory of a process."""
 
-from runners import bounded, tokenizer_probe
+from runners.machine import bounded
+from runners.tokenization import tokenizer_probe
 
 
 def main(*arguments: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.command import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -19,10 +19,10 @@ from runners.commands.options import (
     resolve_prompt,
     sampling_of,
 )
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.conversation import Conversation
+    from runners.inference.conversation import Conversation
 
 PROMPT_SIGN = ">>> "
 _COMMANDS = """\
@@ -47,7 +47,7 @@ def chat_command(model: str, **values: Any) -> None:
     """
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
-    from runners.conversation import Conversation
+    from runners.inference.conversation import Conversation
 
     conversation = Conversation(
         loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
@@ -59,8 +59,8 @@ def chat_command(model: str, **values: Any) -> None:
 
 def talk(conversation: Conversation, *, raw: bool = False) -> None:
     """Messages from standard input, replies to standard output, until the input ends; `raw` as in `echo`."""
-    from runners.generation import Speed
-    from runners.interrupts import Interrupts
+    from runners.inference.generation import Speed
+    from runners.machine.signals import Interrupts
 
     speed = Speed()
     speed.start()

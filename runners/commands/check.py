@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from runners.command import HELP, ends_with_a_line
+from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import SET
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.check_run import Checked
+    from runners.evaluation.check_run import Checked
 
 _NOTES = """\
 \b
@@ -42,15 +42,15 @@ form, the form without an answer, one cut off before the answer, and nothing. No
 @ends_with_a_line
 def check_command(config: str, overrides: Sequence[str], form: str, problems: int) -> None:
     """Look at prompts and rewards before training."""
-    from runners.config import load_config
+    from runners.config.config import load_config
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
         echo(notice, err=True)
-    from runners import platform
+    from runners.machine import machine as platform
 
     platform.prepare()
-    from runners.check_run import FORM, check_run
+    from runners.evaluation.check_run import FORM, check_run
 
     loaded = loaded.check()
     checked = check_run(loaded, form=form.replace("\\n", "\n") or FORM, problems=problems)
@@ -58,7 +58,7 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
 
 
 def _show(checked: Checked) -> None:
-    from runners.check_run import median
+    from runners.evaluation.check_run import median
 
     low, high = checked.lengths[0], checked.lengths[-1]
     echo(f"tokenizer      {checked.tokenizer}")

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from runners.command import HELP, ends_with_a_line
+from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -36,11 +36,11 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
     SOURCE is a Hugging Face folder, a name on the Hub, or a folder of nanochat's PyTorch checkpoints
     (model_*.pt, meta_*.json). TARGET is the new folder.
     """
-    from runners import platform
+    from runners.machine import machine as platform
 
     platform.prepare()
-    from runners.convert import convert
-    from runners.progress import gigabytes
+    from runners.conversion.convert import convert
+    from runners.telemetry.progress import gigabytes
 
     convert(
         source,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.command import HELP, ends_with_a_line
+from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import SET
 from runners.errors import UserError
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.config import Config
-    from runners.evaluation import Measured
+    from runners.config.config import Config
+    from runners.evaluation.evaluation import Measured
 
 _EXAMPLES = """\
 \b
@@ -75,7 +75,7 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
-    from runners import platform
+    from runners.machine import machine as platform
 
     machine = platform.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
@@ -83,8 +83,8 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     if not known:
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
-    from runners.comparison import summary, table
-    from runners.json_lines import json_line
+    from runners.evaluation.comparison import summary, table
+    from runners.files.json_lines import json_line
 
     if out:
         rows = (row for each in measured for row in each.completions)
@@ -106,8 +106,8 @@ def _ks(text: str) -> tuple[int, ...]:
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
     """The config to measure by; and whether --config or a model's run says what it is."""
-    from runners.config import load_config
-    from runners.run_config import config_of_runs
+    from runners.config.config import load_config
+    from runners.evaluation.run_config import config_of_runs
 
     overrides = _overrides(values)
     if values["config"]:
@@ -137,8 +137,8 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
 
     Raises UserError where two models were asked in different ways.
     """
-    from runners.config import load_config
-    from runners.inference import prompt_of
+    from runners.config.config import load_config
+    from runners.inference.inference import prompt_of
 
     loader = values["loader"] or config.model.loader
     found = {name: prompt for name in models if (prompt := prompt_of(name, loader=loader))}
@@ -158,10 +158,10 @@ def _measure_all(
     models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
 ) -> list[Measured]:
     """One model after the other, so that only one is in memory."""
-    from runners.evaluation import Plan, choose, eval_rows, measure
-    from runners.inference import load_inference
-    from runners.prompts import reward_columns
-    from runners.reward_functions import check_columns, resolve_rewards
+    from runners.data.prompts import reward_columns
+    from runners.evaluation.evaluation import Plan, choose, eval_rows, measure
+    from runners.inference.inference import load_inference
+    from runners.rewards.functions import check_columns, resolve_rewards
 
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     rows = eval_rows(config, whole=bool(values["data"]))

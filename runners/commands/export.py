@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from runners.command import HELP, ends_with_a_line
+from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
 from runners.errors import UserError
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -42,11 +42,11 @@ def export_command(
     """
     if private and not upload_repo:
         raise UserError("--private without --upload-repo: nothing would be uploaded")
-    from runners import platform
+    from runners.machine import machine as platform
 
     platform.prepare()
-    from runners.export import check_repo, export, upload
-    from runners.progress import gigabytes
+    from runners.conversion.export import check_repo, export, upload
+    from runners.telemetry.progress import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.command import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -24,12 +24,12 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.generation import Completion
-    from runners.inference import InferenceModel
-    from runners.prompts import Message
+    from runners.data.prompts import Message
+    from runners.inference.generation import Completion
+    from runners.inference.inference import InferenceModel
 
 _EXAMPLES = """\
 \b
@@ -91,7 +91,7 @@ def generate_command(
     if images and (prompts or num > 1 or out or values["adapter"]):
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and --adapter out")
     if prompts:
-        from runners.prompt_files import read_prompts
+        from runners.data.prompt_files import read_prompts
 
         conversations = read_prompts(prompts, column, values["system"] or "")
     else:
@@ -119,9 +119,9 @@ def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
 
 def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, Any]) -> None:
     """Stream a reply to stdout."""
-    from runners.generation import stream
-    from runners.prompts import render
-    from runners.tokenizers import TextDecoder
+    from runners.data.prompts import render
+    from runners.inference.generation import stream
+    from runners.tokenization.text import TextDecoder
 
     decoder = TextDecoder(model.tokenizer)
     _, tokens = render(model.tokenizer, messages, values["nudge"])
@@ -135,10 +135,10 @@ def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, A
 def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], values: dict[str, Any]) -> None:
     """Stream the reply of a vision-language model to stdout."""
     check_stops(values)
-    from runners import platform
+    from runners.machine import machine as platform
 
     machine = platform.prepare()
-    from runners.vision import load_vision, stream_images
+    from runners.inference.vision import load_vision, stream_images
 
     model = load_vision(
         name,
@@ -157,8 +157,8 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
 
 def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
     """A reply as it comes, then its speed; the first Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
-    from runners.generation import Speed
-    from runners.interrupts import Interrupts
+    from runners.inference.generation import Speed
+    from runners.machine.signals import Interrupts
 
     speed = Speed()
     speed.start()
@@ -182,11 +182,11 @@ def _many(
     values: dict[str, Any],
 ) -> None:
     """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
-    from runners.generation import Speed, generate_batches
-    from runners.interrupts import Interrupts
-    from runners.json_lines import json_line
-    from runners.prompts import render
-    from runners.tokenizers import TextDecoder
+    from runners.data.prompts import render
+    from runners.files.json_lines import json_line
+    from runners.inference.generation import Speed, generate_batches
+    from runners.machine.signals import Interrupts
+    from runners.tokenization.text import TextDecoder
 
     decoder, speed = TextDecoder(model.tokenizer), Speed()
     tokens = [render(model.tokenizer, messages, values["nudge"])[1] for messages in conversations]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.errors import UserError
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.convert import Quantization
-    from runners.generation import Sampling
-    from runners.inference import InferenceModel
-    from runners.prompt_settings import PromptSettings
+    from runners.conversion.convert import Quantization
+    from runners.inference.generation import Sampling
+    from runners.inference.inference import InferenceModel
+    from runners.tokenization.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
 
@@ -132,7 +132,7 @@ def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """The options of SAMPLING as a value."""
-    from runners.generation import Sampling
+    from runners.inference.generation import Sampling
 
     return Sampling(
         temperature=values["temperature"],
@@ -147,7 +147,7 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
 
 def quantization_of(values: Mapping[str, Any]) -> Quantization:
     """The options of QUANTIZE as a value."""
-    from runners.convert import Quantization
+    from runners.conversion.convert import Quantization
 
     return Quantization(
         mode=values["mode"] or "",
@@ -206,10 +206,10 @@ def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
     """The model of a command, with the options of MODEL; notices go to stderr."""
     check_stops(values)
-    from runners import platform
+    from runners.machine import machine as platform
 
     machine = platform.prepare()  # before anything imports MLX
-    from runners.inference import load_inference
+    from runners.inference.inference import load_inference
 
     loaded = load_inference(
         name,

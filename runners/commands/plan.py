@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import click
 
-from runners.command import HELP, ends_with_a_line
+from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import SET
-from runners.terminal import echo
+from runners.machine.terminal import echo
 
 _EPILOG = """\
 \b
@@ -28,16 +28,16 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool) -> None:
     against this machine's memory, and the largest batch that fits. Of the model only config.json and the
     headers of its weights are read; of the data the longest prompt, where both are on this machine.
     """
-    from runners import platform
-    from runners.config import load_config
+    from runners.config.config import load_config
     from runners.errors import UserError
+    from runners.machine import machine as platform
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
         echo(notice, err=True)
     found = platform.prepare()
 
-    from runners.plan import make_plan
+    from runners.memory.plan import make_plan
 
     plan = make_plan(loaded.check(), found, as_json=as_json)
     echo(plan.text)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.packing import round_up
+from grpo_fn.learner.packing import round_up
 from tests.tiny_policies import tiny_advantages, tiny_rollout
 
 GRPO = g.LossSpec()

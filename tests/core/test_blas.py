@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.backends.cpu import blas, load_blas
-from runners import platform
+from runners.machine import machine as platform
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
@@ -41,9 +41,9 @@ def test_importing_the_core_makes_a_blas_global_once():
 @linux_cpu
 @needs_blas
 def test_importing_run_training_is_enough():
-    """What `runners.train` imports has the core before MLX."""
+    """What `runners.training.train` imports has the core before MLX."""
     result = in_new_process(
-        f"from runners.train import run_training\n{IS_GLOBAL}", "-W", "error::RuntimeWarning"
+        f"from runners.training.train import run_training\n{IS_GLOBAL}", "-W", "error::RuntimeWarning"
     )
     assert result.stdout.split() == ["True"], result.stderr
 
@@ -52,7 +52,9 @@ def test_importing_run_training_is_enough():
 @needs_blas
 def test_any_module_of_the_core_has_the_blas_first():
     """Whichever is imported first, MLX finds the BLAS."""
-    result = in_new_process(f"import grpo_fn.backends.cpu, grpo_fn.losses\n{IS_GLOBAL}", "-W", "error")
+    result = in_new_process(
+        f"import grpo_fn.backends.cpu, grpo_fn.algorithm.loss\n{IS_GLOBAL}", "-W", "error"
+    )
     assert result.stdout.split() == ["True"], result.stderr
 
 
@@ -61,13 +63,13 @@ def test_mlx_before_the_core_is_a_warning_with_the_remedy():
     """Nothing is loaded then; one warning, at the line of the import, says what to do."""
     code = "import mlx.core\nimport grpo_fn\nfrom grpo_fn import losses\nprint(losses.__name__)"
     result = in_new_process(code)
-    assert result.stdout.split() == ["grpo_fn.losses"]
+    assert result.stdout.split() == ["grpo_fn.algorithm.loss"]
     assert result.stderr.count("Warning") == 1
     assert (
         "<string>:2: RuntimeWarning: mlx was imported before grpo_fn: import grpo_fn first" in result.stderr
     )
     found = in_new_process(
-        "import mlx.core\nfrom runners.platform import prepare\nprint(prepare().notices[0])"
+        "import mlx.core\nfrom runners.machine.machine import prepare\nprint(prepare().notices[0])"
     )
     assert "matrix products are slow: mlx was imported before grpo_fn" in found.stdout
 
@@ -76,7 +78,9 @@ def test_mlx_before_the_core_is_a_warning_with_the_remedy():
 @pytest.mark.parametrize("wish", ["none", "NONE"])
 def test_no_warning_where_no_blas_is_wanted(wish):
     """GRPO_FN_BLAS=none loads nothing and warns of nothing, whatever was imported first."""
-    code = f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.platform import prepare; print(prepare())"
+    code = (
+        f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.machine.machine import prepare; print(prepare())"
+    )
     result = in_new_process(code, "-W", "error", GRPO_FN_BLAS=wish)
     assert result.stdout.startswith("False"), result.stderr
     assert "blas=None" in result.stdout and "matrix products" not in result.stdout

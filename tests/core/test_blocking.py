@@ -4,9 +4,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from grpo_fn import blocking
-from grpo_fn.blocking import Blocks, Part, blockable, blocked_products, takes_blocks
-from grpo_fn.sampling_form import sampling_form_bytes
+from grpo_fn.backends.cpu import blocked_weights as blocking
+from grpo_fn.backends.cpu.blocked_weights import Blocks, Part, blockable, blocked_products, takes_blocks
+from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.trees import named_leaves
 from tests.tiny_policies import VOCAB, tiny_module, worst_difference
 

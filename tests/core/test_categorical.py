@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import categorical
-from grpo_fn.categorical import WIDTH, WORDS, draw
+from grpo_fn.rollout import categorical
+from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
 
 FULL = 2**32 - 1  # the largest word
 QWEN = 151_936  # its vocabulary

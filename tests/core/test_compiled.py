@@ -238,7 +238,7 @@ def test_arguments_are_not_kept_alive():
 def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
     """The one that was used longest ago, with what it held."""
     # By its name: the package's `compiled` is the function.
-    monkeypatch.setattr(importlib.import_module("grpo_fn.compiled"), "PROGRAMS", 3)
+    monkeypatch.setattr(importlib.import_module("grpo_fn.compile"), "PROGRAMS", 3)
     f = g.compiled(lambda x: x + 1)
     for size in (1, 2, 3, 1, 4):  # 2 goes
         f(mx.zeros((size,)))

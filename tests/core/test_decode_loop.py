@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn import decode_loop
+from grpo_fn.rollout import decode_loop
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, roll
 from tests.tiny_policies import VOCAB, tiny_policy
 

@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn import sampling
-from grpo_fn.categorical import WORDS, draw
-from grpo_fn.draw_kernel import draw_rows, takes_logits
+from grpo_fn.backends.cuda.draw_kernel import draw_rows, takes_logits
 from grpo_fn.prng import random_words
+from grpo_fn.rollout import sampler as sampling
+from grpo_fn.rollout.categorical import WORDS, draw
 from tests.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_logits(mx.zeros((1, 1))), reason="needs CUDA")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import elementwise
+from grpo_fn.backends.cpu import elementwise
 
 
 def grid():

@@ -10,11 +10,12 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import scaled_dot_product_attention
 
 import grpo_fn as g
-from grpo_fn import blocking, grid_cache, grid_steps
-from grpo_fn.decode_step import CacheSteps, shared_steps
-from grpo_fn.grid_steps import GridSteps
-from grpo_fn.lanes import divided, grid_lanes
-from grpo_fn.prefill import prefill_once
+from grpo_fn.backends.cpu import blocked_weights as blocking
+from grpo_fn.backends.cpu import grid_cache, grid_steps
+from grpo_fn.backends.cpu.grid_steps import GridSteps
+from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.lanes import divided, grid_lanes
+from grpo_fn.rollout.prefill import prefill_once
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.tiny_policies import tiny_module, tiny_policy, token_rows, worst_difference
 

@@ -7,10 +7,11 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn import joining, kernel_steps
-from grpo_fn.decode_step import CacheSteps, shared_steps
-from grpo_fn.kernel_steps import KernelSteps
-from grpo_fn.prefill import prefill_once
+from grpo_fn.backends.cuda import joined_products as joining
+from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.backends.cuda.kernel_steps import KernelSteps
+from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.prefill import prefill_once
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.in_place_kernel import InPlaceKernel
 from tests.tiny_policies import tiny_policy, token_rows
@@ -23,7 +24,7 @@ def kernel(monkeypatch):
     """The stand-in; steps are not compiled, and buffers begin with room for four tokens."""
     monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 4)
     monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 3)
-    monkeypatch.setattr("grpo_fn.policy.compiled", partial(g.compiled, enabled=False))
+    monkeypatch.setattr("grpo_fn.policy.policy.compiled", partial(g.compiled, enabled=False))
     monkeypatch.setattr(kernel_steps, "has_cuda", lambda: False)  # there a policy is tried with the kernel
     stand_in = InPlaceKernel()
     monkeypatch.setattr(kernel_steps, "append_and_attend", stand_in)

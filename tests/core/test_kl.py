@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.kl import kl_estimate
+from grpo_fn.algorithm.kl import kl_estimate
 from tests import reference
 from tests.strategies import KLS
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn import logprobs
-from grpo_fn.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.learner import token_logprobs as logprobs
 from tests import row_kernels
 from tests.core.test_logprobs import assert_close, make_inputs, specified
 from tests.row_kernels import float64

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn import losses
+from grpo_fn.algorithm import loss as losses
 from tests.harness import run_library, run_reference, same_outcome
 from tests.strategies import AGGREGATIONS, LEVELS, SURROGATES, legal, loss_cases, make_case, spec_fields
 

@@ -9,13 +9,14 @@ import pytest
 from mlx_lm.models import nanochat
 
 import grpo_fn as g
-from grpo_fn import caches as cache_rows
-from grpo_fn import logprobs, memory
-from grpo_fn.footprint import Sampling, Weights, floor, phases
-from grpo_fn.memory import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
-from grpo_fn.prefill import prefill
+from grpo_fn.learner import token_logprobs as logprobs
+from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
-from runners.micro_batch import usual_tokens
+from runners.memory import passes as memory
+from runners.memory.footprint import Sampling, Weights, floor, phases
+from runners.memory.micro_batch import usual_tokens
+from runners.memory.passes import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from tests.tiny_policies import memory_in_use
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def grad_peak(layers, *, shared=False, checkpointed=False):
     """
     module, shape = module_of(num_hidden_layers=layers)
     if checkpointed:
-        from grpo_fn.checkpointing import checkpoint_layers
+        from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 
         checkpoint_layers(module)
     policy = g.Policy.from_module(module)

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn import cuda_kernels, norm_kernels
-from grpo_fn.norm_kernels import takes_rows, unit_rms
+from grpo_fn.backends.cuda import kernels as cuda_kernels
+from grpo_fn.backends.cuda import norm_kernels
+from grpo_fn.backends.cuda.norm_kernels import takes_rows, unit_rms
 from tests.row_kernels import float64
 
 EPS = 1e-5

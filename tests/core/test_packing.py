@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.packing import Packer, Row, Shape
+from grpo_fn.learner.packing import Packer, Row, Shape
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=12)
 

@@ -7,10 +7,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
-from grpo_fn.caches import takes_ragged
-from grpo_fn.grid_steps import takes_lanes
-from grpo_fn.prefixes import shares_prefix
-from grpo_fn.substitutes import use_own_functions
+from grpo_fn.backends.cpu.grid_steps import takes_lanes
+from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.rollout.shared_prefix import shares_prefix
 from grpo_fn.trees import map_arrays
 from tests.tiny_policies import (
     lora_policy,

@@ -5,7 +5,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
-from grpo_fn.precision import MODES, quantized_role
+from grpo_fn.policy.quantized_role import MODES, quantized_role
 from grpo_fn.trees import map_arrays
 from tests.tiny_policies import lora_policy, memory_in_use, tiny_module, tiny_policy, token_rows
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_fn import prefill
-from grpo_fn.caches import keep_rows
+from grpo_fn.policy.kv_caches import keep_rows
+from grpo_fn.rollout import prefill
 from tests.generating import assert_same, assert_teacher_forced, roll
 from tests.tiny_policies import tiny_policy
 

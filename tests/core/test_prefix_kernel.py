@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn import kernel_steps
-from grpo_fn.cuda_kernels import has_cuda
-from grpo_fn.prefix_kernel import append_and_attend
+from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends.cuda.prefix_attention import append_and_attend
 from tests.in_place_kernel import attention
 from tests.tiny_policies import tiny_policy
 

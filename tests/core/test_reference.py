@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn.precision import MODES, quantized_role
+from grpo_fn.policy.quantized_role import MODES, quantized_role
 from grpo_fn.trees import nbytes
 from tests.naive_learner import SPECS, grad_step_of, make_batch, make_state, mean_gradient, near_policy
 from tests.tiny_policies import lora_policy, memory_in_use, tiny_policy, worst_difference

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.rewards import (
+from runners.rewards.builtin import (
     REWARDS,
     correctness_reward_func,
     extract_answer,

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn import cuda_kernels
-from grpo_fn.rope_kernels import rope, takes_heads
+from grpo_fn.backends.cuda import kernels as cuda_kernels
+from grpo_fn.backends.cuda.rope_kernels import rope, takes_heads
 from tests.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_heads(mx.zeros((1, 1, 2, 32)), 32, 0), reason="needs CUDA")

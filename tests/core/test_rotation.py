@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from grpo_fn.rotation import Rotation, rotations, takes_token, turned
+from grpo_fn.backends.cpu.rotary import Rotation, rotations, takes_token, turned
 from tests.tiny_policies import worst_difference
 
 HEADS = mx.random.normal((3, 4, 1, 16), key=mx.random.key(0))

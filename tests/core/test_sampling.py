@@ -9,7 +9,7 @@ from mlx_lm.sample_utils import make_repetition_penalty
 
 import grpo_fn as g
 from grpo_fn.prng import completion_keys
-from grpo_fn.sampling import entropy, mark_seen, penalize, seen_tokens, truncate
+from grpo_fn.rollout.sampler import entropy, mark_seen, penalize, seen_tokens, truncate
 
 LOGITS = np.array([1.2, -0.3, 0.8, 2.0, -1.5, 0.0, 0.4, -4.0])
 DRAWS = 20_000

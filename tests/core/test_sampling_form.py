@@ -7,10 +7,11 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
-from grpo_fn import joining, merging
-from grpo_fn.joining import joined_products
-from grpo_fn.merging import merged_adapters
-from grpo_fn.sampling_form import sampling_form_bytes
+from grpo_fn.backends.cuda import joined_products as joining
+from grpo_fn.backends.cuda.joined_products import joined_products
+from grpo_fn.policy import merged_adapters as merging
+from grpo_fn.policy.merged_adapters import merged_adapters
+from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.trees import named_leaves
 from tests.tiny_policies import VOCAB, tiny_module, worst_difference
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.sharing import can_share
+from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.trees import arrays_of
 from tests.naive_learner import (
     SPECS,

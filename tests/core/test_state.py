@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
-from grpo_fn.state import zeros_like
+from grpo_fn.learner.state import zeros_like
 from grpo_fn.trees import arrays_of
 from tests.tiny_policies import memory_in_use, same_tree
 

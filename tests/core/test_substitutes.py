@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mlx_lm.models import base, qwen2
 
-from grpo_fn import substitutes
-from grpo_fn.cuda_kernels import has_cuda
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.policy import patched_layers as substitutes
 from tests.tiny_policies import ARCHITECTURES, VOCAB, tiny_module, worst_difference
 
 

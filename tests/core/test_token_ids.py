@@ -6,7 +6,7 @@ import mlx.nn as nn
 import pytest
 
 import grpo_fn as g
-from grpo_fn import batches
+from grpo_fn.learner import batch as batches
 from tests.generating import roll
 from tests.naive_learner import make_state
 from tests.tiny_policies import ARCHITECTURES, VOCAB, tiny_advantages, tiny_policy, tiny_rollout

@@ -7,11 +7,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn import blocking, packed, substitutes, unpacking
-from grpo_fn.grid_steps import takes_lanes
-from grpo_fn.packed import unpack_rows
-from grpo_fn.sampling_form import sampling_form, sampling_form_bytes
-from grpo_fn.unpacking import unpackable, unpacked_weights
+from grpo_fn.backends.cpu import blocked_weights as blocking
+from grpo_fn.backends.cpu.grid_steps import takes_lanes
+from grpo_fn.policy import patched_layers as substitutes
+from grpo_fn.policy import quantized_layers as packed
+from grpo_fn.policy import unpacked_layers as unpacking
+from grpo_fn.policy.quantized_layers import unpack_rows
+from grpo_fn.policy.sampling_form import sampling_form, sampling_form_bytes
+from grpo_fn.policy.unpacked_layers import unpackable, unpacked_weights
 from tests.generating import EOS, RAGGED, assert_teacher_forced, roll
 from tests.tiny_policies import memory_in_use, tiny_module, token_rows, worst_difference
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.caches import plain_caches
-from grpo_fn.sharing import can_share
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.policy.kv_caches import plain_caches
 from tests.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.tiny_policies import UNUSUAL, tiny_module, tiny_policy, token_rows, worst_difference
 

@@ -9,15 +9,15 @@ from click.testing import CliRunner
 
 from grpo_fn.trees import named_leaves
 from runners import cli
-from runners.adapters import new_adapters
-from runners.base_digest import SAMPLED, WHOLE, base_digest
+from runners.config.sections import LoraConfig, ModelConfig
+from runners.conversion.export import Quantization, export
 from runners.errors import UserError
-from runners.export import Quantization, export
-from runners.inference import load_inference
-from runners.model_writing import trained, write_trained
-from runners.models import load_model
-from runners.platform import Platform
-from runners.sections import LoraConfig, ModelConfig
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.models.adapters import new_adapters
+from runners.models.base_digest import SAMPLED, WHOLE, base_digest
+from runners.models.model_writing import trained, write_trained
+from runners.models.models import load_model
 from tests.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")

@@ -8,12 +8,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.config import load_config
-from runners.models import load_model
-from runners.platform import Platform
-from runners.report import Quiet
-from runners.setup import build_run
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.machine.machine import Platform
+from runners.models.models import load_model
+from runners.telemetry.report import Quiet
+from runners.training.setup import build_run
+from runners.training.train import run_training
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 

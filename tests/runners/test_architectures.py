@@ -8,11 +8,11 @@ from click.testing import CliRunner
 from mlx_lm.utils import load_model as mlx_lm_load
 
 from runners import cli
-from runners.inference import load_inference
-from runners.models import load_model
-from runners.platform import Platform
-from runners.sections import ModelConfig
-from runners.tokenizers import TextDecoder
+from runners.config.sections import ModelConfig
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.models.models import load_model
+from runners.tokenization.text import TextDecoder
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import ARCHITECTURES, make_model_folder
 from tests.tiny_runs import BY_LETTERS, LETTERS, small

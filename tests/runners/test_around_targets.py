@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.report import Quiet
-from runners.train import run_training
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.decoys import look, plant
 from tests.disks import small_disk
 from tests.resuming import SHORT, config_in, outcome

@@ -6,14 +6,14 @@ from pathlib import Path
 import attrs
 import pytest
 
-from runners import auto_quantization as auto
-from runners.auto_quantization import settle_quantization
-from runners.config import load_config
-from runners.models import load_model
-from runners.platform import Platform
-from runners.quantization_choice import Measured, choose
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.machine.machine import Platform
+from runners.models.models import load_model
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from runners.tuning import auto_quantization as auto
+from runners.tuning.auto_quantization import settle_quantization
+from runners.tuning.quantization_choice import Measured, choose
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import Notes, small
 

@@ -10,16 +10,16 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners.bad_updates import KEPT, BadUpdates, save_bad_batch
-from runners.config import load_config
-from runners.embedded import MODEL_DIR
+from runners.checkpoints.state_files import load_state
+from runners.config.config import load_config
+from runners.data.prompts import Example
 from runners.errors import NumbersError
-from runners.json_lines import to_json
-from runners.prompts import Example
-from runners.rollout import Experience
-from runners.state_files import load_state
-from runners.train import run_training
-from runners.watch import unknown_metric
+from runners.files.json_lines import to_json
+from runners.quickstart import MODEL_DIR
+from runners.telemetry.run_watch import unknown_metric
+from runners.training.bad_updates import KEPT, BadUpdates, save_bad_batch
+from runners.training.rollout import Experience
+from runners.training.train import run_training
 from tests.folders import held
 from tests.tiny_policies import tiny_rollout
 from tests.tiny_runs import Notes, small

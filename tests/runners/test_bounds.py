@@ -11,16 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runners import bounded, parquet_rows, tokenizer_check
-from runners.bounded import run_bounded
-from runners.config import load_config
-from runners.data_files import MAX_ROW, read_file
+from runners.config.config import load_config
+from runners.config.sections import DataConfig
+from runners.data import parquet_rows
+from runners.data.data_files import MAX_ROW, read_file
+from runners.data.prompts import build_examples, render
 from runners.errors import ConfigError, UserError, show
-from runners.model_reading import load_tokenizer
-from runners.prompts import build_examples, render
-from runners.sections import DataConfig
-from runners.tokenizer_check import check_tokenizer
-from runners.tokenizers import MAX_TEXT, encode
+from runners.machine import bounded
+from runners.machine.bounded import run_bounded
+from runners.models.model_reading import load_tokenizer
+from runners.tokenization import tokenizer_check
+from runners.tokenization.text import MAX_TEXT, encode
+from runners.tokenization.tokenizer_check import check_tokenizer
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 

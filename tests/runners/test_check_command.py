@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.check_run import check_run
-from runners.config import load_config
-from runners.model_reading import load_tokenizer
-from runners.prompts import template_notices
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.data.prompts import template_notices
+from runners.evaluation.check_run import check_run
+from runners.models.model_reading import load_tokenizer
+from runners.training.train import run_training
 from tests.tiktoken_files import make_encoding, make_nanochat_folder
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import Notes, small
@@ -111,7 +111,7 @@ def test_another_form_of_answers(check, tmp_path):
     write_data(tmp_path / "d.jsonl", ["1/2", "3", "x^2", "7"] * 5)
     (tmp_path / "t.toml").write_text(
         '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\nnudge = ""\n'
-        '[reward]\nfunctions = ["runners.reward_library:math_verify_reward"]\n'
+        '[reward]\nfunctions = ["runners.rewards.library:math_verify_reward"]\n'
     )
     result = check("t.toml", "--form", r"It is $\boxed{{answer}}$.")
     assert result.exit_code == 0, result.stderr

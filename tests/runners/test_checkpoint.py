@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import map_arrays, named_leaves
-from runners.checkpoint import list_checkpoints, prune_checkpoints
+from runners.checkpoints.checkpoint import list_checkpoints, prune_checkpoints
+from runners.checkpoints.state_files import load_state
+from runners.config.sections import LoraConfig
 from runners.errors import UserError
-from runners.model_writing import save_final
-from runners.sections import LoraConfig
-from runners.state_files import load_state
+from runners.models.model_writing import save_final
 from tests.checkpoints import save_checkpoint
 from tests.tiny_models import make_model_folder
 from tests.tiny_states import TOKENS, load, logits, make_state, same_bits
@@ -137,7 +137,7 @@ def test_a_full_disk_is_a_user_error_and_keeps_the_old_checkpoint(llama, tmp_pat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("runners.state_files.save_arrays", full)
+        patch.setattr("runners.checkpoints.state_files.save_arrays", full)
         with pytest.raises(UserError, match=r"checkpoint-5: cannot be written: No space left on device"):
             save_checkpoint(tmp_path, 5, make_state(llama, seed=9), llama, {})
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "latest"}

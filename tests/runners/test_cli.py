@@ -14,11 +14,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from runners import __version__, cli, platform
-from runners.config import load_config
+from runners import __version__, cli
+from runners.config.config import load_config
+from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.errors import UserError
-from runners.interrupts import Stopped
-from runners.settings import PRESET_FOLDER, preset_names
+from runners.machine import machine as platform
+from runners.machine.signals import Stopped
 
 ROOT = PRESET_FOLDER.parent
 MODEL = 'model.path = "embedded"\n'
@@ -48,7 +49,9 @@ def training(monkeypatch):
 
     calls_raise = []
     monkeypatch.setattr(platform, "prepare", prepare)
-    monkeypatch.setitem(sys.modules, "runners.train", types.SimpleNamespace(run_training=run_training))
+    monkeypatch.setitem(
+        sys.modules, "runners.training.train", types.SimpleNamespace(run_training=run_training)
+    )
     return types.SimpleNamespace(calls=calls, fail_with=calls_raise.append)
 
 
@@ -262,7 +265,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         "import os, signal, sys, types;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # whatever runs the tests may ignore it
         "hit = lambda config, **how: os.kill(os.getpid(), signal.SIGINT);"
-        "sys.modules['runners.train'] = types.SimpleNamespace(run_training=hit);"
+        "sys.modules['runners.training.train'] = types.SimpleNamespace(run_training=hit);"
         "from runners.cli import main; main(['run', 'smoke_test'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from runners.config import load_config
-from runners.train import run_training
-from runners.watch import unknown_metric
+from runners.config.config import load_config
+from runners.telemetry.run_watch import unknown_metric
+from runners.training.train import run_training
 from tests.tiny_runs import Notes, small
 
 REWARDS = """

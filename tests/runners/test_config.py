@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners import sections
-from runners.config import SECTIONS, load_config, write_resolved
+from runners.config import sections
+from runners.config.config import SECTIONS, load_config, write_resolved
+from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.errors import ConfigError
-from runners.settings import PRESET_FOLDER, preset_names
 
 MINIMAL = '[model]\npath = "embedded"\n'
 

@@ -3,10 +3,10 @@
 import attrs
 import pytest
 
-from runners import sections
-from runners.config import SECTIONS, ConfigError, load_config
-from runners.rules import Mismatch
-from runners.settings import preset_names
+from runners.config import sections
+from runners.config.config import SECTIONS, ConfigError, load_config
+from runners.config.reading import preset_names
+from runners.config.rules import Mismatch
 
 MODEL = 'model.path = "embedded"\n'
 

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runners.config import KEYS, SECTIONS, ConfigError, load_config
+from runners.config.config import KEYS, SECTIONS, ConfigError, load_config
+from runners.config.flat_keys import FLAT_KEYS
 from runners.errors import spell
-from runners.flat_keys import FLAT_KEYS
 
 MODEL = 'model.path = "embedded"\n'
 _NAMES = sorted({*SECTIONS, *FLAT_KEYS, *(path[-1] for path in KEYS), "mlx_grpo", "", "x.y", "\n"})

@@ -7,10 +7,10 @@ from typing import get_args
 import attrs
 import pytest
 
-from runners import sections
-from runners.config import KEYS, ConfigError
-from runners.rules import is_text
-from runners.settings import PRESET_FOLDER
+from runners.config import sections
+from runners.config.config import KEYS, ConfigError
+from runners.config.reading import PRESET_FOLDER
+from runners.config.rules import is_text
 
 
 def test_defaults_are_the_documented_ones(load):
@@ -127,7 +127,9 @@ def test_defaults_are_the_documented_ones(load):
 def test_the_schema_names_what_the_core_has():
     """The config's choices, spelled out so that loading needs no MLX, are grpo_fn's."""
     import grpo_fn as g
-    from grpo_fn import kl, ratios, rewards, specs
+    from grpo_fn.algorithm import kl, ratios
+    from grpo_fn.algorithm import spec as specs
+    from runners.rewards import builtin as rewards
 
     assert set(get_args(sections.Preset)) == set(g.PRESETS)
     assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
@@ -141,7 +143,7 @@ def test_the_schema_names_what_the_core_has():
 def test_loading_imports_nothing_heavy():
     """A faulty config ends before MLX, datasets or transformers are imported."""
     code = (
-        "import sys; from runners.config import load_config; load_config('quickstart');"
+        "import sys; from runners.config.config import load_config; load_config('quickstart');"
         "heavy = {'mlx', 'mlx_lm', 'datasets', 'transformers', 'numpy', 'rich', 'grpo_fn'};"
         "loaded = heavy & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )

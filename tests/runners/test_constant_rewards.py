@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from runners.constant_rewards import ConstantRewards
 from runners.errors import UserError
+from runners.telemetry.constant_rewards import ConstantRewards
 
 NAN = float("nan")
 
@@ -66,8 +66,8 @@ def test_a_checkpoint_of_before_this_was_saved_is_past_it():
 
 def test_a_run_says_it(tmp_path):
     """The line comes from the loop, at the tenth batch step, among the notes."""
-    from runners.config import load_config
-    from runners.train import run_training
+    from runners.config.config import load_config
+    from runners.training.train import run_training
     from tests.tiny_runs import Notes, small
 
     (tmp_path / "flat.py").write_text("def flat(completions, **_):\n    return [0.25] * len(completions)\n")

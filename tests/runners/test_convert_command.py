@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.config import load_config
-from runners.prompt_settings import PromptSettings, read_prompt, write_prompt
+from runners.config.config import load_config
+from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 

@@ -16,11 +16,11 @@ from datasets.exceptions import DatasetNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.rewards import parse_number
-from runners import data
-from runners.data import epoch_order, gold_answer, load_rows
+from runners.config.sections import DataConfig
+from runners.data import datasets as data
+from runners.data.datasets import epoch_order, gold_answer, load_rows
 from runners.errors import UserError
-from runners.sections import DataConfig
+from runners.rewards.builtin import parse_number
 
 GSM8K = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
 ROWS = [

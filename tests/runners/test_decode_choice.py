@@ -7,18 +7,18 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn import caches as cache_rows
-from grpo_fn import decode_step
-from grpo_fn.prefill import prefill, prefill_once
-from grpo_fn.prefixes import PrefixCache, fork
-from runners import decode_choice, decode_probe
-from runners.decode_choice import Candidates, Times, choose, hopeless, measure, usual
-from runners.decode_probe import Probe
-from runners.launching import launches
-from runners.platform import Platform
-from runners.sections import RolloutConfig
-from runners.tuning_cache import Decoding
-from runners.workload import Workload
+from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.rollout import decode_step
+from grpo_fn.rollout.prefill import prefill, prefill_once
+from grpo_fn.rollout.shared_prefix import PrefixCache, fork
+from runners.config.sections import RolloutConfig
+from runners.machine.machine import Platform
+from runners.tuning import decode_choice, decode_probe
+from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
+from runners.tuning.decode_probe import Probe
+from runners.tuning.launching import launches
+from runners.tuning.tuning_cache import Decoding
+from runners.tuning.workload import Workload
 from tests.tiny_policies import tiny_policy
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]

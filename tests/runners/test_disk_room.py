@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from runners import disk_room
-from runners.checkpoint import list_checkpoints
-from runners.config import load_config
-from runners.disk_room import DiskRoom
+from runners.checkpoints.checkpoint import list_checkpoints
+from runners.config.config import load_config
+from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.interrupts import Stopped
-from runners.report import Quiet
-from runners.sections import CheckpointConfig
-from runners.train import run_training
+from runners.files import disk_room
+from runners.files.disk_room import DiskRoom
+from runners.machine.signals import Stopped
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import SHORT, Killer, config_in, outcome
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import BY_LETTERS, LETTERS, Notes, small
@@ -152,7 +152,7 @@ def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path,
         raise UserError("final: cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("runners.loop.save_final", full)
+        patch.setattr("runners.training.loop.save_final", full)
         with pytest.raises(UserError, match="No space left"):
             run_training(config, report=notes)
     assert any(line.startswith("the final model was not saved, but") for line in notes.lines)

@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners import durable, staging
 from runners.errors import UserError
+from runners.files import durable, staging
 from tests.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from runners.embedded import DATA_DIR, MODEL_DIR
-from runners.embedded.problems import (
+from runners.quickstart import DATA_DIR, MODEL_DIR
+from runners.quickstart.make.model import answer_of, exact_match
+from runners.quickstart.make.problems import (
     LARGEST,
     ROWS,
     SPLITS,
@@ -22,9 +23,8 @@ from runners.embedded.problems import (
     slipped,
     split_of,
 )
-from runners.embedded.pupil import answer_of, exact_match
-from runners.embedded.templates import TEMPLATES
-from runners.embedded.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
+from runners.quickstart.make.templates import TEMPLATES
+from runners.quickstart.make.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 

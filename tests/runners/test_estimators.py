@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.estimators import bootstrap, majority_at_k, mcnemar, pass_at_k, wilson
+from runners.evaluation.estimators import bootstrap, majority_at_k, mcnemar, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,30 @@ from click.testing import CliRunner
 
 from grpo_fn.prng import EVALUATION, ROLLOUTS, stream_key
 from runners import cli
-from runners.comparison import difference, shared, summary, table
-from runners.config import load_config
-from runners.data import load_rows, load_split
-from runners.embedded import DATA_DIR
-from runners.estimators import bootstrap, mcnemar, wilson
-from runners.evaluate import evaluate, held_out
-from runners.evaluation import Measured, Metric, Plan, _sampling, _tally, choose, eval_rows, measure
-from runners.generation import Sampling
-from runners.inference import load_inference
-from runners.platform import Platform
-from runners.prompts import build_examples
-from runners.report import Quiet
-from runners.reward_functions import resolve_rewards
-from runners.tokenizers import TextDecoder
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.data.datasets import load_rows, load_split
+from runners.data.prompts import build_examples
+from runners.evaluation.comparison import difference, shared, summary, table
+from runners.evaluation.estimators import bootstrap, mcnemar, wilson
+from runners.evaluation.evaluate import evaluate, held_out
+from runners.evaluation.evaluation import (
+    Measured,
+    Metric,
+    Plan,
+    _sampling,
+    _tally,
+    choose,
+    eval_rows,
+    measure,
+)
+from runners.inference.generation import Sampling
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.quickstart import DATA_DIR
+from runners.rewards.functions import resolve_rewards
+from runners.telemetry.report import Quiet
+from runners.tokenization.text import TextDecoder
+from runners.training.train import run_training
 
 CPU = Platform(backend="cpu")
 
@@ -215,7 +224,7 @@ def test_the_command_prints_a_table_and_writes_both_files(grpo_eval, tmp_path):
 
 def test_the_command_compares_two_models(grpo_eval, tmp_path):
     """The second one, a copy of the first, is not better."""
-    from runners.embedded import MODEL_DIR
+    from runners.quickstart import MODEL_DIR
 
     (tmp_path / "copy").symlink_to(MODEL_DIR)
     result = grpo_eval("embedded", "copy", "--config", "quickstart", "--samples", "4", "--max-tokens", "30")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 from runners import cli
-from runners.settings import PRESET_FOLDER
+from runners.config.reading import PRESET_FOLDER
 from tests.hub import serving
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_runs import train
@@ -261,7 +261,7 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
 
 def test_nothing_is_uploaded_unasked(export, runs, monkeypatch):
     """Without the option the Hub is not even looked for."""
-    monkeypatch.setattr("runners.export.upload", lambda *_, **__: pytest.fail("an upload"))
+    monkeypatch.setattr("runners.conversion.export.upload", lambda *_, **__: pytest.fail("an upload"))
     assert export(runs["full"], "--out", "out").exit_code == 0
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from runners.errors import RewardError
-from runners.report import Quiet
-from runners.train import run_training
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import SHORT, config_in, outcome
 from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits

@@ -3,9 +3,9 @@
 import attrs
 import pytest
 
-from runners.config import KEYS, ConfigError
-from runners.flat_keys import FLAT_KEYS, PAIRS
-from runners.sections import RunConfig
+from runners.config.config import KEYS, ConfigError
+from runners.config.flat_keys import FLAT_KEYS, PAIRS
+from runners.config.sections import RunConfig
 
 # A file as that project's users have them: each key with a value that is not its default.
 WHOLE = """\

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.settings import PRESET_FOLDER
+from runners.config.reading import PRESET_FOLDER
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
@@ -148,7 +148,7 @@ main()
 TELLING = """
 import sys
 from runners.commands import chat
-from runners.interrupts import Interrupts
+from runners.machine.signals import Interrupts
 def telling(function, name, before):
     def call(*arguments):
         if before:
@@ -241,7 +241,7 @@ def test_help_is_no_message(grpo):
 
 
 ECHO = """
-from runners.conversation import Conversation
+from runners.inference.conversation import Conversation
 Conversation.reply = lambda self, text, **_: iter([f"[{text}]"])
 from runners.cli import main
 main()

@@ -7,12 +7,12 @@ import mlx_lm
 import pytest
 
 from grpo_fn.prng import EVALUATION
-from runners.conversation import Conversation
-from runners.generation import Completion, Sampling, Speed, generate_batches, stream
-from runners.inference import load_inference
-from runners.platform import Platform
-from runners.prompts import render
-from runners.tokenizers import TextDecoder
+from runners.data.prompts import render
+from runners.inference.conversation import Conversation
+from runners.inference.generation import Completion, Sampling, Speed, generate_batches, stream
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.tokenization.text import TextDecoder
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 

@@ -7,7 +7,7 @@ import pytest
 
 import grpo_fn as g
 from runners.errors import UserError, is_out_of_memory
-from runners.gradients import Gradients
+from runners.training.gradients import Gradients
 from tests.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.tiny_policies import same_tree, tiny_policy, worst_difference
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from runners.hub import hub_or_cache
-from runners.settings import PRESET_FOLDER
+from runners.config.reading import PRESET_FOLDER
+from runners.models.hub import hub_or_cache
 from tests.hub import serving
 from tests.tiny_models import make_model_folder
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runners import platform
 from runners.cli import COMMANDS
+from runners.machine import machine as platform
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_TIME, TOO_LATE = 42, 43

@@ -9,8 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from runners.errors import UserError
-from runners.inference import load_inference
-from runners.platform import Platform
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runners.interrupts import Stopped, StopSignals
-from runners.report import Quiet
-from runners.terminal import OutputLost
-from runners.train import run_training
+from runners.machine.signals import Stopped, StopSignals
+from runners.machine.terminal import OutputLost
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import SHORT, config_in, outcome
 from tests.tiny_states import same_bits
 

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import resource, sys
-from runners.malloc import keep_freed_memory
+from runners.machine.malloc import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 import mlx.core as mx
 x = mx.ones((2**24,))

@@ -9,11 +9,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners import memory_watch, platform
-from runners.config import load_config
-from runners.memory_watch import MemoryWatch, parse_meminfo, parse_swapusage
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.machine import machine as platform
+from runners.memory import memory_watch
+from runners.memory.memory_watch import MemoryWatch, parse_meminfo, parse_swapusage
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runners.config.sections import LogConfig
 from runners.errors import UserError
-from runners.json_lines import JsonLines, to_json
-from runners.metrics import MetricsLog
-from runners.report import Quiet
-from runners.sections import LogConfig
-from runners.train import run_training
+from runners.files.json_lines import JsonLines, to_json
+from runners.telemetry.log import MetricsLog
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import config_in
 
 NAN, INF = math.nan, math.inf
@@ -130,8 +130,8 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
 
 def test_a_missing_dashboard_ends_a_run_before_the_model_is_loaded(tmp_path, monkeypatch):
     """Also before anything of an earlier run is removed."""
-    monkeypatch.setattr("runners.dashboards._missing", lambda key, package: f"{package} is missing")
-    monkeypatch.setattr("runners.train.build_run", None)
+    monkeypatch.setattr("runners.telemetry.dashboards._missing", lambda key, package: f"{package} is missing")
+    monkeypatch.setattr("runners.training.train.build_run", None)
     final = tmp_path / "tiny" / "final"
     final.mkdir(parents=True)
     with pytest.raises(UserError, match=r"^trackio is missing$"):

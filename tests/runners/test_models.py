@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 
 from grpo_fn.trees import named_leaves
+from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError
-from runners.model_files import resolve_model
-from runners.model_reading import _finite
-from runners.models import load_model
-from runners.platform import Platform
-from runners.sections import LoraConfig, ModelConfig
+from runners.machine.machine import Platform
+from runners.models.model_files import resolve_model
+from runners.models.model_reading import _finite
+from runners.models.models import load_model
 from tests.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")
@@ -311,7 +311,7 @@ def test_experts_that_can_be_computed_are_loaded(experts):
 
 def test_a_sampler_of_experts_in_16_bits_is_refused_on_a_cpu(experts):
     """For inference as well."""
-    from runners.inference import load_inference
+    from runners.inference.inference import load_inference
 
     with pytest.raises(UserError, match=r'^dtype: found "bfloat16"'):
         load_inference(str(experts[0]), CPU, dtype="bfloat16")

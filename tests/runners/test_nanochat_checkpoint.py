@@ -11,12 +11,12 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from runners.convert import Quantization, convert
+from runners.config.reading import PRESET_FOLDER
+from runners.conversion.convert import Quantization, convert
+from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
 from runners.errors import UserError
-from runners.inference import load_inference
-from runners.nanochat_checkpoint import find_checkpoint, is_checkpoint
-from runners.platform import Platform
-from runners.settings import PRESET_FOLDER
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
 from tests.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.tiktoken_files import make_encoding, write_pickle
 
@@ -200,7 +200,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from runners import platform; platform.prepare()
-from runners.convert import convert
+from runners.conversion.convert import convert
 def peak():  # of this process image; ru_maxrss would begin with the parent's
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_fn.trees import named_leaves
 from mlx.utils import tree_map
 from mlx_lm import load
-from runners.embedded import MODEL_DIR
+from runners.quickstart import MODEL_DIR
 
 model, tokenizer = load(str(MODEL_DIR))
 model.update(tree_map(lambda leaf: leaf.astype(mx.float32), model.parameters()))
@@ -84,7 +84,7 @@ import sys
 
 import grpo_fn as g
 import mlx.core as mx
-import runners.train
+import runners.training.train
 from tests.tiny_policies import tiny_policy
 
 policy, spec, optimizer = tiny_policy(), g.preset("dapo", beta=0.01), g.adamw(1e-3)

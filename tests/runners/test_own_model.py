@@ -9,17 +9,17 @@ from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 from runners import cli
-from runners.config import load_config
+from runners.config.config import load_config
+from runners.config.sections import ModelConfig
+from runners.config.user_functions import resolve_function
 from runners.errors import ConfigError, UserError
-from runners.functions import resolve_function
-from runners.inference import load_inference
-from runners.model_files import resolve_model
-from runners.models import load_model
-from runners.plan import make_plan
-from runners.platform import Platform
-from runners.report import Quiet
-from runners.sections import ModelConfig
-from runners.train import run_training
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.memory.plan import make_plan
+from runners.models.model_files import resolve_model
+from runners.models.models import load_model
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.pages import ROOT, snippets
 from tests.tiny_models import make_tokenizer, write_tokenizer
 from tests.tiny_runs import BY_LETTERS, LETTERS, small

@@ -11,15 +11,17 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.memory import WITHIN
-from grpo_fn.sampling_form import sampling_form
+from grpo_fn.policy.sampling_form import sampling_form
 from grpo_fn.trees import named_leaves, nbytes
-from runners import cli, forecast, plan, platform, remedies
-from runners.config import load_config
+from runners import cli
+from runners.config.config import load_config
+from runners.data.stream import Plan
 from runners.errors import UserError
-from runners.learner import build_learner
-from runners.model_sizes import _from_config, model_sizes
-from runners.models import load_model
-from runners.stream import Plan
+from runners.machine import machine as platform
+from runners.memory import forecast, plan, remedies
+from runners.memory.model_sizes import _from_config, model_sizes
+from runners.models.models import load_model
+from runners.training.learner import build_learner
 from tests.tiny_models import make_config, make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +183,7 @@ def test_each_remedy_that_is_named_would_do(config):
 
 def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, tmp_path, monkeypatch):
     """Weights, moments and gradients above system.memory_limit_gb: one line, code 2, nothing loaded."""
-    from runners import setup
+    from runners.training import setup
 
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("loaded"))
     checked = config("system.memory_limit_gb=0.0001")

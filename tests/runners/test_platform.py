@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.backends.cpu import blas
-from runners import install_hints, platform
+from runners.machine import install_hints
+from runners.machine import machine as platform
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
@@ -27,7 +28,7 @@ def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess
 
 def test_importing_platform_imports_no_mlx():
     """The module can be imported first: it leaves mlx alone until asked."""
-    code = "import runners.platform, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
+    code = "import runners.machine.machine, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
     result = in_new_process(code)
     assert result.stdout.split() == ["False", "False"], result.stderr
 
@@ -70,7 +71,7 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
     (lonely / "__init__.py").write_text("")
     shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
     result = in_new_process(
-        "from runners.platform import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+        "from runners.machine.machine import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
     )
     message = result.stderr.splitlines()[-1]
     assert "UserError" in message and "libmlx" in message

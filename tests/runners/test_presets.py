@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from runners import model_sizes
-from runners.config import load_config
-from runners.forecast import forecast, longest_prompt
-from runners.platform import Platform
-from runners.report import Quiet
-from runners.sections import EMBEDDED
-from runners.settings import PRESET_FOLDER, preset_names
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.config.reading import PRESET_FOLDER, preset_names
+from runners.config.sections import EMBEDDED
+from runners.machine.machine import Platform
+from runners.memory import model_sizes
+from runners.memory.forecast import forecast, longest_prompt
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.tiktoken_files import make_nanochat_folder
 from tests.tiny_models import make_model_folder
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from runners.data.prompt_files import read_prompts
 from runners.errors import UserError
-from runners.prompt_files import read_prompts
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 

@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.config import load_config
+from runners.checkpoints.run_folder import model_of_run
+from runners.config.config import load_config
 from runners.errors import UserError
-from runners.inference import load_inference
-from runners.platform import Platform
-from runners.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
-from runners.run_folder import model_of_run
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
 from tests.tiny_runs import train
 
 CPU = Platform(backend="cpu")

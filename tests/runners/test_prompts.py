@@ -8,10 +8,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from runners.data import load_rows
+from runners.config.sections import DataConfig
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples, columns_of, render, reward_columns
 from runners.errors import UserError
-from runners.prompts import build_examples, columns_of, render, reward_columns
-from runners.sections import DataConfig
 
 GSM8K = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
 SPECIAL = {"<s>": 256, "</s>": 257, "<|user|>": 258, "<|end|>": 259, "<|bot|>": 260}

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from runners import run_folder
-from runners.bad_updates import BadUpdates
-from runners.checkpoint import list_checkpoints, take_snapshot
+from runners.checkpoints import run_folder
+from runners.checkpoints.checkpoint import list_checkpoints, take_snapshot
+from runners.checkpoints.run_folder import LOCK, FolderGone, locked
+from runners.checkpoints.saving import Saver
+from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.run_folder import LOCK, FolderGone, locked
-from runners.saving import Saver
-from runners.sections import CheckpointConfig
-from runners.train import run_training
+from runners.training.bad_updates import BadUpdates
+from runners.training.train import run_training
 from tests.checkpoints import save_checkpoint
 from tests.decoys import look
 from tests.folders import held

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners import progress
-from runners.live import LiveReport
-from runners.progress import Progress, count, duration, gigabytes, number, sparkline
-from runners.report import PlainReport, Quiet, make_report
+from runners.telemetry import progress
+from runners.telemetry.live import LiveReport
+from runners.telemetry.progress import Progress, count, duration, gigabytes, number, sparkline
+from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.terminal import RICH_READS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,7 +217,7 @@ def test_lines_scroll_above_the_block():
 
 TERMINAL = """
 import time
-from runners.report import make_report
+from runners.telemetry.report import make_report
 with make_report() as report:
     report.status("loading the model")
     time.sleep(0.05)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runners.checkpoint import checkpoint_folders
-from runners.report import Quiet
-from runners.train import run_training
+from runners.checkpoints.checkpoint import checkpoint_folders
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import config_in, killed, outcome, saved
 from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits

@@ -10,12 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners.checkpoint import LATEST
+from runners.checkpoints.checkpoint import LATEST
+from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
+from runners.checkpoints.run_folder import locked
 from runners.errors import UserError
-from runners.manifest import MANIFEST, Damaged, check_manifest, digest
-from runners.report import Quiet
-from runners.run_folder import locked
-from runners.train import run_training
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import SHORT, config_in, killed, lines_of, outcome
 from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits
@@ -262,7 +262,7 @@ def test_other_data_are_refused(copy):
     state["data"] = "0" * 64
     (copy.folder / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
     (copy.folder / "checkpoint-2" / MANIFEST).unlink()
-    from runners.manifest import write_manifest
+    from runners.checkpoints.manifest import write_manifest
 
     write_manifest(copy.folder / "checkpoint-2")
     with pytest.raises(UserError, match="trained on other data than embedded has now"):
@@ -318,7 +318,7 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
 
 def test_a_resumed_run_takes_over_what_was_measured(tmp_path, monkeypatch):
     """What rollout.quantization = "auto" and decoding were found to be is not measured again."""
-    import runners.setup
+    import runners.training.setup
 
     settings = [*SHORT, "rollout.quantization=auto"]
     config = config_in(tmp_path / "b", *settings)
@@ -330,14 +330,14 @@ def test_a_resumed_run_takes_over_what_was_measured(tmp_path, monkeypatch):
         return attrs.evolve(config, rollout=rollout), None
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.setup, "settle_quantization", settle)
+        patch.setattr(runners.training.setup, "settle_quantization", settle)
         killed(config, "sampling", 3)
 
     def forbidden(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(runners.setup, "settle_quantization", forbidden)
-    monkeypatch.setattr(runners.setup, "tuned", forbidden)
+    monkeypatch.setattr(runners.training.setup, "settle_quantization", forbidden)
+    monkeypatch.setattr(runners.training.setup, "tuned", forbidden)
     result = run_training(config, report=Quiet(), resume=True)
     log = lines_of(result.folder / "training_log.jsonl")
     assert log[1]["rollout/quantization"] == "affine-8"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fn.rewards import REWARDS
 from runners.errors import UserError
-from runners.reward_functions import Reward, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.builtin import REWARDS
+from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from runners.errors import UserError
-from runners.reward_library import length_reward, math_verify_reward, overlong_reward, regex_reward
-from runners.scoring import Scorer, resolve_rewards
+from runners.rewards.library import length_reward, math_verify_reward, overlong_reward, regex_reward
+from runners.rewards.scoring import Scorer, resolve_rewards
 
 
 def completions(*texts):
@@ -46,7 +46,7 @@ def test_mathematics_is_compared_as_mathematics(gold, text, value):
 
 def test_mathematics_under_the_scorer_s_time_limit(capfd):
     """In a thread, where math-verify's own limits cannot work; nothing is said about that."""
-    rewards = resolve_rewards(["runners.reward_library:math_verify_reward"])
+    rewards = resolve_rewards(["runners.rewards.library:math_verify_reward"])
     texts = [tagged("0.5"), tagged("3")]
     scores = Scorer(rewards, timeout=60.0).score(texts, [[]] * 2, {"answer": ["1/2", "1/2"]})
     assert scores.problems == [] and scores.values_kb.tolist() == [[1.0, 0.0]]
@@ -60,7 +60,7 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
         math_verify_reward(completions("1"), ["1"])
     # A config's rewards are resolved before its model is loaded.
     with pytest.raises(UserError, match="needs math-verify"):
-        resolve_rewards(["runners.reward_library:math_verify_reward"])
+        resolve_rewards(["runners.rewards.library:math_verify_reward"])
 
 
 def test_patterns():
@@ -102,7 +102,7 @@ def test_overlong_is_dapo_s_and_the_loss_s():
 def test_they_are_named_from_a_file_of_one_s_own(tmp_path):
     """As docs/rewards.md shows: made there, found by the file's name, called with what they need."""
     (tmp_path / "mine.py").write_text(
-        "from runners.reward_library import length_reward, regex_reward\n"
+        "from runners.rewards.library import length_reward, regex_reward\n"
         "brevity = length_reward(0, 3)\n"
         "polite = regex_reward(r'please')\n"
     )

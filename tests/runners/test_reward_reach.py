@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runners.config import load_config
+from runners.checkpoints.run_folder import locked
+from runners.config.config import load_config
 from runners.errors import UserError
-from runners.json_lines import JsonLines
-from runners.report import Quiet
-from runners.run_folder import locked
-from runners.scoring import Reward, Scorer
-from runners.train import run_training
-from runners.trl_arguments import RewardLog, is_own_name
+from runners.files.json_lines import JsonLines
+from runners.rewards.scoring import Reward, Scorer
+from runners.rewards.trl_arguments import RewardLog, is_own_name
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.tiny_runs import Notes
 
 ROOT = Path(__file__).resolve().parents[2]

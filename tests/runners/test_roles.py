@@ -7,11 +7,11 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.loss_stats import LossStats
-from grpo_fn.precision import quantized_role
-from runners.config import load_config
-from runners.roles import RolloutRole
-from runners.train import run_training
+from grpo_fn.algorithm.diagnostics import LossStats
+from grpo_fn.policy.quantized_role import quantized_role
+from runners.config.config import load_config
+from runners.training.roles import RolloutRole
+from runners.training.train import run_training
 from tests.tiny_models import make_model_folder
 from tests.tiny_policies import same_tree, tiny_policy, tiny_rollout
 from tests.tiny_runs import BY_LETTERS, LETTERS, Notes, small

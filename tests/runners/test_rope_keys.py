@@ -14,13 +14,14 @@ import mlx_lm.utils
 import pytest
 from click.testing import CliRunner
 
-from runners import cli, rope_keys
+from runners import cli
+from runners.config.sections import ModelConfig
 from runners.errors import UserError
-from runners.model_writing import save_model
-from runners.models import load_model
-from runners.platform import Platform
-from runners.rope_keys import rope_notices, with_rope_keys
-from runners.sections import ModelConfig
+from runners.machine.machine import Platform
+from runners.models import rope_keys
+from runners.models.model_writing import save_model
+from runners.models.models import load_model
+from runners.models.rope_keys import rope_notices, with_rope_keys
 from tests.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")

@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from runners.config.sections import ModelConfig
 from runners.errors import UserError
-from runners.models import load_model
-from runners.platform import Platform
-from runners.sections import ModelConfig
+from runners.machine.machine import Platform
+from runners.models.models import load_model
 from tests.tiny_models import make_tokenizer, write_tokenizer
 
 pytestmark = [

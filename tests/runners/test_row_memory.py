@@ -5,8 +5,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import nbytes
-from runners import platform, row_memory
-from runners.workload import Workload
+from runners.machine import machine as platform
+from runners.memory import row_memory
+from runners.tuning.workload import Workload
 from tests.tiny_policies import VOCAB, tiny_module, tiny_policy
 
 

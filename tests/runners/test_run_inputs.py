@@ -9,18 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from grpo_fn.rewards import REWARDS
-from runners import train as train_module
-from runners.arithmetic import arithmetic
-from runners.checkpoint import TRAINER_STATE
-from runners.config import load_config
+from runners.checkpoints.checkpoint import TRAINER_STATE
+from runners.checkpoints.manifest import write_manifest
+from runners.checkpoints.run_inputs import _spelled, columns_read
+from runners.config.config import load_config
+from runners.config.reading import PRESET_FOLDER
 from runners.errors import UserError
-from runners.manifest import write_manifest
-from runners.platform import Platform
-from runners.reward_functions import Reward
-from runners.run_inputs import _spelled, columns_read
-from runners.settings import PRESET_FOLDER
-from runners.train import run_training
+from runners.machine.arithmetic import arithmetic
+from runners.machine.machine import Platform
+from runners.rewards.builtin import REWARDS
+from runners.rewards.functions import Reward
+from runners.training import train as train_module
+from runners.training.train import run_training
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import Notes, small
 from tests.tiny_states import same_bits
@@ -191,7 +191,7 @@ def test_values_are_spelled_alike_in_every_process():
 def test_the_threads_of_the_blas_are_counted():
     """As the environment sets them: what the library says, not what was asked of it."""
     code = (
-        "from runners import platform; from runners.arithmetic import arithmetic; import json;"
+        "from runners import platform; from runners.machine.arithmetic import arithmetic; import json;"
         "print(json.dumps(arithmetic(platform.prepare())))"
     )
     done = subprocess.run(

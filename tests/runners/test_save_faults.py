@@ -12,16 +12,17 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from runners import checkpoint, durable
-from runners.checkpoint import LATEST, list_checkpoints, take_snapshot
+from runners.checkpoints import checkpoint
+from runners.checkpoints.checkpoint import LATEST, list_checkpoints, take_snapshot
+from runners.checkpoints.manifest import check_manifest
+from runners.checkpoints.run_folder import locked
+from runners.checkpoints.saving import Saver
+from runners.checkpoints.state_files import load_state
+from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.json_lines import JsonLines
-from runners.manifest import check_manifest
-from runners.run_folder import locked
-from runners.saving import Saver
-from runners.sections import CheckpointConfig
-from runners.state_files import load_state
-from runners.train import run_training
+from runners.files import durable
+from runners.files.json_lines import JsonLines
+from runners.training.train import run_training
 from tests.checkpoints import save_checkpoint
 from tests.disks import small_disk
 from tests.folders import held
@@ -345,7 +346,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
 
 def test_a_trainer_state_of_nonsense_is_the_first_to_go(tmp_path):
     """Ranking checkpoints reads a damaged one as the worst, and does not stumble over it."""
-    from runners.checkpoint import prune_checkpoints
+    from runners.checkpoints.checkpoint import prune_checkpoints
 
     for step, text in ((1, json.dumps({"em": 0.5})), (2, "{"), (3, json.dumps({"em": "high"}))):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from runners import saving
+from runners.checkpoints import saving
+from runners.checkpoints.saving import Saver
+from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.saving import Saver
-from runners.sections import CheckpointConfig
 from tests.folders import held
 
 

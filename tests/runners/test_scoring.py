@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.rewards import REWARDS
 from runners.errors import UserError
-from runners.reward_functions import PASSED
-from runners.scoring import Reward, Scorer, Scores
+from runners.rewards.builtin import REWARDS
+from runners.rewards.functions import PASSED
+from runners.rewards.scoring import Reward, Scorer, Scores
 
 TEXTS = ["alpha", "beta", "gamma"]
 

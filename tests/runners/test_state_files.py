@@ -7,15 +7,15 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from grpo_fn.optim import adamw
-from grpo_fn.policy import Policy
-from grpo_fn.state import init_state, sync_old, zeros_like
-from grpo_fn.steps import make_update_step
+from grpo_fn.learner.optimizer import adamw
+from grpo_fn.learner.state import init_state, sync_old, zeros_like
+from grpo_fn.learner.steps import make_update_step
+from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of, structure_of
-from runners import durable
+from runners.checkpoints.state_files import load_state, pack, unpack
+from runners.config.sections import LoraConfig
 from runners.errors import UserError
-from runners.sections import LoraConfig
-from runners.state_files import load_state, pack, unpack
+from runners.files import durable
 from tests.checkpoints import save_checkpoint
 from tests.tiny_models import make_model_folder
 from tests.tiny_states import load, make_state, moved, same_bits
@@ -138,9 +138,9 @@ def test_what_cannot_be_written_is_refused_by_name():
         ),
         (
             lambda folder: durable.save_arrays(
-                folder / "optimizer.safetensors", {}, {"format": "grpo_fn.state", "version": "99"}
+                folder / "optimizer.safetensors", {}, {"format": "grpo_fn.learner.state", "version": "99"}
             ),
-            "found grpo_fn.state version 99, wanted grpo_fn.state version 2",
+            "found grpo_fn.learner.state version 99, wanted grpo_fn.learner.state version 2",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from runners.statistics import Tally, loss_metrics, rollout_metrics
+from runners.telemetry.run_statistics import Tally, loss_metrics, rollout_metrics
 
 
 def tally_of(rewards_pg: list[list[float]]) -> Tally:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runners.interrupts import Stopped
-from runners.report import Quiet
-from runners.train import run_training
+from runners.machine.signals import Stopped
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.resuming import SHORT, Killer, config_in, outcome
 from tests.tiny_runs import Notes
 from tests.tiny_states import same_bits
@@ -72,7 +72,7 @@ def test_asked_before_the_first_step_nothing_is_saved(tmp_path):
 TWICE = """
 import os, signal, sys, threading, time
 import mlx.core as mx
-from runners.interrupts import StopSignals
+from runners.machine.signals import StopSignals
 number = getattr(signal, sys.argv[1])
 def send():
     for _ in range(2):

@@ -6,9 +6,9 @@ import struct
 import mlx.core as mx
 import pytest
 
-from runners.durable import load_arrays, save_arrays
 from runners.errors import UserError
-from runners.tensor_header import check_header
+from runners.files.durable import load_arrays, save_arrays
+from runners.files.tensor_header import check_header
 
 DTYPES = (
     "bool_",

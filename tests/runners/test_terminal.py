@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners import terminal
-from runners.json_lines import json_line, to_json
-from runners.live import LiveReport
-from runners.report import PlainReport, Quiet, make_report
-from runners.terminal import Output, OutputLost, echo, others_visible, visible
+from runners.files.json_lines import json_line, to_json
+from runners.machine import terminal
+from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
+from runners.telemetry.live import LiveReport
+from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,8 +194,8 @@ def test_what_others_log_is_visible(monkeypatch):
 ANSWERS = """
 import os, sys
 from types import SimpleNamespace
-import runners.platform
-runners.platform.load_blas()
+import runners.machine.machine
+runners.machine.machine.load_blas()
 import mlx_lm
 def answer(model, tokenizer, prompt, **options):
     for token in tokenizer.encode(os.environ["EVIL"], add_special_tokens=False):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from runners import thread_ends
+from runners.machine import thread_ends
 from tests.new_process import digest_of, in_new_process
 from tests.tiny_runs import small
 
@@ -15,9 +15,9 @@ IN_THREADS = """
 import sys
 import threading
 
-from runners.config import load_config
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 
 
 def train(name):
@@ -115,9 +115,9 @@ import sys
 import grpo_fn as g
 import mlx.core as mx
 from runners import platform
-from runners.config import load_config
-from runners.report import Quiet
-from runners.train import run_training
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.tiny_policies import tiny_policy
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 import grpo_fn as g
+from runners.config.sections import ModelConfig
+from runners.data.prompts import render
 from runners.errors import UserError
-from runners.model_files import check_folder, copy_companions
-from runners.models import load_model
-from runners.platform import Platform
-from runners.prompts import render
-from runners.sections import ModelConfig
-from runners.tiktoken_tokenizer import TiktokenDetokenizer, TiktokenTokenizer, load_tiktoken
-from runners.tokenizers import TextDecoder
+from runners.machine.machine import Platform
+from runners.models.model_files import check_folder, copy_companions
+from runners.models.models import load_model
+from runners.tokenization.text import TextDecoder
+from runners.tokenization.tiktoken_tokenizer import TiktokenDetokenizer, TiktokenTokenizer, load_tiktoken
 from tests.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, make_nanochat_folder, write_pickle
 from tests.tiny_models import make_model_folder
 

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from runners.errors import UserError
-from runners.tokenizer_pickle import encoding_state, find_pickle, read_encoding
+from runners.tokenization.tokenizer_pickle import encoding_state, find_pickle, read_encoding
 from tests.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, write_pickle
 
 STATE = {

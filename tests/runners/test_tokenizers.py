@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from runners.tokenizers import TextDecoder
+from runners.tokenization.text import TextDecoder
 from tests.tiny_models import SPECIAL, TAGS, make_tokenizer, write_tokenizer
 
 

@@ -15,9 +15,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners.config import load_config
-from runners.report import Quiet
-from runners.train import RunResult, run_training
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import RunResult, run_training
 from tests.tiny_models import make_model_folder
 from tests.tiny_runs import LETTERS, small
 
@@ -170,7 +170,7 @@ def test_groups_without_variance_change_nothing(tmp_path: Path) -> None:
     line = updates_of(log)[-1]
     assert line["frac_reward_zero_std"] == 1.0
     assert line["loss"] == 0.0 and line["grad_norm"] == 0.0
-    from runners.embedded import MODEL_DIR
+    from runners.quickstart import MODEL_DIR
 
     before = mx.load(str(MODEL_DIR / "model.safetensors"))
     after = named_leaves(result.state.params)

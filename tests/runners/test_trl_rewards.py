@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from runners.reward_library import on_texts
-from runners.scoring import Reward, Scorer, resolve_rewards
-from runners.trl_arguments import RewardLog, TrainerState
+from runners.rewards.library import on_texts
+from runners.rewards.scoring import Reward, Scorer, resolve_rewards
+from runners.rewards.trl_arguments import RewardLog, TrainerState
 
 TEXTS = [
     "<think>2 and 2</think>\nSo it is 4.",
@@ -159,9 +159,9 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     """Updates so far at each batch step; the logged metric and column reach the two logs."""
     import json
 
-    from runners.config import load_config
-    from runners.report import Quiet
-    from runners.train import run_training
+    from runners.config.config import load_config
+    from runners.telemetry.report import Quiet
+    from runners.training.train import run_training
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

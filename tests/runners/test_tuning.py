@@ -7,18 +7,18 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn import blocking
-from runners import decode_choice, tuning
-from runners.config import load_config
-from runners.decode_choice import CHECKS
-from runners.launching import keywords
-from runners.platform import Platform
-from runners.report import Quiet
-from runners.sections import RolloutConfig
-from runners.train import run_training
-from runners.tuning import tuned
-from runners.tuning_cache import Decoding, cache_file, recall
-from runners.workload import Workload
+from grpo_fn.backends.cpu import blocked_weights as blocking
+from runners.config.config import load_config
+from runners.config.sections import RolloutConfig
+from runners.machine.machine import Platform
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from runners.tuning import decode_choice, tuning
+from runners.tuning.decode_choice import CHECKS
+from runners.tuning.launching import keywords
+from runners.tuning.tuning import tuned
+from runners.tuning.tuning_cache import Decoding, cache_file, recall
+from runners.tuning.workload import Workload
 from tests.tiny_policies import tiny_policy
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runners import durable, tuning_cache
-from runners.tuning_cache import Decoding, cache_file, recall, remember
+from runners.files import durable
+from runners.tuning import tuning_cache
+from runners.tuning.tuning_cache import Decoding, cache_file, recall, remember
 
 FACTS = {"device": "one", "prompts": 4}
 ANSWER = Decoding("async", 16, 24)

@@ -231,7 +231,7 @@ def test_what_cannot_be_opened_is_not_left(grpo, source, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_an_answer_is_that_of_the_model(grpo, source, images):
     """The text is that of the model's likeliest tokens; stderr has the speed; a stop string ends it."""
-    from runners.tokenizers import TextDecoder
+    from runners.tokenization.text import TextDecoder
 
     def answer(*options):
         result = grpo("generate", "qwen", "How many?", *options, "--temperature", "0", "--max-tokens", "8")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config import load_config
+from runners.config.config import load_config
+from runners.config.sections import WatchConfig
 from runners.errors import UserError
-from runners.sections import WatchConfig
-from runners.train import run_training
-from runners.watch import METRICS, Condition, Watch, unknown_metric
+from runners.telemetry.run_watch import METRICS, Condition, Watch, unknown_metric
+from runners.training.train import run_training
 from tests.tiny_runs import Notes, small
 
 GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}

@@ -1,0 +1,162 @@
+"""From rewards to advantages: combining reward functions, group baselines, scaling, overlong shaping."""
+
+import mlx.core as mx
+
+from grpo_fn.checks import check_choice, check_rank, check_shape
+
+STD_EPSILON = 1e-4  # TRL's; added to a standard deviation before dividing by it
+_FLOAT32_EPSILON = 2.0**-23
+BASELINES = ("group_mean", "leave_one_out", "batch_mean")
+SCALES = ("group", "batch", "none")
+AGGREGATES = ("sum_then_normalize", "normalize_then_sum")
+
+
+def combine_rewards(
+    rewards_kb: mx.array,
+    weights_k: mx.array,
+    *,
+    aggregate: str = "sum_then_normalize",
+    group_size: int | None = None,
+) -> mx.array:
+    """R_i = Σ_k w_k r_k(i) over the reward functions that gave completion i a number.
+
+    Args:
+        rewards_kb: [K,B], one row per reward function; NaN: that function gave no reward.
+        weights_k: [K].
+        aggregate: `sum_then_normalize`: the sum as it stands; `normalize_then_sum` (GDPO, arXiv 2601.05242):
+            each function is first normalised within its group, z = (r − mean)/(std + 1e-4),
+            Bessel-corrected.
+        group_size: G, completions per prompt (B = P·G, row p·G + g); needed by `normalize_then_sum`.
+
+    Returns:
+        rewards_b float32; NaN where no function gave a reward.
+
+    Raises:
+        ValueError: a shape, the name or the group size is wrong.
+    """
+    check_rank("rewards_kb", rewards_kb, 2)
+    check_shape("weights_k", weights_k, rewards_kb.shape[:1])
+    check_choice("aggregate", aggregate, AGGREGATES)
+    rewards_kb = rewards_kb.astype(mx.float32)
+    given_kb = mx.logical_not(mx.isnan(rewards_kb))
+    values_kb = mx.where(given_kb, rewards_kb, 0.0)
+    if aggregate == "normalize_then_sum":
+        functions, size = rewards_kb.shape
+        if group_size is None or group_size < 2 or size % group_size:
+            raise ValueError(
+                f"aggregate = 'normalize_then_sum' normalises within groups: wanted group_size >= 2 that "
+                f"divides {size} completions, found {group_size}"
+            )
+        shape_rows = (functions * size // group_size, group_size)
+        values_kb = _standardised(values_kb.reshape(shape_rows), given_kb.reshape(shape_rows))
+        values_kb = values_kb.reshape(functions, size)
+    total_b = (values_kb * weights_k.astype(mx.float32)[:, None]).sum(axis=0)
+    return mx.where(given_kb.any(axis=0), total_b, mx.nan)
+
+
+def group_advantages(
+    rewards_pg: mx.array,
+    *,
+    baseline: str = "group_mean",
+    scale: str = "group",
+    valid_pg: mx.array | None = None,
+) -> mx.array:
+    """Advantages of P groups of G completions.
+
+    Args:
+        rewards_pg: [P,G]; NaN: no reward.
+        baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), or `batch_mean`
+            (GDPO's second normalisation).
+        scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
+            Bessel-corrected, as in TRL. Beside `batch_mean` take `batch` or `none`: the deviation of a group
+            without variance is 0.
+        valid_pg: False for completions to leave out, [P,G]; a NaN reward always is.
+
+    Returns:
+        adv_pg float32. A completion left out has 0 and stands outside its group's statistics. With a group
+        baseline, a group whose rewards are all equal, or with fewer than two of them, has exactly 0. With
+        `batch_mean` it has R − mean of the batch, and only a batch whose rewards are all equal has exactly 0.
+
+    Raises:
+        ValueError: a name or shape is wrong, or G < 2 with a group baseline.
+    """
+    check_rank("rewards_pg", rewards_pg, 2)
+    check_choice("baseline", baseline, BASELINES)
+    check_choice("scale", scale, SCALES)
+    groups, size = rewards_pg.shape
+    if size < 2 and baseline != "batch_mean":
+        raise ValueError(f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}")
+    rewards_pg = rewards_pg.astype(mx.float32)
+    given_pg = mx.logical_not(mx.isnan(rewards_pg))
+    if valid_pg is not None:
+        check_shape("valid_pg", valid_pg, (groups, size))
+        given_pg = given_pg & valid_pg.astype(mx.bool_)
+    rewards_pg = mx.where(given_pg, rewards_pg, 0.0)
+
+    count_p1 = given_pg.sum(axis=1, keepdims=True)
+    mean_p1 = _mean(rewards_pg, given_pg)
+    batch_11 = rewards_pg.reshape(1, -1), given_pg.reshape(1, -1)
+    if baseline == "group_mean":
+        base_pg = mean_p1
+    elif baseline == "leave_one_out":
+        others_p1 = mx.maximum(count_p1 - 1, 1)
+        base_pg = (mean_p1 * count_p1 - rewards_pg) / others_p1
+    else:
+        base_pg = _batch_mean(*batch_11)
+    adv_pg = rewards_pg - base_pg
+    if scale == "group":
+        adv_pg = adv_pg / (_std(rewards_pg, given_pg) + STD_EPSILON)
+    elif scale == "batch":
+        adv_pg = adv_pg / (_std(*batch_11) + STD_EPSILON)
+    compared = batch_11 if baseline == "batch_mean" else (rewards_pg, given_pg)
+    return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
+
+
+def overlong_penalty(
+    lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0, *, saturate: bool = True
+) -> mx.array:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
+
+    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length` and beyond, times
+    `factor`. With `saturate=False` it goes on falling beyond, as NeMo-RL's does.
+
+    Raises:
+        ValueError: the buffer is not within 1 … max_length.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer = {buffer}: wanted 1 <= buffer <= max_length = {max_length}")
+    free = max_length - buffer
+    penalty_b = mx.minimum((free - lengths_b.astype(mx.float32)) / buffer, 0.0)
+    return factor * (mx.maximum(penalty_b, -1.0) if saturate else penalty_b)
+
+
+def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
+
+
+def _batch_mean(values_1b: mx.array, given_1b: mx.array) -> mx.array:
+    """The mean, and exactly 0 where it is no more than the rounding of its sum.
+
+    GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
+    """
+    mean_11 = _mean(values_1b, given_1b)
+    rounding_11 = _FLOAT32_EPSILON * mx.abs(values_1b).sum(axis=1, keepdims=True)
+    return mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)
+
+
+def _std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """Bessel-corrected standard deviation of each row's given values, [P,1]; 0 for fewer than two."""
+    centred_pg = mx.where(given_pg, values_pg - _mean(values_pg, given_pg), 0.0)
+    freedom_p1 = mx.maximum(given_pg.sum(axis=1, keepdims=True) - 1, 1)
+    return mx.sqrt(mx.square(centred_pg).sum(axis=1, keepdims=True) / freedom_p1)
+
+
+def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """Whether a row's given values differ at all, [P,1]: exact, where a variance would leave rounding."""
+    least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=1, keepdims=True)
+    return mx.where(given_pg, values_pg, -mx.inf).max(axis=1, keepdims=True) > least_p1
+
+
+def _standardised(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    z_pg = (values_pg - _mean(values_pg, given_pg)) / (_std(values_pg, given_pg) + STD_EPSILON)
+    return mx.where(given_pg & _varies(values_pg, given_pg), z_pg, 0.0)

@@ -1,0 +1,62 @@
+"""Per-token estimators of KL(π_θ ‖ π_ref) from the log-probabilities of sampled tokens.
+
+Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token that
+π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
+
+Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL
+is largest; without any, one token could outweigh a whole batch.
+"""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from grpo_fn.checks import LOG_RATIO_LIMIT, check_choice
+
+K3_LINEAR_FROM = math.log(1e4)  # y = 9.21, where the slope is 1e4 − 1
+LIMIT = 1e6  # nats: a log-probability of −inf counts as this, so that the estimate is a number
+
+
+def k1(y: mx.array) -> mx.array:
+    """−y: unbiased, either sign."""
+    return -y
+
+
+def k2(y: mx.array) -> mx.array:
+    """y²/2: never negative, biased in the third order; its gradient is that of KL(π_θ ‖ π_ref).
+
+    Past |y| = 20 its tangent there, 20·|y| − 200.
+    """
+    near = mx.clip(y, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return near * (y - near / 2)
+
+
+def k3(y: mx.array) -> mx.array:
+    """exp(y) − y − 1: unbiased and never negative.
+
+    Past y = ln 1e4 its tangent there: e^y becomes 1e4·(1 + y − ln 1e4).
+    """
+    near = mx.minimum(y, K3_LINEAR_FROM)
+    return mx.exp(near) * (1 + (y - near)) - y - 1
+
+
+ESTIMATORS: dict[str, Callable[[mx.array], mx.array]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_estimate(kind: str, logp: mx.array, ref_logp: mx.array) -> mx.array:
+    """Estimate KL(π_θ ‖ π_ref) at each token.
+
+    Args:
+        kind: `k1`, `k2` or `k3`.
+        logp: log π_θ of the sampled tokens, any shape, nats, float32.
+        ref_logp: log π_ref of the same tokens, the same shape.
+
+    Returns:
+        The estimate in nats, the same shape; gradients flow through `logp`.
+
+    Raises:
+        ValueError: `kind` is unknown.
+    """
+    check_choice("kl", kind, ESTIMATORS)
+    return ESTIMATORS[kind](mx.clip(ref_logp - logp, -LIMIT, LIMIT))

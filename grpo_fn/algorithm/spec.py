@@ -1,0 +1,210 @@
+"""LossSpec: the frozen value that selects an algorithm, and the presets that name the published ones."""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import attrs
+
+from grpo_fn.algorithm.kl import ESTIMATORS
+from grpo_fn.algorithm.ratios import CORRECTIONS, LEVELS, SEQUENCE_RATIOS
+from grpo_fn.algorithm.surrogates import SURROGATES
+from grpo_fn.checks import check_choice
+
+AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
+
+
+def _check(holds: bool, name: str, found: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} = {found}: wanted {wanted}")
+
+
+def _pair(value: Sequence[float]) -> tuple[float, float]:
+    # What is no pair is refused with its range, by name.
+    return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
+
+
+@attrs.frozen(kw_only=True)
+class LossSpec:
+    """loss = level × surrogate × correction × KL × aggregation; `policy_loss` evaluates it.
+
+    Raises ValueError, with the reason, when a value is out of range or a combination has no meaning.
+    """
+
+    level: str = "token"  # of the ratio r: token, or sequence (GSPO's geometric mean)
+    surrogate: str = "clip"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None  # None: epsilon_low. For cispo the cap is 1 + epsilon_high
+    delta: float | None = None  # upper bound on r where A < 0 (two-sided clip); None: unbounded
+    dual_clip: float | None = None  # c of the surrogate dual_clip
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    correction: str = "none"  # for a sampler that is not π_old
+    correction_cap: float = 2.0  # C of token_truncate and sequence_truncate
+    correction_floor: float = 0.0  # their lower bound
+    correction_range: tuple[float, float] = attrs.field(default=(0.5, 5.0), converter=_pair)  # token_mask
+    sequence_range: tuple[float, float] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_pair)
+    )
+    sequence_ratio: str = "geometric"  # a sequence's π_old/μ: geometric mean over its tokens, or product
+    beta: float = 0.0  # coefficient of the KL to the reference; 0: no reference is needed
+    kl: str = "k3"
+    kl_bias_corrected: bool = False  # multiply the estimate by r
+    aggregation: str = "sequence_mean"
+    entropy_coef: float = 0.0  # of an entropy bonus (subtracted from the loss)
+
+    def __attrs_post_init__(self) -> None:
+        self._check_ranges()
+        self._check_combinations()
+
+    @property
+    def upper_epsilon(self) -> float:
+        """ε_high, or ε_low where it was left out."""
+        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether a row with A = 0 still has a gradient (through the KL term or the entropy bonus)."""
+        return self.beta > 0 or self.entropy_coef > 0
+
+    def _check_ranges(self) -> None:
+        check_choice("level", self.level, LEVELS)
+        check_choice("surrogate", self.surrogate, SURROGATES)
+        check_choice("correction", self.correction, CORRECTIONS)
+        check_choice("sequence_ratio", self.sequence_ratio, SEQUENCE_RATIOS)
+        check_choice("kl", self.kl, ESTIMATORS)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        _check(0 <= self.epsilon_low < 1, "epsilon_low", self.epsilon_low, "0 <= epsilon_low < 1")
+        _check(0 <= self.upper_epsilon < math.inf, "epsilon_high", self.epsilon_high, "epsilon_high >= 0")
+        for name in ("sapo_tau_pos", "sapo_tau_neg", "correction_cap"):
+            value = getattr(self, name)
+            _check(0 < value < math.inf, name, value, f"{name} > 0")
+        _check(
+            0 <= self.correction_floor < self.correction_cap,
+            "correction_floor",
+            self.correction_floor,
+            f"0 <= correction_floor < correction_cap = {self.correction_cap}",
+        )
+        for name in ("beta", "entropy_coef"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, name, value, f"{name} >= 0")
+        for name in ("correction_range", "sequence_range"):
+            pair = getattr(self, name)
+            if pair is not None:
+                ordered = isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1]
+                _check(ordered, name, pair, "(low, high) with 0 <= low < high")
+
+    def _check_combinations(self) -> None:
+        if self.aggregation == "sequence_sum_norm" and self.level != "sequence":
+            raise ValueError(
+                "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length (LUSPO) and "
+                f"needs level = 'sequence'; found level = {self.level!r}"
+            )
+        if self.surrogate == "none" and self.level == "sequence":
+            raise ValueError(
+                "surrogate = 'none' uses no ratio to the old policy, so level = 'sequence' has no "
+                "meaning; use level = 'token'"
+            )
+        if self.delta is not None:
+            if self.surrogate not in ("clip", "dual_clip"):
+                raise ValueError(
+                    f"delta = {self.delta} bounds the ratio of the surrogates clip and dual_clip; found "
+                    f"surrogate = {self.surrogate!r}"
+                )
+            _check(
+                self.delta > 1 + self.upper_epsilon, "delta", self.delta, "delta > 1 + epsilon_high, the clip"
+            )
+        if (self.surrogate == "dual_clip") != (self.dual_clip is not None):
+            raise ValueError(
+                f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant belongs to "
+                "surrogate 'dual_clip', which needs it (3.0 in the paper)"
+            )
+        if self.dual_clip is not None:
+            _check(1 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "dual_clip > 1")
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        if self.correction in ("sequence_mask", "sequence_mask_weighted") and self.sequence_range is None:
+            raise ValueError(f"correction = {self.correction!r} needs sequence_range = (low, high)")
+        if self.correction == "none" and self.sequence_range is not None:
+            raise ValueError(
+                f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "
+                "use correction = 'sequence_mask'"
+            )
+        truncates = self.correction in ("token_truncate", "sequence_truncate")
+        if self.correction_floor > 0 and not truncates:
+            raise ValueError(
+                f"correction_floor = {self.correction_floor} has no effect with correction = "
+                f"{self.correction!r}; it is the lower bound of 'token_truncate' and 'sequence_truncate'"
+            )
+        by_sequence = self.correction == "sequence_truncate" or self.sequence_range is not None
+        if self.sequence_ratio == "product" and not by_sequence:
+            raise ValueError(
+                f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} and no "
+                "sequence_range: nothing is judged by the sequence"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """A published algorithm: its loss, and what it does before the loss."""
+
+    spec: LossSpec
+    baseline: str = "group_mean"
+    scale: str = "group"
+    dynamic_sampling: bool = False
+    overlong: float = 0.0  # DAPO's soft punishment starts at this share of the length limit from its end
+    source: str = ""
+
+
+PRESETS: dict[str, Recipe] = {
+    "grpo": Recipe(spec=LossSpec(), source="DeepSeekMath, arXiv 2402.03300, eq. 3"),
+    "bnpo": Recipe(spec=LossSpec(aggregation="token_mean"), source="TRL's loss_type 'bnpo'"),
+    "dr_grpo": Recipe(
+        spec=LossSpec(aggregation="constant"), scale="none", source="Dr. GRPO, arXiv 2503.20783"
+    ),
+    "dapo": Recipe(
+        spec=LossSpec(epsilon_high=0.28, aggregation="token_mean"),
+        dynamic_sampling=True,
+        overlong=0.2,
+        source="DAPO, arXiv 2503.14476, eq. 8",
+    ),
+    "gspo": Recipe(
+        spec=LossSpec(level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+        source="GSPO, arXiv 2507.18071, eq. 5",
+    ),
+    "cispo": Recipe(
+        spec=LossSpec(surrogate="cispo", epsilon_high=4.0, aggregation="token_mean"),
+        source="MiniMax-M1, arXiv 2506.13585, eq. 4",
+    ),
+    "sapo": Recipe(spec=LossSpec(surrogate="sapo"), source="SAPO, arXiv 2511.20347"),
+    "luspo": Recipe(
+        spec=LossSpec(
+            level="sequence", epsilon_low=2e-3, epsilon_high=2.5e-3, aggregation="sequence_sum_norm"
+        ),
+        source="LUSPO, arXiv 2602.05261; its ε as TRL's paper index quotes them",
+    ),
+    "rloo": Recipe(
+        spec=LossSpec(surrogate="none", aggregation="constant"),
+        baseline="leave_one_out",
+        scale="none",
+        source="RLOO, arXiv 2402.14740",
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> LossSpec:
+    """The LossSpec of a named algorithm, with fields replaced by `changes`.
+
+    Raises:
+        ValueError: the name or a field is unknown (with the nearest spelling), or the result has no meaning.
+    """
+    check_choice("preset", name, PRESETS)
+    known = [field.name for field in attrs.fields(LossSpec)]
+    for key in changes:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}"
+            raise ValueError(f"LossSpec has no field {key}{hint}")
+    return attrs.evolve(PRESETS[name].spec, **changes)

@@ -1,0 +1,198 @@
+"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one kernel that
+also keeps the row's new key and value, in place: nothing grows, nothing is copied.
+
+A step on a GPU is some 300 small kernels: launching them takes longer than running them. A compiled program
+is launched without the Python that describes it, and one whose buffers keep their place can be launched ahead
+of the device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends.cuda.prefix_attention import append_and_attend
+from grpo_fn.compile import Compiled
+from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.rollout.shared_prefix import OneToken
+from grpo_fn.trees import Tree
+
+FIRST_ROOM = 256  # own tokens that buffers have room for at first; twice as many each time they are full
+_ROOM_STEP = 64
+
+
+@attrs.frozen(eq=False)
+class _KernelCache(OneToken):
+    """One layer's cache while a step is traced; what it adds to `own` it adds in place."""
+
+    prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
+    own: tuple[mx.array, mx.array]  # [B,K,T,D]
+    prompt_of_b: mx.array
+    lengths_p: mx.array
+    start: mx.array  # position of the first own token: of all rows, or [B]
+    used: mx.array  # own tokens so far, the same of all rows
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the next token."""
+        return self.start + self.used
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The new key and value; the kernel takes them in."""
+        return keys, values
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
+        return append_and_attend(
+            queries, keys, values, *self.prompt, *self.own, self.prompt_of_b, self.lengths_p, self.used, scale
+        )
+
+
+def kernel_forward(
+    bound: Callable[[Tree, Tree], AbstractContextManager[nn.Module]],
+    params: Tree,
+    prompts: list[tuple[mx.array, mx.array]],
+    own: list[tuple[mx.array, mx.array]],
+    rows: tuple[mx.array, mx.array, mx.array],
+    used: mx.array,
+    token_b: mx.array,
+) -> mx.array:
+    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
+    caches = [_KernelCache(prompt, mine, *rows, used) for prompt, mine in zip(prompts, own, strict=True)]
+    with bound(params, {}) as model:
+        return model(token_b[:, None], cache=caches)[:, -1]
+
+
+def takes_kernel(module: nn.Module) -> bool:
+    """Whether this machine has the kernel and a model that shares prefixes can be decoded with it.
+
+    Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
+    """
+    if not has_cuda():
+        return False
+    caches = cache_rows.plain_caches(module)
+
+    def step(token_b: mx.array) -> mx.array:
+        module(mx.zeros((2, 3), mx.int32), cache=caches)
+        index, lengths = mx.array([0, 0, 1], mx.int32), mx.array([3, 2], mx.int32)
+        start = mx.array([3, 3, 2], mx.int32)
+        layers = []
+        for cache in caches:
+            prompt = cache.keys, cache.values
+            own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
+            layers.append(_KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
+        return module(token_b[:, None], cache=layers)
+
+    try:
+        mx.compile(step)(mx.zeros((3,), mx.int32))
+    except cache_rows.UNFIT:
+        return False
+    return True
+
+
+def halved(number: int, least: int) -> int:
+    """The number, halved and rounded up as often as it is no less than `least`."""
+    while (number + 1) // 2 >= least and number > 1:
+        number = (number + 1) // 2
+    return number
+
+
+def filled(chosen: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` of the first `number` integers, rising: those chosen, and the first of the others."""
+    taken = set(chosen)
+    return sorted([*chosen, *[n for n in range(number) if n not in taken][: count - len(chosen)]])
+
+
+class KernelSteps:
+    """Steps over one copy of each prompt, compiled; what a row is fed is kept in place."""
+
+    def __init__(
+        self,
+        step: Compiled,
+        params: Tree,
+        caches: Caches,
+        lengths: Sequence[int],
+        group_size: int,
+        room: int,
+        *,
+        drawn: int = 0,
+    ) -> None:
+        """After a prefill.
+
+        Args:
+            step: `kernel_forward` of the policy, compiled.
+            params: all leaves of the model, as they are in the forward.
+            caches: plain ones after P prompts, padded on the right; their spare room serves as it is.
+            lengths: tokens of each prompt.
+            group_size: rows of each prompt.
+            room: tokens that a row may be fed.
+            drawn: go on as if so many zeros had been fed.
+        """
+        self._step, self._params = step, params
+        self._prompts = [(cache.keys, cache.values) for cache in caches]
+        prompt_of = [p for p in range(len(lengths)) for _ in range(group_size)]
+        one_length = min(lengths) == max(lengths)
+        starts = lengths[0] if one_length else [lengths[p] for p in prompt_of]
+        self._rows = (
+            mx.array(prompt_of, mx.int32),
+            mx.array(list(lengths), mx.int32),
+            mx.array(starts, mx.int32),
+        )
+        self._first_rows = len(prompt_of)
+        self._most = room
+        self._used = drawn
+        self._own: list[tuple[mx.array, mx.array]] = []
+        self._grow()
+
+    def __call__(self, token_b: mx.array) -> mx.array:
+        """As `decode_step.Steps`."""
+        if self._used == self._room:
+            mx.eval(token_b)  # the step that filled the buffers is done: they may be read
+            self._grow()
+        used = self._counts[self._used]
+        self._used += 1
+        return self._program([*self._fixed, used, token_b])
+
+    def kept(self, alive: Sequence[bool]) -> list[int]:
+        """The first number of rows, halved as often as it holds them: each number is a program of its own."""
+        living = [row for row, is_alive in enumerate(alive) if is_alive]
+        return filled(living, halved(self._first_rows, len(living)), len(alive))
+
+    def keep(self, rows: list[int]) -> None:
+        """As `decode_step.Steps`; every prompt stays."""
+        index = mx.array(rows, mx.int32)
+        self._own = [(keys[index], values[index]) for keys, values in self._own]
+        prompt_of_b, lengths_p, start = self._rows
+        self._rows = prompt_of_b[index], lengths_p, start[index] if start.ndim else start
+        self._prepare()
+
+    def _grow(self) -> None:
+        room = FIRST_ROOM
+        while room <= self._used:
+            room *= 2
+        self._room = min(room, -(-max(self._most, self._used + 1) // _ROOM_STEP) * _ROOM_STEP)
+        rows = self._rows[0].shape[0]
+        own = []
+        for number, (keys, values) in enumerate(self._prompts):
+            shapes = [(rows, a.shape[1], self._room, a.shape[3]) for a in (keys, values)]
+            new_keys, new_values = (mx.zeros(shape, keys.dtype) for shape in shapes)
+            if self._own:
+                old_keys, old_values = self._own[number]
+                new_keys[:, :, : old_keys.shape[2]] = old_keys
+                new_values[:, :, : old_values.shape[2]] = old_values
+            own.append((new_keys, new_values))
+        self._own = own
+        self._counts = mx.arange(self._room, dtype=mx.int32)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        mx.eval(self._own, self._rows, self._counts)  # what is written in place has to be there
+        example = self._counts[0], mx.zeros((self._rows[0].shape[0],), mx.int32)
+        self._program, leaves = self._step.program(
+            self._params, self._prompts, self._own, self._rows, *example
+        )
+        self._fixed = leaves[: -len(example)]

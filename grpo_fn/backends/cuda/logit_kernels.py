@@ -1,0 +1,217 @@
+"""Two CUDA kernels over a chunk of a head's products: log-probs and entropies in one pass, slopes in another.
+
+A block computes one row. As MLX composes them, these passes are a dozen, over float32 copies of the logits;
+here each number of a product is read once and, for its slope, written once, in its own dtype. The running
+sums follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an entropy needs beside the total:
+
+    top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
+    lse = top + log total                       H = log total − moment / total
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype
+
+_THREADS = 512
+
+# What both begin with. A capped or scaled logit is rounded where the model rounds it: after each operation.
+_LOGITS = """
+    constexpr int N = V % (16 / sizeof(T)) == 0 ? 16 / sizeof(T) : 1;  // numbers that are read at once
+    const int row = blockIdx.x, target = targets[row];
+    const float inverse = inverse_temperature[0], scale = shape[0], cap = shape[1];
+    const T* from = products + (size_t)row * V;
+    struct alignas(N * sizeof(T)) Numbers { T at[N]; };
+
+    float bent = 0;  // tanh of the last logit, where capped
+    auto logit = [&](T product) {
+        float z = float(product);
+        if (SCALED) z = float(T(z * scale));
+        if (CAPPED) {
+            bent = tanhf(float(T(z / cap)));
+            z = float(T(cap * float(T(bent))));
+        }
+        return z * inverse;
+    };
+"""
+
+_LOGPROBS = (
+    _LOGITS
+    + """
+    float top = -INFINITY, total = 0, moment = 0;
+    auto join = [&](float other_top, float other_total, float other_moment) {
+        const float high = fmaxf(top, other_top);
+        const float mine = total == 0 ? 0 : __expf(top - high);
+        const float others = other_total == 0 ? 0 : __expf(other_top - high);
+        moment = (total == 0 ? 0 : mine * (moment + (top - high) * total))
+            + (other_total == 0 ? 0 : others * (other_moment + (other_top - high) * other_total));
+        total = mine * total + others * other_total;
+        top = high;
+    };
+
+    for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
+        const Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
+        float z[N], high = top;
+        for (int i = 0; i < N; i++) {
+            z[i] = logit(numbers.at[i]);
+            high = fmaxf(high, z[i]);
+        }
+        if (high > top) join(high, 0, 0);
+        for (int i = 0; i < N; i++) {
+            if (z[i] == -INFINITY) continue;
+            const float below = z[i] - top, weight = __expf(below);
+            total += weight;
+            if (weight != 0) moment += weight * below;
+        }
+    }
+
+    __shared__ float sums[3][THREADS / 32];
+    auto join_lanes = [&]() {
+        for (int step = 16; step > 0; step /= 2) {
+            const float other_top = __shfl_xor_sync(0xffffffff, top, step);
+            const float other_total = __shfl_xor_sync(0xffffffff, total, step);
+            join(other_top, other_total, __shfl_xor_sync(0xffffffff, moment, step));
+        }
+    };
+    join_lanes();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) {
+        sums[0][warp] = top;
+        sums[1][warp] = total;
+        sums[2][warp] = moment;
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    const bool held = lane < THREADS / 32;
+    top = held ? sums[0][lane] : -INFINITY;
+    total = held ? sums[1][lane] : 0;
+    moment = held ? sums[2][lane] : 0;
+    join_lanes();
+    if (lane == 0) {
+        logp[row] = logit(from[target]) - top - logf(total);
+        entropy[row] = logf(total) - moment / total;
+    }
+"""
+)
+
+_SLOPES = (
+    _LOGITS
+    + """
+    const float lse = logit(from[target]) - logp[row];
+    const float by_logp = logp_slopes[row] * inverse;
+    const float by_entropy = ENTROPY ? entropy_slopes[row] * inverse : 0;
+    const float spread = ENTROPY ? entropy[row] : 0;
+    T* to = out + (size_t)row * V;
+    for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
+        Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
+        for (int i = 0; i < N; i++) {
+            const float log_p = logit(numbers.at[i]) - lse, p = __expf(log_p);
+            float slope = -p * by_logp;
+            if (ENTROPY && p != 0) slope -= p * (log_p + spread) * by_entropy;
+            if (first + i == target) slope += by_logp;
+            if (SCALED) slope *= scale;
+            if (CAPPED) slope *= (1 - bent) * (1 + bent);
+            numbers.at[i] = T(slope);
+        }
+        *reinterpret_cast<Numbers*>(to + first) = numbers;
+    }
+"""
+)
+
+
+def takes_products(dtype: mx.Dtype) -> bool:
+    """Whether the kernels run here, on products of this dtype."""
+    return takes_dtype(dtype)
+
+
+def _launch(
+    kernel: Any,
+    product_cv: mx.array,
+    more: list[mx.array],
+    bend: tuple[float, float | None],
+    temperature: float | mx.array,
+    template: list[tuple[str, Any]],
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    rows, vocabulary = product_cv.shape
+    scale, cap = bend
+    return kernel(
+        inputs=[
+            product_cv,
+            mx.array(1.0) / temperature,
+            mx.array([scale, cap or 1.0]),
+            *more,
+        ],
+        template=[
+            ("T", product_cv.dtype),
+            ("V", vocabulary),
+            ("SCALED", scale != 1),
+            ("CAPPED", cap is not None),
+            ("THREADS", _THREADS),
+            *template,
+        ],
+        grid=(rows * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+    )
+
+
+_GIVEN = ("products", "inverse_temperature", "shape", "targets")
+
+
+def row_logprobs(
+    product_cv: mx.array,
+    targets_c: mx.array,
+    bend: tuple[float, float | None],
+    temperature: float | mx.array,
+) -> tuple[mx.array, mx.array]:
+    """log softmax at the targets, and the entropy, of each row: (logp_c, entropy_c), float32, nats.
+
+    Args:
+        product_cv: hidden states times the head's matrix.
+        targets_c: token ids.
+        bend: scale and cap: the logits are cap · tanh(scale · product / cap), without a cap scale · product.
+        temperature: divides the logits.
+    """
+    kernel = cuda_kernel("row_logprobs", _GIVEN, ("logp", "entropy"), _LOGPROBS)
+    shape = (product_cv.shape[0],)
+    outputs = [(shape, mx.float32)] * 2
+    logp_c, entropy_c = _launch(
+        kernel, product_cv, [targets_c.astype(mx.int32)], bend, temperature, [], outputs
+    )
+    return logp_c, entropy_c
+
+
+def row_slopes(
+    product_cv: mx.array,
+    targets_c: mx.array,
+    found: tuple[mx.array, mx.array | None],
+    slopes: tuple[mx.array, mx.array | None],
+    bend: tuple[float, float | None],
+    temperature: float | mx.array,
+) -> mx.array:
+    """The gradient in the products [C,V], in their dtype, of Σ slopes · (logp, entropy).
+
+    Args:
+        product_cv, targets_c, bend, temperature: as in `row_logprobs`.
+        found: what that gave.
+        slopes: of log-probs and entropies, float32 [C]; None: entropies are constants.
+    """
+    logp_c, entropy_c = found
+    by_logp_c, by_entropy_c = slopes
+    kernel = cuda_kernel(
+        "row_slopes", (*_GIVEN, "logp", "entropy", "logp_slopes", "entropy_slopes"), ("out",), _SLOPES
+    )
+    unused = mx.zeros((1,))
+    more = [
+        targets_c.astype(mx.int32),
+        logp_c,
+        unused if entropy_c is None else entropy_c,
+        by_logp_c,
+        unused if by_entropy_c is None else by_entropy_c,
+    ]
+    template = [("ENTROPY", by_entropy_c is not None)]
+    outputs = [(product_cv.shape, product_cv.dtype)]
+    return _launch(kernel, product_cv, more, bend, temperature, template, outputs)[0]

@@ -1,0 +1,180 @@
+"""Batch: what the learner takes, made from a rollout; rows left out, cut into minibatches.
+
+A batch's rows are prompt + completion + padding, so that positions are right and causal attention never sees
+the padding, in every architecture and without a mask.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.checks import check_shape, check_token_ids
+from grpo_fn.completions import Rollout
+from grpo_fn.trees import map_arrays, on_host
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
+
+    In a batch with shared prompts (`prompt_index_b`) each prompt stands once: `tokens_bl` is [P,L] with
+    prompts alone, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    """
+
+    tokens_bl: mx.array  # prompt + completion + padding, int32
+    prompt_lengths_b: mx.array  # int32, >= 1
+    targets_bt: mx.array  # completion tokens, int32
+    mask_bt: mx.array  # True on tokens that count
+    advantages_b: mx.array  # float32
+    rollout_logp_bt: mx.array  # log μ, float32
+    num_sequences: mx.array  # rows that the denominator counts, float32 0-d: also those left out here
+    num_tokens: mx.array  # tokens that it counts
+    old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
+    ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
+    keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
+    group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
+    prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
+    kept_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, B·T for none, int32;
+    # None: all. What is left out counts as 0: it has to be masked.
+    vocabulary: int | None = None  # all token ids are below it; None: not known
+
+
+def make_batch(
+    rollout: Rollout,
+    adv_pg: mx.array,
+    *,
+    mask_truncated: bool = False,
+    top_entropy_quantile: float = 1.0,
+) -> Batch:
+    """All rows of a rollout as one batch.
+
+    Args:
+        rollout: B = P·G completions.
+        adv_pg: advantages [P,G].
+        mask_truncated: completions that hit the length limit count no token (they stay in the number of
+            sequences).
+        top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy term (arXiv
+            2506.01939). Needs the rollout's entropies. 1.0: all.
+
+    Raises:
+        ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is outside
+            (0, 1], or entropies are needed and missing.
+    """
+    check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations))
+    width = rollout.tokens_bt.shape[1]
+    if width == 0:
+        raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: wanted at least one column")
+    vocabulary = _token_bound(rollout)
+    lengths = [len(prompt) for prompt in rollout.prompts]
+    longest = max(lengths)
+    padded = [list(prompt) + [0] * (longest - len(prompt)) for prompt in rollout.prompts]
+    prompts_bl = mx.repeat(mx.array(padded, mx.int32), rollout.num_generations, axis=0)
+    prompt_lengths_b = mx.repeat(mx.array(lengths, mx.int32), rollout.num_generations)
+
+    # [B,L]: a row reads its prompt first, then its completion from where the prompt ends
+    position_l = mx.arange(longest + width)[None]
+    offset_bl = position_l - prompt_lengths_b[:, None]
+    from_prompt_bl = mx.take_along_axis(prompts_bl, mx.minimum(position_l, longest - 1), axis=1)
+    from_completion_bl = mx.take_along_axis(rollout.tokens_bt, mx.clip(offset_bl, 0, width - 1), axis=1)
+    tokens_bl = mx.where(offset_bl < 0, from_prompt_bl, mx.where(offset_bl < width, from_completion_bl, 0))
+
+    mask_bt = mx.arange(width)[None] < rollout.lengths_b[:, None]
+    if mask_truncated:
+        mask_bt = mask_bt & rollout.finished_b[:, None]
+    return Batch(
+        tokens_bl=tokens_bl,
+        prompt_lengths_b=prompt_lengths_b,
+        targets_bt=rollout.tokens_bt,
+        mask_bt=mask_bt,
+        advantages_b=adv_pg.reshape(-1).astype(mx.float32),
+        rollout_logp_bt=rollout.logp_bt,
+        num_sequences=mx.array(float(mask_bt.shape[0])),
+        num_tokens=mask_bt.sum().astype(mx.float32),
+        keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
+        group_b=mx.repeat(mx.arange(len(lengths), dtype=mx.int32), rollout.num_generations),
+        vocabulary=vocabulary,
+    )
+
+
+def check_vocabulary(batch: Batch, rows: int | None) -> None:
+    """Raise ValueError where a batch has token ids that an embedding of so many rows does not (None: any)."""
+    if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
+        raise ValueError(
+            f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "
+            "model's token embedding"
+        )
+
+
+def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
+    """Leave out the rows without a gradient; they still count in the denominators.
+
+    Those are the rows with no counted token, and, where neither a KL term nor an entropy bonus acts, the rows
+    with A = 0 (all of a group whose rewards are equal). Reads the advantages: waits for the device.
+    """
+    counted_b = batch.mask_bt.any(axis=1)
+    active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
+    active = [row for row, flag in enumerate(on_host(active_b)) if flag]
+    return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
+
+
+def minibatches(batch: Batch, number: int) -> list[Batch]:
+    """Cut a batch into `number` parts of consecutive rows, each with counts of its own: one update each.
+
+    Raises:
+        ValueError: there are fewer rows than parts.
+    """
+    rows = batch.mask_bt.shape[0]
+    if not 1 <= number <= rows:
+        raise ValueError(f"number = {number}: wanted 1 <= number <= {rows}, the rows of the batch")
+    bounds = [rows * i // number for i in range(number + 1)]
+    parts = [take_rows(batch, range(low, high)) for low, high in pairwise(bounds)]
+    return [
+        attrs.evolve(
+            part,
+            num_sequences=mx.array(float(part.mask_bt.shape[0])),
+            num_tokens=part.mask_bt.sum().astype(mx.float32),
+        )
+        for part in parts
+    ]
+
+
+def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The given rows, in that order; the denominators' counts stay those of the whole.
+
+    For batches in which each row has its own prompt, that is before `split_batch` shares them.
+    """
+    index = mx.array(list(rows), mx.int32)
+
+    def taken(array: mx.array) -> mx.array:
+        return array if array.ndim == 0 else array[index]
+
+    return map_arrays(taken, attrs.evolve(batch, kept_n=None))
+
+
+def _token_bound(rollout: Rollout) -> int:
+    """What all token ids of a rollout are below. Waits for the device where `generate` did not make it."""
+    check_token_ids(rollout.prompts, rollout.vocabulary)
+    if rollout.vocabulary is not None:  # the completions were drawn from it
+        return rollout.vocabulary
+    tokens_bt = rollout.tokens_bt
+    low, high = on_host(mx.stack([tokens_bt.min(), tokens_bt.max()]))
+    if low < 0:
+        raise ValueError(f"tokens_bt has the token id {low}: wanted 0 <= id")
+    return 1 + max(high, *map(max, rollout.prompts))
+
+
+def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:
+    """True on the tokens whose entropy is among the `quantile` largest of the counted ones."""
+    if not 0 < quantile <= 1:
+        raise ValueError(f"top_entropy_quantile = {quantile}: wanted 0 < quantile <= 1")
+    if quantile == 1:
+        return None
+    if entropy_bt is None:
+        raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
+    counted = sum(map(sum, on_host(mask_bt)))
+    kept = max(1, round(quantile * counted))
+    ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
+    return mask_bt & (entropy_bt >= ranked[-kept])

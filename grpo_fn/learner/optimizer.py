@@ -1,0 +1,142 @@
+"""A functional face on mlx.optimizers: `init(params) -> state`, `apply(...) -> (params, state)`."""
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+import mlx.optimizers as optimizers
+from mlx.utils import tree_map
+
+from grpo_fn.checks import check_choice
+from grpo_fn.trees import Tree, map_arrays
+
+Keep = Callable[[mx.array, mx.array], mx.array]
+Schedule = Callable[[mx.array], mx.array]
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@attrs.frozen(eq=False)
+class Optimizer:
+    """Two pure functions over trees.
+
+    init(params) -> opt_state
+    apply(grads, opt_state, params, update_step, keep) -> (params, opt_state); `update_step` is 0-d int32,
+        counted from 0, and drives the schedule. `keep(new, old)` turns a new value, float32 where it is a
+        number, into the one that takes the old one's place: every leaf goes through it once.
+    """
+
+    init: Callable[[Tree], Tree]
+    apply: Callable[[Tree, Tree, Tree, mx.array, Keep], tuple[Tree, Tree]]
+    schedule: Schedule
+
+
+def adamw(
+    learning_rate: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    moment_dtype: mx.Dtype = mx.float32,
+) -> Optimizer:
+    """AdamW (arXiv 1711.05101) with bias correction, through mlx.optimizers.
+
+    Decay is decoupled and applies to every leaf, as in mlx; with weight_decay = 0 this is Adam. It computes
+    in float32 whatever the dtypes of parameters and moments, one leaf after the other.
+
+    Args:
+        learning_rate: a number, or a schedule of the update's number.
+        betas, eps, weight_decay: as in the paper.
+        moment_dtype: in which the two moments are kept, float32 or bfloat16.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+        raise ValueError(f"betas = {betas}: wanted each in [0, 1)")
+    if not (weight_decay >= 0 and eps > 0):
+        raise ValueError(f"weight_decay = {weight_decay}, eps = {eps}: wanted weight_decay >= 0 and eps > 0")
+    if moment_dtype not in (mx.float32, mx.bfloat16):
+        raise ValueError(f"moment_dtype = {moment_dtype}: wanted float32 or bfloat16")
+    schedule = learning_rate if callable(learning_rate) else constant(learning_rate)
+
+    def init(params: Tree) -> Tree:
+        def zeros(param: mx.array) -> dict[str, mx.array]:
+            return {name: mx.zeros(param.shape, moment_dtype) for name in ("m", "v")}
+
+        return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
+
+    def apply(
+        grads: Tree, opt_state: Tree, params: Tree, update_step: mx.array, keep: Keep
+    ) -> tuple[Tree, Tree]:
+        optimizer = optimizers.AdamW(
+            learning_rate=0.0, betas=list(betas), eps=eps, weight_decay=weight_decay, bias_correction=True
+        )
+        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
+        step = opt_state["step"] + 1
+        optimizer.state = {"step": step, "learning_rate": schedule(update_step)}
+        kept: list[dict[str, mx.array]] = []
+        last: list[mx.array] = []
+
+        def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
+            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
+            grad = mx.depends(grad, last) if last else grad
+            new = map_arrays(_precise, moments)
+            new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
+            kept.append({name: keep(new[name], old) for name, old in moments.items()})
+            last[:] = [new_param, *kept[-1].values()]
+            return new_param
+
+        new_params = tree_map(apply_single, grads, params, opt_state)
+        moments = iter(kept)
+        return new_params, {
+            "step": keep(step, opt_state["step"]),
+            **map_arrays(lambda _: next(moments), new_params),
+        }
+
+    return Optimizer(init, apply, schedule)
+
+
+def _precise(leaf: mx.array) -> mx.array:
+    return leaf.astype(mx.float32)
+
+
+def constant(learning_rate: float) -> Schedule:
+    """The same learning rate at every update.
+
+    Raises:
+        ValueError: it is negative.
+    """
+    if not learning_rate >= 0:
+        raise ValueError(f"learning_rate = {learning_rate}: wanted >= 0")
+    return lambda update_step: mx.array(learning_rate, mx.float32)
+
+
+def warmup_schedule(
+    kind: str, learning_rate: float, total_updates: int, warmup_ratio: float = 0.0
+) -> Schedule:
+    """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
+
+    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one already moves
+    (Hugging Face's schedule gives it 0).
+
+    Raises:
+        ValueError: the kind is unknown or a number is out of range.
+    """
+    check_choice("schedule", kind, SCHEDULES)
+    if total_updates < 1 or not 0 <= warmup_ratio <= 1:
+        raise ValueError(
+            f"total_updates = {total_updates}, warmup_ratio = {warmup_ratio}: wanted total_updates >= 1 and "
+            "0 <= warmup_ratio <= 1"
+        )
+    base = constant(learning_rate)
+    warmup = round(total_updates * warmup_ratio)
+    decay_steps = max(total_updates - warmup, 1)
+    decay = {
+        "cosine": lambda: optimizers.cosine_decay(learning_rate, decay_steps),
+        "linear": lambda: optimizers.linear_schedule(learning_rate, 0.0, decay_steps),
+        "constant": lambda: base,
+    }[kind]()
+    if warmup == 0:
+        return decay
+    rise = optimizers.linear_schedule(learning_rate / (warmup + 1), learning_rate, warmup)
+    return optimizers.join_schedules([rise, decay], [warmup])

@@ -1,0 +1,67 @@
+"""Stochastic rounding: bfloat16 weights that keep, on average, whatever is added to them.
+
+bfloat16 has 8 bits of precision. Rounded to nearest, a weight of 1 never moves by steps of 1e-6. Rounded up
+with a probability that is the sum's place in the gap between its neighbours, it moves by 1e-6 on average
+(Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
+"""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from grpo_fn.checks import check_dtype
+from grpo_fn.prng import fold_in
+from grpo_fn.trees import Tree, arrays_of
+
+_LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat16's largest number and of inf
+_QUIET = 0x0040  # set in the upper half of a NaN: its payload may have been in the lower half alone
+
+
+def stochastic_round(x: mx.array, key: mx.array) -> mx.array:
+    """Each number as one of its two bfloat16 neighbours, drawn so that the expectation is the number itself.
+
+    bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half, and a carry
+    rounds away from zero. What bfloat16 has already stays as it is, infinities and NaN included. Finite
+    numbers beyond its largest have no second neighbour: they become the largest, never infinite.
+
+    Args:
+        x: float32 of any shape.
+        key: PRNG key, uint32 [2]. The numbers' draws are independent of each other.
+
+    Returns:
+        bfloat16 of the same shape.
+
+    Raises:
+        ValueError: x is not float32.
+    """
+    check_dtype("x", x, mx.float32)
+    bits = x.view(mx.uint32)
+    size = bits & 0x7FFFFFFF
+    upper = (bits + mx.where(size < _LARGEST, _random_16(x.shape, key), 0)) >> 16
+    upper = mx.where(size > _INFINITY, upper | _QUIET, upper)
+    return upper.astype(mx.uint16).view(mx.bfloat16)
+
+
+def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
+    """Random uint16 numbers: the halves of keys split off, which are MLX's random bits as they are made."""
+    size = math.prod(shape)
+    words_n2 = mx.random.split(key, -(-size // 4))
+    return words_n2.view(mx.uint16).reshape(-1)[:size].reshape(shape)
+
+
+def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
+    """`store(new, old)`: a new value in the old one's dtype, float32 in bfloat16 by `stochastic_round`.
+
+    Each call draws with a key of its own; there are as many as the tree has leaves.
+    """
+    count = sum(1 for _ in arrays_of(tree))
+    keys = iter(fold_in(mx.broadcast_to(key[None], (count, 2)), mx.arange(count)))
+
+    def store(new: mx.array, old: mx.array) -> mx.array:
+        own = next(keys)
+        if new.dtype == mx.float32 and old.dtype == mx.bfloat16:
+            return stochastic_round(new, own)
+        return new.astype(old.dtype)
+
+    return store

@@ -1,0 +1,258 @@
+"""Log-probabilities of given tokens, without ever holding all logits.
+
+The logits of N positions × V tokens are the largest thing in a learner's memory. Here they are made a chunk
+of positions at a time, forward and again backward, with the gradient in closed form:
+
+    log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
+    H = lse(z) − Σ_j p_j z_j        ∂/∂z_j = −p_j (log p_j + H)            z = head(hidden) / temperature
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.backends.cpu.elementwise import exp, logsumexp
+from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.checks import check_rank, check_shape
+from grpo_fn.trees import Tree, arrays_of, map_arrays
+
+# Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
+# whole gradient of the head.
+CPU_ELEMENTS, CPU_NEAR, CPU_ROWS = 2**22, 2**18, 96
+METAL_ELEMENTS, CUDA_ELEMENTS = 2**25, 2**27
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Positions whose logits are held at a time, where the caller does not say.
+
+    On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
+    128 MB (Metal) or 512 MB (CUDA).
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return max(min(CPU_ELEMENTS // vocabulary, CPU_ROWS), CPU_NEAR // vocabulary, 1)
+    elements = METAL_ELEMENTS if mx.metal.is_available() else CUDA_ELEMENTS
+    return max(elements // vocabulary, 1)
+
+
+@attrs.frozen(eq=False)
+class Head:
+    """What maps hidden states to logits: trainable parameters and a function of them.
+
+    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
+    the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
+    `weight(params)` gives that matrix [V,D].
+    """
+
+    params: Tree
+    function: Callable[[Tree, mx.array], mx.array]
+    weight: Callable[[Tree], mx.array] | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def slope(self, product: mx.array) -> mx.array | float:
+        """∂ logit / ∂ product, from the product in float32."""
+        if self.cap is None:
+            return self.scale
+        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
+        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
+
+
+def linear_head(weight_vd: mx.array) -> Head:
+    """The head `hidden @ weight.T`, trainable."""
+    return Head(weight_vd, lambda w, h_nd: h_nd @ w.T, lambda w: w)
+
+
+def token_logprobs(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    *,
+    temperature: float | mx.array = 1.0,
+    chunk: int | None = None,
+) -> mx.array:
+    """log softmax(head(hidden)/temperature) at the target tokens.
+
+    Args:
+        hidden_btd: final hidden states [B,T,D], any floating dtype.
+        head: the [V,D] matrix of a plain linear head, or a Head.
+        targets_bt: token ids [B,T], integers.
+        temperature: divides the logits; > 0.
+        chunk: positions whose logits are held at a time; None: see `chunk_rows`.
+
+    Returns:
+        logp_bt, float32, nats. Gradients flow to `hidden_btd` and the head's parameters.
+
+    Raises:
+        ValueError: a shape or dtype is wrong.
+    """
+    return _apply(hidden_btd, head, targets_bt, temperature, chunk, None)[0]
+
+
+def token_logprobs_and_entropy(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    *,
+    temperature: float | mx.array = 1.0,
+    chunk: int | None = None,
+    entropy_gradient: bool = True,
+) -> tuple[mx.array, mx.array]:
+    """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt, entropy_bt).
+
+    Both float32, nats, at the given temperature. With `entropy_gradient=False` the entropy is a constant to
+    differentiation, which saves two passes over the logits.
+    """
+    entropy = "differentiable" if entropy_gradient else "constant"
+    logp_bt, entropy_bt = _apply(hidden_btd, head, targets_bt, temperature, chunk, entropy)
+    return logp_bt, entropy_bt if entropy_gradient else mx.stop_gradient(entropy_bt)
+
+
+def _apply(
+    hidden_btd: mx.array,
+    head: mx.array | Head,
+    targets_bt: mx.array,
+    temperature: float | mx.array,
+    chunk: int | None,
+    entropy: str | None,
+) -> list[mx.array]:
+    check_rank("hidden_btd", hidden_btd, 3)
+    batch, length, width = hidden_btd.shape
+    check_shape("targets_bt", targets_bt, (batch, length))
+    if not mx.issubdtype(targets_bt.dtype, mx.integer):
+        raise ValueError(f"targets_bt has dtype {targets_bt.dtype}, wanted integers (token ids)")
+    if isinstance(head, mx.array):
+        check_rank("head", head, 2)
+        check_shape("head", head, (head.shape[0], width))
+        head = linear_head(head)
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"temperature = {temperature}: wanted > 0 (greedy choice has no distribution)")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk = {chunk}: wanted at least 1 position")
+    if batch * length == 0:
+        return [mx.zeros((batch, length)) for _ in range(1 if entropy is None else 2)]
+    if chunk is None:
+        vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]  # lazy: a shape, no work
+        chunk = chunk_rows(vocabulary)
+    compute = _chunked(head, targets_bt.reshape(-1), temperature, chunk, entropy)
+    columns = compute(hidden_btd.reshape(-1, width), head.params)
+    return [column.reshape(batch, length) for column in columns]
+
+
+def _chunked(
+    head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
+) -> Callable[..., Any]:
+    """A custom function (hidden_nd, head params) -> [logp_n] or [logp_n, entropy_n]."""
+    starts = range(0, targets_n.shape[0], chunk)
+
+    def scaled(logits_cv: mx.array) -> mx.array:
+        logits_cv = logits_cv.astype(mx.float32)
+        # Each pass over a chunk's logits shows in the time: none for a division by one.
+        return logits_cv if isinstance(temperature, float) and temperature == 1 else logits_cv / temperature
+
+    def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
+        if head.weight is not None and takes_products(h_cd.dtype):
+            product_cv = h_cd @ head.weight(params).T
+            columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
+            return list(columns[: 1 if entropy is None else 2])
+        z_cv = scaled(head.function(params, h_cd))
+        lse_c = logsumexp(z_cv)
+        logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
+        if entropy is None:
+            return [logp_c]
+        logp_cv = z_cv - lse_c[:, None]  # all of one sign in the sum: nothing cancels
+        return [logp_c, -(exp(logp_cv) * logp_cv).sum(axis=-1)]
+
+    def backward_product(
+        params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        assert head.weight is not None
+        weight_vd = head.weight(params)
+        if takes_products(h_cd.dtype):
+            found = out[0], out[1] if len(out) > 1 else None
+            slopes = ct[0], ct[1] if entropy == "differentiable" else None
+            bend = head.scale, head.cap
+            dz_cv = row_slopes(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            return dz_cv @ weight_vd, dz_cv.T @ h_cd
+        z_cv = scaled(head.function(params, h_cd))
+        # lse = z_t − log p_t: no second reduction over the logits.
+        lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
+        logp_cv = z_cv - lse_c1
+        slope_c = ct[0] / temperature
+        factor_cv = -slope_c[:, None]
+        if entropy == "differentiable":
+            factor_cv = factor_cv - (logp_cv + out[1][:, None]) * (ct[1] / temperature)[:, None]
+        dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
+        if head.scale != 1 or head.cap is not None:
+            # The product inside `function`, in the form that it has there: compiled, it is computed once.
+            product_cv = (h_cd[None] @ weight_vd.T)[0]
+            dz_cv = dz_cv * head.slope(product_cv.astype(mx.float32))
+        dz_cv = dz_cv.astype(h_cd.dtype)
+        return dz_cv @ weight_vd, dz_cv.T @ h_cd
+
+    @mx.custom_function
+    def compute(hidden_nd: mx.array, params: Tree) -> list[mx.array]:
+        parts: list[list[mx.array]] = []
+        for start in starts:
+            h_cd = hidden_nd[start : start + chunk]
+            if parts:  # one chunk's logits at a time
+                h_cd = mx.depends(h_cd, parts[-1])
+            parts.append(forward_chunk(params, h_cd, targets_n[start : start + chunk]))
+        return [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
+
+    @compute.vjp
+    def compute_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
+        hidden_nd, params = primals
+        trains = any(True for _ in arrays_of(params))
+        dh_parts: list[mx.array] = []
+        dparams: Tree = params
+        for start in starts:
+            rows = slice(start, start + chunk)
+            h_cd, t_c = hidden_nd[rows], targets_n[rows]
+            ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
+            if dh_parts:  # order: the gradient of the weights grows in place, chunk after chunk
+                h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
+            if head.weight is not None:
+                dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
+                grads = map_arrays(lambda _, dw=dw_vd: dw, params)
+            else:
+                dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
+            if len(starts) > 1:  # many small sums: in float32, whatever the weights are
+                grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
+            dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
+            dh_parts.append(dh_cd)
+        if not trains:
+            return mx.concatenate(dh_parts), params
+        return mx.concatenate(dh_parts), tree_map(lambda dw, w: dw.astype(w.dtype), dparams, params)
+
+    return compute
+
+
+def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
+    """The array with one number added in each row: in place on a CPU, in the same pass elsewhere."""
+    rows, width = array_cv.shape
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return array_cv.at[mx.arange(rows), index_c].add(values_c)
+    here_cv = mx.arange(width, dtype=index_c.dtype)[None] == index_c[:, None]
+    return array_cv + mx.where(here_cv, values_c[:, None], 0.0)
+
+
+def _autodiff(
+    forward_chunk: Callable[..., list[mx.array]],
+    params: Tree,
+    h_cd: mx.array,
+    t_c: mx.array,
+    ct: list[mx.array],
+    trains: bool,
+) -> tuple[mx.array, Tree]:
+    """The chunk's gradient by plain differentiation, for heads that come from no product with a matrix."""
+
+    def inner(h_cd: mx.array, params: Tree) -> mx.array:
+        outs = forward_chunk(params, h_cd, t_c)
+        return sum(((o * c).sum() for o, c in zip(outs, ct, strict=True)), start=mx.array(0.0))
+
+    if not trains:
+        return mx.grad(inner)(h_cd, params), params
+    return mx.grad(inner, argnums=(0, 1))(h_cd, params)

@@ -1,0 +1,179 @@
+"""Where an mlx-lm model comes apart into hidden states and head, found by trying.
+
+mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled, soft
+capped. None of that is written again here: the head is the model itself, called with its backbone replaced by
+a stand-in that returns given hidden states.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.policy.kv_caches import Caches, needs_caches, plain_caches
+from grpo_fn.trees import from_names, named_leaves
+
+_BACKBONES = ("model", "transformer", "backbone")
+_SMALL, _LARGE = 1e-2, 1e4  # products far below every soft cap in use, and far above
+_BETWEEN = (0.3, 1.0, 3.0)  # of a cap: where a function is looked at to tell whether it is that one
+
+
+@attrs.frozen
+class HeadSplit:
+    """How one architecture's head is reached.
+
+    path: attributes from the root to the backbone; None where the head is inside it (the whole model then
+        counts as backbone, and its logits as hidden states).
+    trainable: names of the trainable leaves that the head uses.
+    weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x with it,
+        or scale · x without a cap; else None.
+    scale: that number.
+    cap: that number; None: no cap.
+    over_caches: whether the model has to be given caches of its own to compute what it decodes.
+    """
+
+    path: tuple[str, ...] | None
+    trainable: tuple[str, ...]
+    weight: str | None
+    scale: float = 1.0
+    cap: float | None = None
+    over_caches: bool = False
+
+    def backbone(self, module: nn.Module) -> Any:
+        """The part of `module` that maps token ids to hidden states."""
+        for name in self.path or ():
+            module = module[name]
+        return module
+
+    def hidden(self, module: nn.Module, tokens_bl: mx.array) -> mx.array:
+        """[B,L] token ids to hidden states [B,L,D]."""
+        # The second argument, the cache, has no default everywhere.
+        return self.backbone(module)(tokens_bl, self.caches(module))
+
+    def caches(self, module: nn.Module) -> Caches | None:
+        """What a forward over whole rows is given as its caches."""
+        return plain_caches(module) if self.over_caches else None
+
+    def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
+        """[N,D] hidden states to [N,V] logits, by the module with the leaves that it now holds."""
+        if self.path is None:
+            return hidden_nd
+        with _given(module, self.path, hidden_nd[None]):
+            return module(mx.zeros((1, hidden_nd.shape[0]), mx.int32))[0]
+
+
+class _Given:
+    """Stands in for a backbone: returns fixed hidden states, and hands on every other attribute."""
+
+    def __init__(self, backbone: Any, hidden: mx.array) -> None:
+        self._backbone, self._hidden = backbone, hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self._hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+
+@contextmanager
+def _given(module: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Iterator[None]:
+    *outer, name = path
+    owner = module
+    for step in outer:
+        owner = owner[step]
+    backbone = owner[name]
+    owner[name] = _Given(backbone, hidden)
+    try:
+        yield
+    finally:
+        owner[name] = backbone
+
+
+def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
+    """Find how `module` comes apart; runs it on a single token.
+
+    Args:
+        module: an mlx-lm model with its weights.
+        trainable: names of its trainable leaves; where there are none `weight` is not looked for, which takes
+            several products with the head's matrix and serves the learner alone.
+    """
+    return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
+
+
+def _split(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
+    path = _backbone_path(module)
+    if path is None:
+        return HeadSplit(None, (), None)
+    token = mx.zeros((1, 1), mx.int32)
+    whole = HeadSplit(path, (), None)
+    hidden = whole.hidden(module, token)
+    width, vocabulary = getattr(hidden, "shape", (0,))[-1], module(token).shape[-1]
+    if not isinstance(hidden, mx.array) or hidden.ndim != 3 or width == vocabulary:
+        return HeadSplit(None, (), None)
+    if not trainable:
+        return whole
+
+    named = named_leaves(module.parameters())
+    leaves = {name: leaf for name, leaf in named.items() if not any(map(str.isdigit, name.split(".")))}
+    probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(hidden.dtype)
+    floating = [name for name in trainable if name in leaves]
+    used = tuple(name for name in floating if _depends_on(whole, module, name, leaves[name], probe))
+    for name, leaf in leaves.items():
+        if tuple(leaf.shape) == (vocabulary, width) and set(used) <= {name}:
+            shape = _function_of_product(whole, module, leaf, probe)
+            if shape is not None:
+                return HeadSplit(path, used, name, *shape)
+    return HeadSplit(path, used, None)
+
+
+def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
+    path: list[str] = []
+    while isinstance(module.get("language_model"), nn.Module):
+        path.append("language_model")
+        module = module["language_model"]
+    names = [name for name in _BACKBONES if isinstance(module.get(name), nn.Module)]
+    return (*path, names[0]) if names else None
+
+
+def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array) -> bool:
+    """Whether the head's output turns NaN when this leaf does."""
+    module.update(from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)}))
+    try:
+        return bool(mx.isnan(split.logits(module, probe)).any())
+    finally:
+        module.update(from_names({name: leaf}))
+
+
+def _function_of_product(
+    split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
+) -> tuple[float, float | None] | None:
+    """Scale and cap that make the head of the product with this matrix; None where none do."""
+    unit = mx.maximum(mx.abs(probe @ weight_vd.T).mean(), 1e-6)
+
+    def at(size: float) -> tuple[mx.array, mx.array]:
+        hidden = (probe * (size / unit)).astype(probe.dtype)
+        logits = split.logits(module, hidden).astype(mx.float32)
+        return (hidden @ weight_vd.T).astype(mx.float32), logits
+
+    if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
+        return None  # there is a bias
+    product, logits = at(_SMALL)
+    scale = _number((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
+    if not scale > 0:
+        return None
+    product, logits = at(_LARGE)
+    highest = _number(mx.abs(logits).max())
+    cap = highest if highest < 0.5 * scale * _number(mx.abs(product).max()) else None
+    for size in (1.0, _LARGE) if cap is None else [factor * cap / scale for factor in _BETWEEN]:
+        product, logits = at(size)
+        wanted = product * scale if cap is None else cap * mx.tanh(product * (scale / cap))
+        if not mx.abs(logits - wanted).max() <= 1e-2 * mx.abs(wanted).max():
+            return None
+    return (1.0 if abs(scale - 1) < 1e-3 else scale), cap
+
+
+def _number(value: mx.array) -> float:
+    return float(cast(float, value.item()))

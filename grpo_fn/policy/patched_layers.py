@@ -1,0 +1,283 @@
+"""Own functions in place of those that mlx-lm's layers call by name, for one model instance.
+
+mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
+globals of the layer's module. `use_own_functions` gives the layers of one model a `__call__` whose globals
+hold ours, and `nn.RMSNorm` and `nn.Linear` one of their own; the classes, their modules and every other model
+in the process stay as they are.
+"""
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends.cpu.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends.cuda.rope_kernels import rope, takes_heads
+from grpo_fn.policy.gated_mlp import down_of_gated
+from grpo_fn.policy.model_fixes import put_right
+from grpo_fn.policy.quantized_layers import QuantMode, unpack_rows, unpacked_product
+
+
+def use_own_functions(module: nn.Module) -> int:
+    """Let this model's layers call the functions of this library; returns how many layers now do.
+
+    The model computes the same, to rounding. Layers that reach those functions in another way are left
+    alone, and a second call changes nothing.
+    """
+    put_right(module)
+    changed = 0
+    for layer in module.modules():
+        kind = _with_own_functions(type(layer))
+        if kind is not type(layer):
+            layer.__class__ = kind
+        changed += hasattr(kind, "own_functions")
+    return changed
+
+
+def attends_through_cache(module: nn.Module) -> bool:
+    """Whether every attention layer of the model asks its cache to attend, where the cache can.
+
+    Judged by the layers' number: each block holds one.
+    """
+    layers = getattr(module, "layers", None) or []
+    return bool(layers) and all(
+        sum("scaled_dot_product_attention" in getattr(part, "own_functions", ()) for part in layer.modules())
+        == 1
+        for layer in layers
+    )
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's `scaled_dot_product_attention`.
+
+    A cache that has a method `attend(queries, keys, values, scale)` computes it itself: one whose keys and
+    values do not all lie in one array.
+
+    Raises ValueError for a mask or sinks with such a cache, which does not see them.
+    """
+    if hasattr(cache, "attend"):
+        if mask is not None or sinks is not None:
+            found = "a mask" if sinks is None else "attention sinks"
+            raise ValueError(f"{found} cannot be combined with a cache that attends by itself")
+        return cache.attend(queries, keys, values, scale)
+    plain = sinks is None and isinstance(keys, mx.array)
+    if plain and on_cpu(queries, keys, values):
+        return _attention(queries, keys, values, scale, mask)
+    return _originals()["scaled_dot_product_attention"](
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def _attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Attention on a CPU: the heads that share keys are one product."""
+    rows, heads, length, _ = queries.shape
+    shared, seen = keys.shape[1], keys.shape[2]
+    grouped = (rows, shared, heads // shared, length, seen)
+    q = (queries * scale).reshape(rows, shared, -1, queries.shape[-1])
+    scores = (q @ keys.swapaxes(-1, -2)).reshape(grouped)
+    if mask is not None:
+        scores = _masked(scores, mask)
+    weights = softmax(scores).reshape(rows, shared, -1, seen)
+    return (weights @ values).reshape(rows, heads, length, values.shape[-1])
+
+
+def _masked(scores: mx.array, mask: mx.array | str) -> mx.array:
+    """Scores [B,K,H/K,L,T] with a mask that broadcasts to [B,H,L,T] applied."""
+    rows, shared, repeats, length, seen = scores.shape
+    if isinstance(mask, str):
+        mask = mx.arange(seen - length, seen)[:, None] >= mx.arange(seen)[None]
+    elif mask.ndim == 4 and mask.shape[1] == 1:
+        mask = mask[:, :, None]
+    elif mask.ndim > 2:
+        mask = mx.broadcast_to(mask, (rows, shared * repeats, length, seen))
+        mask = mask.reshape(rows, shared, repeats, length, seen)
+    if mask.dtype != mx.bool_:
+        return scores + mask
+    # The lowest number rather than −∞: a row that sees nothing (padding) stays finite.
+    return mx.where(mask, scores, mx.finfo(scores.dtype).min)
+
+
+def _unit_norm(x: mx.array) -> mx.array:
+    """nanochat's `rms_norm`, with its ε."""
+    return rms_norm(x, None, 1e-5)
+
+
+def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | None = None) -> mx.array:
+    """nanochat's `apply_rotary_emb`."""
+    if freqs is not None and takes_heads(x, x.shape[-1], offset):
+        return rope(x, freqs)
+    return _originals()["apply_rotary_emb"](x, offset, base, freqs)
+
+
+class _LayersNN:
+    """mlx.nn as a layer's module sees it, with this library's `relu2`."""
+
+    relu2 = staticmethod(relu2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+_OWN: dict[str, Any] = {
+    "scaled_dot_product_attention": attention,
+    "swiglu": swiglu,
+    "rms_norm": _unit_norm,
+    "apply_rotary_emb": _rotary,
+    "nn": _LayersNN(),
+}
+
+
+def _is_gated_mlp(call: FunctionType) -> bool:
+    """Whether it is `down_proj(swiglu(gate_proj(x), up_proj(x)))` to the last instruction, as llama's is."""
+    from mlx_lm.models import llama
+
+    code, wanted = call.__code__, llama.MLP.__call__.__code__
+    own = call.__globals__.get("swiglu") is _originals()["swiglu"]
+    return own and code.co_code == wanted.co_code and code.co_names == wanted.co_names
+
+
+def _gated_mlp(self: Any, x: mx.array) -> mx.array:
+    return down_of_gated(self.down_proj, self.gate_proj(x), self.up_proj(x))
+
+
+class _RMSNorm(nn.RMSNorm):
+    own_functions = ("rms_norm",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self["weight"], self.eps)
+
+
+@mx.custom_function
+def _product(x: mx.array, weight_vd: mx.array, *bias_v: mx.array) -> mx.array:
+    return mx.addmm(bias_v[0], x, weight_vd.T) if bias_v else x @ weight_vd.T
+
+
+@_product.vjp
+def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+    x, weight_vd, *bias_v = primals
+    # MLX's own gradient of the weights lies transposed, which all that reads it pays for.
+    flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
+    slopes = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
+    return (*slopes, flat_nv.sum(axis=0)) if bias_v else slopes
+
+
+class _RoPE(nn.RoPE):
+    """On CUDA."""
+
+    own_functions = ("rope",)
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if self.traditional or self.scale != 1 or not takes_heads(x, self.dims, offset):
+            return super().__call__(x, offset)
+        return rope(x, self.base)
+
+
+class _Linear(nn.Linear):
+    own_functions = ("linear",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight_vd = self["weight"]
+        if is_one_token(x) or weight_vd.dtype != x.dtype:
+            return super().__call__(x)
+        bias = [self["bias"]] if "bias" in self else []
+        return cast(mx.array, _product(x, weight_vd, *bias))
+
+
+class _QuantizedLinear(nn.QuantizedLinear):
+    own_functions = ("linear",)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.size // x.shape[-1] < unpack_rows():
+            return super().__call__(x)
+        y = _packed_product(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class _QuantizedEmbedding(nn.QuantizedEmbedding):
+    own_functions = ("linear",)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return super().as_linear(x) if x.size // x.shape[-1] < unpack_rows() else _packed_product(self, x)
+
+
+def _packed_product(layer: Any, x: mx.array) -> mx.array:
+    packed = [layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None]
+    return unpacked_product(QuantMode(layer.mode, layer.bits, layer.group_size))(x, *packed)
+
+
+_PACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: _QuantizedLinear,
+    nn.QuantizedEmbedding: _QuantizedEmbedding,
+}
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether it is a plain layer of mlx with packed weights, or ours; a subclass may compute anything."""
+    return type(layer) in (*_PACKED, *_PACKED.values())
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether it is a plain `nn.Linear`, or ours; a subclass may compute anything."""
+    return type(layer) in (nn.Linear, _Linear)
+
+
+@functools.cache
+def _originals() -> dict[str, Callable[..., Any]]:
+    from mlx_lm.models import activations, base, nanochat
+
+    return {
+        "scaled_dot_product_attention": base.scaled_dot_product_attention,
+        "swiglu": activations.swiglu,
+        "rms_norm": nanochat.rms_norm,
+        "apply_rotary_emb": nanochat.apply_rotary_emb,
+    }
+
+
+@functools.cache
+def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose `__call__` finds ours under the names of mlx-lm's functions; else `kind`."""
+    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+    if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
+        return kind
+    if kind is nn.RMSNorm:
+        return _RMSNorm
+    if _is_gated_mlp(call):
+        return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
+    if kind is nn.Linear:
+        return _Linear
+    if has_cuda() and kind is nn.RoPE:
+        return _RoPE
+    if kind in _PACKED:
+        return _PACKED[kind] if unpack_rows() else kind
+    names = [
+        name
+        for name, original in _originals().items()
+        if name in call.__code__.co_names and call.__globals__.get(name) is original
+    ]
+    if "relu2" in call.__code__.co_names and call.__globals__.get("nn") is nn:
+        names.append("nn")
+    if not names:
+        return kind
+    own = FunctionType(
+        call.__code__,
+        call.__globals__ | {name: _OWN[name] for name in names},
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(kind.__name__, (kind,), {"__call__": own, "own_functions": tuple(names)})

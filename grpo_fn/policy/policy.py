@@ -1,0 +1,190 @@
+"""Policy: a language model as a pure function of a parameter tree.
+
+An mlx-lm module is used as a skeleton: for the time of one call its leaves are replaced by the given
+parameters, then put back. What is trainable is what the module says is (all of it, or LoRA's adapters).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends.cpu.grid_steps import grid_forward, takes_lanes
+from grpo_fn.backends.cuda.kernel_steps import kernel_forward, takes_kernel
+from grpo_fn.compile import Compiled, compiled
+from grpo_fn.learner.token_logprobs import Head
+from grpo_fn.policy.head import HeadSplit, split_head
+from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.sampling_form import sampling_form
+from grpo_fn.process_check import check_process
+from grpo_fn.rollout.shared_prefix import shares_prefix
+from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
+
+
+@attrs.frozen(eq=False)
+class Policy:
+    """A model with its parameters taken out; make one with `Policy.from_module`.
+
+    During a call the module holds the given parameters: one thread at a time.
+    """
+
+    module: nn.Module  # the skeleton
+    params: Tree  # trainable leaves as they were when the policy was made
+    frozen: Tree  # the other leaves, shared by all roles; {} where everything trains
+    compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward; None: as they are
+    split: HeadSplit  # how hidden states and head come apart in this architecture
+    takes_ragged: bool  # whether rows of different lengths can be decoded together
+    shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
+    takes_kernel: bool  # whether they can with the kernel of `prefix_kernel`
+    takes_lanes: bool  # whether they can in `lanes`
+    vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
+    # `kernel_forward`, for `KernelSteps`
+    kernel_step: Compiled = attrs.field(
+        init=False,
+        repr=False,
+        default=attrs.Factory(lambda self: compiled(partial(kernel_forward, self.bound)), takes_self=True),
+    )
+    # `grid_forward`, for `GridSteps`
+    grid_step: Compiled = attrs.field(
+        init=False,
+        repr=False,
+        default=attrs.Factory(lambda self: compiled(partial(grid_forward, self.bound)), takes_self=True),
+    )
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None, own_functions: bool = True
+    ) -> "Policy":
+        """Split a module into its function and its leaves.
+
+        Freeze the module's parts first (`module.freeze()`, mlx-lm's `linear_to_lora_layers`) where only some
+        leaves train. The arrays are shared with the module, not copied; its layers call this library's
+        functions from then on (`use_own_functions`), unless `own_functions` is False.
+
+        Raises:
+            ValueError: nothing is trainable.
+        """
+        check_process()
+        trainable = named_leaves(module.trainable_parameters())
+        if not trainable:
+            raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
+        if own_functions:
+            use_own_functions(module)
+        everything = named_leaves(module.parameters())
+        rest = {name: leaf for name, leaf in everything.items() if name not in trainable}
+        shares = shares_prefix(module)
+        return cls(
+            module=module,
+            params=from_names(trainable),
+            frozen=from_names(rest),
+            compute_dtype=compute_dtype,
+            split=split_head(module, tuple(trainable)),
+            takes_ragged=takes_ragged(module),
+            shares_prefix=shares,
+            takes_kernel=shares and takes_kernel(module),
+            takes_lanes=shares and takes_lanes(module, compute_dtype),
+            vocabulary=_embedding_rows(module),
+        )
+
+    @classmethod
+    def for_inference(cls, module: nn.Module) -> "Policy":
+        """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
+        check_process()
+        use_own_functions(module)
+        shares = shares_prefix(module)
+        return cls(
+            module=module,
+            params={},
+            frozen={},
+            compute_dtype=None,
+            split=split_head(module, ()),
+            takes_ragged=takes_ragged(module),
+            shares_prefix=shares,
+            takes_kernel=shares and takes_kernel(module),
+            takes_lanes=shares and takes_lanes(module),
+            vocabulary=_embedding_rows(module),
+        )
+
+    def skeleton(self) -> "Policy":
+        """The same function without the initial parameters, over a module that holds no trainable weights.
+
+        For long runs: `params` and the module would keep the initial weights in memory for ever. The module
+        is emptied in place; use it through `bound` from then on.
+        """
+        self.module.update(map_arrays(lambda _: mx.zeros(()), self.params))
+        return attrs.evolve(self, params=None)
+
+    @contextmanager
+    def bound(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
+        """The module with these parameters in it, until the end of the `with` block.
+
+        The leaves that were there are put back whatever happens: a traced call would leave dead tracers.
+        """
+        saved = self.module.parameters()
+        try:
+            self.module.update(self.cast(self.frozen if frozen is None else frozen))
+            self.module.update(self.cast(params))
+            yield self.module
+        finally:
+            self.module.update(saved)
+
+    @contextmanager
+    def sampling(self, params: Tree, *, lanes: bool = False) -> Iterator[nn.Module]:
+        """`bound` for decoding, in the form of `sampling_form`."""
+        with self.bound(params) as module, sampling_form(module, lanes=lanes):
+            yield module
+
+    def cast(self, params: Tree) -> Tree:
+        """The parameters as the forward sees them: floating leaves in the compute dtype."""
+        dtype = self.compute_dtype
+        if dtype is None:
+            return params
+        return map_arrays(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params)
+
+    def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
+        """Next-token logits [B,L,V] in the compute dtype; a cache, where given, is advanced."""
+        with self.bound(params) as module:
+            return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
+
+    def hidden(self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None) -> mx.array:
+        """Final hidden states [B,L,D], after the last norm and before the head.
+
+        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
+        traced function pins what it closes over.
+        """
+        with self.bound(params, frozen) as module:
+            return self.split.hidden(module, tokens_bl)
+
+    def head(self, params: Tree, frozen: Tree | None = None) -> Head:
+        """What maps those hidden states to logits, with the trainable parameters that it uses."""
+        frozen = self.frozen if frozen is None else frozen
+        leaves = named_leaves(params)
+        used = from_names({name: leaves[name] for name in self.split.trainable})
+        name = self.split.weight
+
+        def weight(head_params: Tree) -> mx.array:
+            held = head_params if name in self.split.trainable else frozen
+            return self.cast(named_leaves(held)[str(name)])
+
+        def logits(head_params: Tree, hidden_nd: mx.array) -> mx.array:
+            with self.bound(head_params, frozen) as module:
+                return self.split.logits(module, hidden_nd)
+
+        if name is None:
+            return Head(used, logits)
+        return Head(used, logits, weight, self.split.scale, self.split.cap)
+
+
+def _embedding_rows(module: nn.Module) -> int | None:
+    """Rows of the token embedding: of several tables (positions may have one), one for each logit."""
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    rows = {part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)}
+    if len(rows) > 1:
+        logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape alone: nothing is computed
+        return logits if logits in rows else max(rows)
+    return max(rows, default=None)

@@ -1,0 +1,180 @@
+"""Layers that hold few-bit weights, and choose by the number of rows how to multiply with them.
+
+mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each row. From
+`unpack_rows` rows on the weight is therefore unpacked for the one product, and a dense product taken with it:
+the same numbers, memory for a part of one layer at a time, and a cost that does not grow.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from grpo_fn.backends.cpu.elementwise import anew
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.trees import from_names
+
+# Rows of a product from which a packed weight is unpacked first. The CPU's was measured, CUDA's is taken from
+# rates at 1, 16 and 128 rows, and Metal, whose own kernels batch, never unpacks.
+UNPACK_ROWS = {"cpu": 4, "cuda": 8, "metal": 0}
+PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
+
+
+def unpack_rows() -> int:
+    """`UNPACK_ROWS` of the device that computes; 0: never."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return UNPACK_ROWS["cpu"]
+    return UNPACK_ROWS["cuda" if has_cuda() else "metal"]
+
+
+@attrs.frozen
+class QuantMode:
+    """One of mlx's quantized formats."""
+
+    mode: str  # affine | mxfp4 | mxfp8 | nvfp4
+    bits: int
+    group_size: int  # weights that share a scale
+
+
+def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
+    """A matrix [out,in] as packed weights, scales and, in affine modes, biases."""
+    packed = mx.quantize(weight, group_size=mode.group_size, bits=mode.bits, mode=mode.mode)
+    return dict(zip(("weight", "scales", "biases"), packed, strict=False))
+
+
+def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype) -> mx.array:
+    """The matrix that `quantize` stands for."""
+    return mx.dequantize(
+        packed["weight"],
+        packed["scales"],
+        packed.get("biases"),
+        group_size=mode.group_size,
+        bits=mode.bits,
+        mode=mode.mode,
+        dtype=dtype,
+    )
+
+
+@functools.cache
+def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
+    """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part by part.
+
+    Its backward pass unpacks W once more: kept, all layers' weights would be in memory in full size. Packed
+    weights have no gradient.
+    """
+
+    @mx.custom_function
+    def product(x: mx.array, *packed: mx.array) -> mx.array:
+        parts = [x @ weight.T for weight in _unpacked(packed, mode, x.dtype)]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    @product.vjp
+    def product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+        x, *packed = primals
+        slopes, start = mx.zeros_like(x), 0
+        for weight in _unpacked(anew(packed, cotangent), mode, x.dtype):
+            stop = start + weight.shape[0]
+            slopes, start = slopes + cotangent[..., start:stop] @ weight, stop
+        return (slopes, *[mx.zeros_like(array) for array in packed])
+
+    return cast(Callable[..., mx.array], product)
+
+
+def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> Iterable[mx.array]:
+    """The matrix that packed weights, scales and biases stand for, in parts of some of its rows each."""
+    out, words = packed[0].shape
+    width = words * 32 // mode.bits
+    rows = max(int(PART_BYTES / (width * dtype.size)), 1)
+    for start in range(0, out, rows):
+        part = [array[start : start + rows] for array in packed] if rows < out else packed
+        yield dequantize(dict(zip(("weight", "scales", "biases"), part, strict=False)), mode, dtype)
+
+
+def packed_names(name: str, mode: QuantMode) -> list[str]:
+    """The leaves that stand for the weight `name` once it is packed."""
+    stem = name.removesuffix("weight")
+    return [stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))]
+
+
+def packed_module(
+    module: nn.Module,
+    names: Iterable[str],
+    leaves: Mapping[str, mx.array],
+    mode: QuantMode,
+    dtype: mx.Dtype | None,
+    unpack_rows: int,
+) -> nn.Module:
+    """A copy of the module's structure, without weights, with packed layers in place of the named ones.
+
+    Args:
+        module: stays as it is.
+        names: of the weights that are packed, each of an `nn.Linear` or `nn.Embedding`.
+        leaves: the module's parameters by name.
+        mode: their format.
+        dtype: what an embedding unpacks to; None: its own dtype.
+        unpack_rows: see the module's docstring; 0: never.
+    """
+    saved = module.parameters()
+    module.update(from_names({name: mx.zeros(()) for name in leaves}))
+    try:
+        structure = copy.deepcopy(module)
+    finally:
+        module.update(saved)
+    parts = dict(structure.named_modules())
+    replaced = []
+    for name in names:
+        path = name.removesuffix(".weight")
+        kind = _PackedEmbedding if isinstance(parts[path], nn.Embedding) else _PackedLinear
+        layer = kind(mode, dtype or leaves[name].dtype, unpack_rows, f"{path}.bias" in leaves)
+        replaced.append((path, layer))
+    structure.update_modules(tree_unflatten(replaced))
+    return structure
+
+
+class _Packed(nn.Module):
+    """What linear layers and embeddings have in common; `bits` is what mlx-lm knows such layers by."""
+
+    def __init__(self, mode: QuantMode, dtype: mx.Dtype, unpack_rows: int, bias: bool) -> None:
+        super().__init__()
+        self.mode, self.bits, self.group_size = mode.mode, mode.bits, mode.group_size
+        self._mode, self._dtype, self._unpack_rows = mode, dtype, unpack_rows
+        for name in packed_names("weight", mode) + ["bias"] * bias:
+            self[name] = mx.zeros(())
+
+    def product(self, x: mx.array) -> mx.array:
+        """x [..., in] times the weight's transpose."""
+        rows = x.size // x.shape[-1]
+        if self._unpack_rows and rows >= self._unpack_rows:
+            parts = [self[name] for name in packed_names("weight", self._mode)]
+            return unpacked_product(self._mode)(x, *parts)
+        return mx.quantized_matmul(
+            x,
+            self["weight"],
+            scales=self["scales"],
+            biases=self.get("biases"),
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+
+class _PackedLinear(_Packed):
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.product(x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class _PackedEmbedding(_Packed):
+    def __call__(self, tokens: mx.array) -> mx.array:
+        rows = {name: self[name][tokens] for name in packed_names("weight", self._mode)}
+        return dequantize(rows, self._mode, self._dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The head of a model that ties it to its embedding."""
+        return self.product(x)

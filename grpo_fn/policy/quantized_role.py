@@ -1,0 +1,158 @@
+"""Quantized roles: what rolls out, or the reference, may have few-bit weights; the learner keeps its own.
+
+What is quantized: the linear layers inside the model's blocks, and embeddings and head where asked for. Norms
+keep their precision. `dequantized` storage rounds the weights once a sync and computes at full speed with
+them; `packed` keeps them small (see `packed`). Both compute with the same rounded weights.
+"""
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.checks import check_choice
+from grpo_fn.policy.head import HeadSplit
+from grpo_fn.policy.policy import Policy
+from grpo_fn.policy.quantized_layers import QuantMode, dequantize, packed_module, packed_names, quantize
+from grpo_fn.trees import Tree, from_names, named_leaves
+
+MODES: dict[str, QuantMode] = {
+    "affine-8": QuantMode("affine", 8, 64),
+    "affine-6": QuantMode("affine", 6, 64),
+    "affine-4": QuantMode("affine", 4, 64),
+    "affine-3": QuantMode("affine", 3, 64),
+    "mxfp8": QuantMode("mxfp8", 8, 32),
+    "mxfp4": QuantMode("mxfp4", 4, 32),
+    "nvfp4": QuantMode("nvfp4", 4, 16),
+}
+STORAGES = ("dequantized", "packed")
+GROUP_SIZES = (32, 64, 128)  # that affine modes can have; the others' are part of their format
+
+
+@attrs.frozen(eq=False)
+class QuantizedRole:
+    """A policy with quantized weights, and how to fill it from the learner's parameters."""
+
+    policy: Policy
+    transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
+    names: tuple[str, ...]  # the weights that are quantized
+    unfit: tuple[str, ...]  # those that keep their precision, as their rows are no multiple of the group
+
+
+def quantized_role(
+    policy: Policy,
+    name: str,
+    storage: str = "dequantized",
+    *,
+    group_size: int = 0,
+    head: bool = False,
+    unpack_rows: int = 0,
+) -> QuantizedRole:
+    """A policy of the same model whose block weights are quantized.
+
+    Args:
+        policy: with its `params` (not yet a `skeleton()`).
+        name: a key of MODES, such as `affine-4`.
+        storage: `dequantized` or `packed`.
+        group_size: weights that share a scale; 0: the mode's own.
+        head: embeddings and head too; tied ones are one matrix.
+        unpack_rows: of packed storage: rows of a product from which its weight is unpacked first; 0: never.
+
+    Raises:
+        ValueError: a name is unknown, the mode has no such group, the model is quantized already, or none of
+            its weights can be.
+    """
+    check_choice("storage", storage, STORAGES)
+    mode = quant_mode(name, group_size)
+    if policy.params is None:
+        raise ValueError("a skeleton has no weights left to quantize: make the role before policy.skeleton()")
+    if is_quantized(policy.module):
+        raise ValueError("the model's weights are quantized already: both roles then run the same ones")
+    leaves = named_leaves(policy.module.parameters())
+    wanted = [
+        f"{path}.weight" for path, module in policy.module.named_modules() if quantizable(path, module, head)
+    ]
+    names = tuple(name for name in wanted if leaves[name].shape[-1] % mode.group_size == 0)
+    if not names:
+        raise ValueError(
+            f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
+        )
+    packed = storage == "packed"
+    dtype = policy.compute_dtype
+
+    def transform(params: Tree) -> Tree:
+        return _transformed(params, names, mode, packed, dtype)
+
+    role = attrs.evolve(policy, params=None, frozen=transform(policy.frozen) if policy.frozen else {})
+    if packed:
+        module = packed_module(policy.module, names, leaves, mode, dtype, unpack_rows)
+        role = attrs.evolve(
+            role,
+            module=module,
+            split=_packed_split(policy.split, names, mode),
+            # Each lane would unpack all weights for itself: half to a third of the speed.
+            takes_lanes=policy.takes_lanes and not unpack_rows,
+        )
+    return QuantizedRole(role, transform, names, tuple(name for name in wanted if name not in names))
+
+
+def quant_mode(name: str, group_size: int = 0) -> QuantMode:
+    """The mode of that name, with another group size where one is given (affine modes only).
+
+    Raises:
+        ValueError: the name is unknown, or the mode has no such group.
+    """
+    check_choice("quantization", name, MODES)
+    mode = MODES[name]
+    if group_size in (0, mode.group_size):
+        return mode
+    if mode.mode != "affine":
+        raise ValueError(
+            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; wanted 0"
+        )
+    if group_size not in GROUP_SIZES:
+        raise ValueError(
+            f"group_size = {group_size}: mlx packs groups of {', '.join(map(str, GROUP_SIZES))}; wanted one "
+            "of these, or 0 for the mode's own"
+        )
+    return attrs.evolve(mode, group_size=group_size)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether any layer's weights are packed."""
+    return any(hasattr(part, "bits") for _, part in module.named_modules())
+
+
+def quantizable(path: str, module: nn.Module, head: bool) -> bool:
+    """Whether a role rounds this layer's weights, where its rows are multiples of the group."""
+    if head:
+        return isinstance(module, nn.Linear | nn.Embedding)
+    return isinstance(module, nn.Linear) and any(part.isdigit() for part in path.split("."))
+
+
+def _packed_split(split: HeadSplit, names: tuple[str, ...], mode: QuantMode) -> HeadSplit:
+    """Packed, a head's matrix is several leaves and no plain product any more."""
+    trainable = tuple(
+        leaf for name in split.trainable for leaf in (packed_names(name, mode) if name in names else [name])
+    )
+    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in names else split.weight)
+
+
+def _transformed(
+    tree: Tree, names: tuple[str, ...], mode: QuantMode, packed: bool, dtype: mx.Dtype | None
+) -> Tree:
+    wanted = set(names)
+    out: dict[str, mx.array] = {}
+    for name, leaf in named_leaves(tree).items():
+        compute = dtype if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf.dtype
+        leaf = leaf.astype(compute)
+        if name not in wanted:
+            out[name] = leaf
+            continue
+        parts = quantize(leaf, mode)
+        if packed:
+            out |= dict(zip(packed_names(name, mode), parts.values(), strict=True))
+        else:
+            out[name] = dequantize(parts, mode, compute)
+    return from_names(out)

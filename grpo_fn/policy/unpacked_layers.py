@@ -1,0 +1,70 @@
+"""Packed weights in full size, for as long as a model samples, where they are small enough.
+
+A decoding step has tens of rows: too many for products with packed weights, too few to be worth unpacking
+every weight anew. Unpacked once a rollout they are plain layers: adapters can be merged into them, and lanes
+multiply by blocks of them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from grpo_fn.policy.patched_layers import is_packed, use_own_functions
+from grpo_fn.policy.quantized_layers import QuantMode, dequantize, unpack_rows
+from grpo_fn.trees import named_leaves
+
+MOST_BYTES = 256e6  # of all unpacked weights of a model
+
+
+@contextmanager
+def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iterator[list[nn.Module]]:
+    """The module with plain layers in place of packed ones, until the end of the `with` block.
+
+    None of them where they would be large, or where products with packed weights take many rows well (Metal).
+    Nothing is computed yet. `compute` is the dtype that the model computes in; None: that of its leaves.
+
+    Yields the plain layers.
+    """
+    packed = unpackable(module, compute)
+    plain = [(path, _plain(layer, _dtype(layer, module, compute))) for path, layer in packed]
+    try:
+        module.update_modules(tree_unflatten(plain))
+        yield [layer for _, layer in plain]
+    finally:
+        module.update_modules(tree_unflatten(packed))
+
+
+def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> list[tuple[str, nn.Module]]:
+    """The packed layers that `unpacked_weights` unpacks, by path; read off shapes."""
+    found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
+    nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
+    return found if unpack_rows() and nbytes <= MOST_BYTES else []
+
+
+def _size(layer: Any) -> int:
+    return layer.weight.size * 32 // layer.bits
+
+
+def _dtype(layer: Any, module: nn.Module, compute: mx.Dtype | None) -> mx.Dtype:
+    if compute is not None or mx.issubdtype(layer.scales.dtype, mx.floating):
+        return compute or layer.scales.dtype
+    # Scales of the mx formats are integers.
+    leaves = named_leaves(module.parameters()).values()
+    return next((leaf.dtype for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)), mx.float32)
+
+
+def _plain(layer: Any, dtype: mx.Dtype) -> nn.Module:
+    """A plain layer with the weights that a packed one stands for; not computed."""
+    kind = nn.Embedding if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear
+    plain: Any = kind.__new__(kind)  # whose own constructor would draw from the global random state
+    nn.Module.__init__(plain)
+    plain.weight = dequantize(layer, QuantMode(layer.mode, layer.bits, layer.group_size), dtype)
+    if "bias" in layer:
+        plain.bias = layer.bias
+    plain.freeze()
+    use_own_functions(plain)
+    return plain

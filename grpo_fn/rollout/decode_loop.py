@@ -1,0 +1,152 @@
+"""The decode loop: draw a token of each row, store it, drop rows that have ended, take the next step."""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.completions import Rollout
+from grpo_fn.rollout.lanes import Lane
+from grpo_fn.rollout.sampler import Sampler, drawing, mark_seen, penalize
+from grpo_fn.trees import on_host
+
+COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
+
+# From a completion's tokens so far, and how many of them earlier calls have seen without finding an end, to
+# how many of them to keep if it has ended, else None.
+FindStop = Callable[[Sequence[int], int], int | None]
+
+
+@attrs.define(eq=False)
+class Columns:
+    """What has been sampled so far of all rows, in full size."""
+
+    drawn: dict[str, mx.array]  # "tokens" int32, "logp" and, where asked for, "entropy": [B,T]
+    lengths: list[int]  # tokens of each row that count
+    finished: list[bool]  # as `Rollout.finished_b`
+
+    @classmethod
+    def empty(cls, rows: int, width: int, with_entropy: bool) -> "Columns":
+        """Nothing sampled: each row of `width` zeros, unfinished."""
+        drawn = {"tokens": mx.zeros((rows, width), mx.int32), "logp": mx.zeros((rows, width))}
+        if with_entropy:
+            drawn["entropy"] = mx.zeros((rows, width))
+        return cls(drawn, [width] * rows, [False] * rows)
+
+    def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
+        """The rollout, as wide as its longest completion, at least 1; zeros after the end of each."""
+        lengths_b = mx.array(self.lengths, mx.int32)
+        width = max(1, *self.lengths)
+        within_bt = mx.arange(width)[None] < lengths_b[:, None]
+        cut = {
+            name: mx.where(within_bt, array[:, :width], mx.array(0, array.dtype))
+            for name, array in self.drawn.items()
+        }
+        mx.eval(cut)
+        return Rollout(
+            prompts=tuple(tuple(prompt) for prompt in prompts),
+            num_generations=num_generations,
+            tokens_bt=cut["tokens"],
+            lengths_b=lengths_b,
+            logp_bt=cut["logp"],
+            finished_b=mx.array(self.finished),
+            entropy_bt=cut.get("entropy"),
+        )
+
+
+class Decoder:
+    """The decode loop of one part, with its settings."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        eos_ids: frozenset[int],
+        find_stop: FindStop | None,
+        max_new_tokens: int,
+        *,
+        check_every: int,
+        pipelined: bool,
+        compact: bool,
+    ) -> None:
+        self._penalty = sampler.repetition_penalty
+        self._draw = drawing(sampler)
+        self._eos_ids, self._find_stop = eos_ids, find_stop
+        self._max_new_tokens, self._check_every = max_new_tokens, check_every
+        self._launch = mx.async_eval if pipelined else mx.eval
+        self._compact = compact
+
+    def run(self, lanes: list[Lane], whole: Columns) -> None:
+        """Decode until every row has ended."""
+        texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}
+        start = 0
+        for n in range(self._max_new_tokens):
+            for lane in lanes:
+                with mx.stream(lane.stream):
+                    lane.drawn.append(self._drawn(lane, n))
+            self._launch([lane.drawn[-1] for lane in lanes])
+            tokens = [lane.drawn[-1]["tokens"] for lane in lanes]
+            last = n + 1 == self._max_new_tokens
+            look = last or (n + 1) % self._check_every == 0
+            if look:
+                for lane in lanes:
+                    self._collect(lane, texts, start, whole)
+                start = n + 1
+            for lane, token_b in zip(lanes, tokens, strict=True):
+                if lane.alive and not last:
+                    with mx.stream(lane.stream):
+                        kept = self._kept(lane) if look else None
+                        if kept is not None:
+                            lane.keep(kept)
+                            token_b = token_b[mx.array(kept)]
+                        lane.logits_bv = lane.steps(token_b)
+            lanes = [lane for lane in lanes if lane.alive]
+            if not lanes:
+                return
+
+    def _drawn(self, lane: Lane, n: int) -> dict[str, mx.array]:
+        """The n-th token of each row."""
+        if lane.seen_bv is not None:
+            lane.logits_bv = penalize(lane.logits_bv, lane.seen_bv, self._penalty)
+        drawn = self._draw(lane.logits_bv, lane.words_nbw[n])
+        if lane.seen_bv is not None:
+            lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
+        return drawn
+
+    def _kept(self, lane: Lane) -> list[int] | None:
+        """Places of the rows to go on with, where enough have ended; None: all."""
+        if not self._compact:
+            return None
+        kept = lane.steps.kept([row in lane.alive for row in lane.rows])
+        return kept if len(kept) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
+
+    def _collect(self, lane: Lane, texts: dict[int, list[int]], start: int, whole: Columns) -> None:
+        """Store the lane's tokens since the last look and find the rows that go on."""
+        index = mx.array(lane.rows, mx.int32)
+        stop = start + len(lane.drawn)
+        stacked = {name: mx.stack([step[name] for step in lane.drawn], axis=1) for name in lane.drawn[0]}
+        lane.drawn = []
+        for name, columns in stacked.items():
+            whole.drawn[name][index, start:stop] = columns
+        for row, tokens in zip(lane.rows, on_host(stacked["tokens"]), strict=True):
+            if row not in lane.alive:
+                continue
+            texts[row].extend(tokens)
+            end = self._end_of(texts[row], start)
+            if end is not None:
+                lane.alive.remove(row)
+                whole.lengths[row], whole.finished[row] = end, True
+
+    def _end_of(self, tokens: list[int], start: int) -> int | None:
+        """Tokens to keep if the completion has ended at or after `start`, else None."""
+        ends = [n + 1 for n in range(start, len(tokens)) if tokens[n] in self._eos_ids][:1]
+        if self._find_stop is not None:
+            seen = tokens[: ends[0]] if ends else tokens
+            found = self._find_stop(seen, start)
+            if found is not None:
+                if not 0 <= found <= len(seen):
+                    raise ValueError(
+                        f"find_stop gave {found} for a completion of {len(seen)} tokens: wanted None, or how "
+                        f"many of them to keep, 0 to {len(seen)}"
+                    )
+                ends.append(found)
+        return min(ends, default=None)

@@ -1,0 +1,166 @@
+"""Batched generation: one prefill per prompt, forked to G completions, decoded together.
+
+    prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ tokens and log-probs
+
+Everything is explicit: caches go in and come out, keys are counted, nothing global is read or written. What
+a completion becomes depends on its key, its prompt and the model alone (to the rounding of batched products).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.checks import check_token_ids
+from grpo_fn.completions import Rollout
+from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.policy import Policy
+from grpo_fn.prng import completion_keys
+from grpo_fn.process_check import check_process
+from grpo_fn.rollout.decode_loop import Columns, Decoder, FindStop
+from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.lanes import Lane, LaneSteps, grid_lanes, lane_stream
+from grpo_fn.rollout.prefill import prefill, prefill_once
+from grpo_fn.rollout.sampler import Sampler, draw_words, seen_tokens
+from grpo_fn.rollout.shared_prefix import sharing_pays
+from grpo_fn.trees import Tree
+
+
+def generate(
+    policy: Policy,
+    params: Tree,
+    prompts: Sequence[Sequence[int]],
+    *,
+    key: mx.array,
+    num_generations: int,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    eos_ids: Iterable[int] = (),
+    find_stop: FindStop | None = None,
+    max_batch: int = 0,
+    first_prompt: int = 0,
+    check_every: int = 8,
+    pipelined: bool = False,
+    lanes: int = 1,
+    share_prefix: bool | None = None,
+    compact: bool = True,
+) -> Rollout:
+    """Sample G completions of each prompt.
+
+    Args:
+        policy, params: what samples.
+        prompts: token ids of each prompt, at least one token each.
+        key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
+        num_generations: G.
+        max_new_tokens: length limit of a completion, tokens.
+        sampler: temperature and truncation; None: the plain distribution at temperature 1.
+        eos_ids: tokens that end a completion; the one that does is kept and counts.
+        find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
+            seen the first `start` and found no end: how many of them to keep if it has ended, else None.
+        max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
+        first_prompt: number of the first prompt where these are a part of more: p counts from it.
+        check_every: steps between looks at which rows have ended; a look waits for the device.
+        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
+            costs a copy of the cache).
+        lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
+            (on a CPU, over shared prefixes, at most 256 MB of plain float32 weights). The same numbers to
+            rounding.
+        share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
+            on CPU and CUDA. The same numbers to rounding.
+        compact: drop rows that have ended from the batch once a quarter of it has.
+
+    Raises:
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
+            is out of range, or `find_stop` gives more tokens than there are.
+    """
+    check_process()
+    sampler = sampler or Sampler()
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
+    if not sampler.repetition_penalty > 0:
+        raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
+    check_token_ids(prompts, policy.vocabulary)
+    for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: wanted at least 1")
+    share_prefix = policy.shares_prefix and (sharing_pays() if share_prefix is None else share_prefix)
+    decoder = Decoder(
+        sampler,
+        frozenset(eos_ids),
+        find_stop,
+        max_new_tokens,
+        check_every=max(check_every, 1),
+        pipelined=pipelined,
+        compact=compact,
+    )
+    whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
+    lanes = lanes if policy.takes_lanes and share_prefix and len(prompts) * num_generations > 1 else 1
+    with policy.sampling(params, lanes=lanes > 1) as model:
+        for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged or share_prefix):
+            rows = [p * num_generations + g for p in part for g in range(num_generations)]
+            keys_b2 = completion_keys(
+                key,
+                mx.array([first_prompt + row // num_generations for row in rows]),
+                mx.array([row % num_generations for row in rows]),
+            )
+            these = [prompts[p] for p in part]
+            logits_pv, divided = _prefilled(
+                policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
+            )
+            seen_pv = None
+            if sampler.repetition_penalty != 1:
+                seen_pv = seen_tokens(these, logits_pv.shape[-1])
+            begun = []
+            for steps, places, stream in divided:
+                index = mx.array([place // num_generations for place in places])
+                seen_bv = None if seen_pv is None else seen_pv[index]
+                mine = [rows[place] for place in places]
+                # All at once on the device: a number that the host hands over at each step is waited for.
+                words_nbw = draw_words(keys_b2[mx.array(places)], 0, max_new_tokens)
+                begun.append(Lane(steps, logits_pv[index], words_nbw, mine, stream, seen_bv))
+            decoder.run(begun, whole)
+    rollout = whole.rollout(prompts, num_generations)
+    return attrs.evolve(rollout, vocabulary=policy.vocabulary)
+
+
+def _prefilled(
+    policy: Policy,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    room: int,
+    lanes: int,
+    share_prefix: bool,
+) -> tuple[mx.array, list[LaneSteps]]:
+    """Logits [P,V] after the prompts, and what decodes their completions from there."""
+    lengths = [len(prompt) for prompt in prompts]
+    places = list(range(len(prompts) * num_generations))
+    if not share_prefix:
+        logits_pv, caches = prefill(model, prompts)
+        cache_rows.keep_rows(caches, [place // num_generations for place in places])
+        return logits_pv, [(CacheSteps(model, caches), places, lane_stream(0))]
+    logits_pv, caches = prefill_once(policy, model, prompts)
+    if lanes > 1:
+        return logits_pv, grid_lanes(policy, model, caches, lengths, num_generations, lanes, room=room)
+    steps = shared_steps(policy, model, caches, lengths, num_generations, room=room)
+    return logits_pv, [(steps, places, lane_stream(0))]
+
+
+def _parts(
+    prompts: Sequence[Sequence[int]], num_generations: int, max_batch: int, takes_ragged: bool
+) -> list[list[int]]:
+    """Indices of the prompts that are decoded together."""
+    together = max(max_batch // num_generations, 1) if max_batch else len(prompts)
+    # Like lengths together: less padding, and parts without any.
+    order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
+    if together >= len(prompts):
+        order = list(range(len(prompts)))
+    parts = [order[start : start + together] for start in range(0, len(order), together)]
+    if not takes_ragged:
+        equal: dict[tuple[int, int], list[int]] = {}
+        for number, part in enumerate(parts):
+            for p in part:
+                equal.setdefault((number, len(prompts[p])), []).append(p)
+        parts = list(equal.values())
+    return parts

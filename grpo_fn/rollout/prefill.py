@@ -1,0 +1,51 @@
+"""Prefill: the prompts go through the model, and caches to decode from come out."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.policy.policy import Policy
+from grpo_fn.trees import arrays_of
+
+PREFILL_TOKENS = 2048  # prompt tokens a row and call: bounds the memory of a long prompt's forward
+
+
+def prefill(model: nn.Module, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, Caches]:
+    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there."""
+    lengths = [len(prompt) - 1 for prompt in prompts]  # the last token goes in by itself
+    longest = max(lengths)
+    ragged = min(lengths) < longest
+    caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
+    if ragged and longest % PREFILL_TOKENS == 1:
+        longest += 1  # a lone last column would pass for a decoding step
+    body_pl = mx.array([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32)
+    if ragged:
+        cache_rows.prepare_padding(caches, lengths, longest)
+    for start in range(0, longest, PREFILL_TOKENS):
+        model(body_pl[:, start : start + PREFILL_TOKENS], cache=caches)
+        mx.eval(list(arrays_of(cache_rows.arrays(caches))))
+    if ragged:
+        cache_rows.finish_padding(caches)
+    last_p1 = mx.array([[prompt[-1]] for prompt in prompts], mx.int32)
+    return model(last_p1, cache=caches)[:, -1], caches
+
+
+def prefill_once(
+    policy: Policy, model: nn.Module, prompts: Sequence[Sequence[int]]
+) -> tuple[mx.array, Caches]:
+    """`prefill` of prompts whole, padded on the right: logits [P,V], and plain caches of P rows."""
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    # What pads a prompt on its right comes after all that it holds: nothing looks at it.
+    tokens_pl = mx.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], mx.int32)
+    caches = cache_rows.plain_caches(model)
+    backbone = policy.split.backbone(model)
+    hidden = []
+    for start in range(0, longest, PREFILL_TOKENS):
+        hidden.append(backbone(tokens_pl[:, start : start + PREFILL_TOKENS], cache=caches))
+        mx.eval(hidden[-1], list(arrays_of(cache_rows.arrays(caches))))
+    last_pd = mx.concatenate(hidden, axis=1)[mx.arange(len(prompts)), mx.array(lengths) - 1]
+    return policy.split.logits(model, last_pd), caches

@@ -1,0 +1,113 @@
+"""The manifest of a checkpoint: which files it has, of what size and content, and what wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from runners import __version__
+from runners.errors import UserError, show
+from runners.models.model_files import read_json
+
+MANIFEST = "manifest.json"
+FORMAT = "grpo_fn.checkpoint"
+VERSION = 2  # 1 drew from other random streams: a run could not go on from it as it began
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what its manifest says."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes manifest.json about all that lies in the folder. OSError where the disk refuses."""
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    content = {"format": FORMAT, "version": VERSION, "written_by": _versions(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
+    """Raises Damaged unless every file is there as it was written, those of `wanted` among them.
+
+    Raises UserError for a manifest of another version: that is no damage.
+    """
+    if folder.is_symlink():
+        raise Damaged(f"{folder}: found a link, wanted a folder")
+    if not folder.is_dir():
+        raise Damaged(f"{folder}: there is no such folder")
+    if not os.path.lexists(folder / MANIFEST):
+        raise Damaged(f"{folder}: {MANIFEST} is missing, so nothing tells whether it is whole")
+    files = _read(folder)
+    for name in wanted:
+        if name not in files:
+            raise Damaged(f"{folder / MANIFEST}: {name} is not among its files")
+    for name, facts in files.items():
+        _check_file(folder, name, facts)
+
+
+def digest(path: Path) -> str:
+    """A file's SHA-256, in hexadecimal digits."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    if file.is_symlink():
+        raise Damaged(f"{file}: found a link, wanted a file")
+    try:
+        content = read_json(file)
+    except UserError as error:
+        raise Damaged(str(error)) from error
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {FORMAT}")
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by "
+            f"{_writer(content)}; grpo_fn {__version__} goes on from version {VERSION} alone: finish the run "
+            "with the grpo_fn that wrote it, or start again with --overwrite"
+        )
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
+        raise Damaged(f"{file}: its table of files is damaged")
+    return files
+
+
+def _writer(content: dict[str, Any]) -> str:
+    written_by = content.get("written_by")
+    version = written_by.get("grpo_fn") if isinstance(written_by, dict) else None
+    return f"grpo_fn {version}" if isinstance(version, str) else "an unknown program"
+
+
+def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
+    parts = PurePosixPath(name).parts
+    plain = name and not PurePosixPath(name).is_absolute() and "\\" not in name and "\0" not in name
+    if not plain or ".." in parts:
+        raise Damaged(f"{folder / MANIFEST}: found the file name {show(name)}, which leads out of the folder")
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise Damaged(f"{path}: found a link, wanted a file")
+    if not path.is_file():
+        raise Damaged(f"{path}: the file is missing")
+    try:
+        if path.stat().st_size != facts.get("size"):
+            raise Damaged(f"{path}: found {path.stat().st_size} bytes, wanted {show(facts.get('size'))}")
+        if digest(path) != facts.get("sha256"):
+            raise Damaged(f"{path}: its content is not what was written (SHA-256)")
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: version(name) for name in ("mlx", "mlx-lm")}
+    return {"grpo_fn": __version__, **installed, "python": platform.python_version()}

@@ -1,0 +1,232 @@
+"""Going on from a checkpoint: which one, whether it is whole and belongs to this config, and its values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from grpo_fn.trees import Tree, structure_of
+from runners.checkpoints.checkpoint import TRAINER_STATE, checkpoint_folders
+from runners.checkpoints.manifest import Damaged, check_manifest
+from runners.checkpoints.run_folder import holds_a_run, interrupted
+from runners.checkpoints.state_files import STATE_FILE, load_trees
+from runners.config.config import Config
+from runners.config.sections import EMBEDDED, ModelConfig
+from runners.data.prompts import Example
+from runners.errors import UserError, show
+from runners.models.model_files import read_json
+from runners.training.loop_state import LoopState
+from runners.training.setup import Run
+
+# What may differ without a word: it changes neither weights nor completions.
+HARMLESS = (
+    "run.name",
+    "run.output_dir",
+    "run.overwrite",
+    "eval.every",
+    "eval.at_start",
+    "checkpoint",
+    "log",
+    "watch",
+    "stop",
+    "optim.max_bad_updates",
+    "reward.stop_if_all_fail",
+    "system.memory_limit_gb",
+)
+# What the config may leave to a measurement, and a resumed run takes over from the first one.
+MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")
+Note = Callable[[str], None]
+
+
+@attrs.frozen
+class Origin:
+    """A checkpoint to go on from, checked file by file."""
+
+    folder: Path
+    step: int
+    facts: dict[str, Any]  # trainer_state.json
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A table of the facts; UserError where there is none."""
+        found = self.facts.get(name)
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{self.folder / TRAINER_STATE}: {name}: found {show(found)}, wanted a JSON object"
+            )
+        return found
+
+
+def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
+    """The checkpoint that a run goes on from, or None where the run's folder has none yet.
+
+    Args:
+        folder: the run's.
+        wish: a checkpoint, or a folder with checkpoints; None: the run's own.
+        note: is told of damaged ones, which are passed over for the one before.
+
+    Raises UserError: the checkpoint that was named is damaged, all of them are, or one is of another version.
+    """
+    if wish is not None and not checkpoint_folders(wish):
+        check_manifest(wish, (TRAINER_STATE, STATE_FILE))
+        return _opened(wish)
+    searched = folder if wish is None else wish
+    damaged: list[Damaged] = []
+    for path in reversed(checkpoint_folders(searched).values()):
+        try:
+            check_manifest(path, (TRAINER_STATE, STATE_FILE))
+        except Damaged as error:
+            damaged.append(error)
+            note(f"{error}; {path.name} is passed over")
+            continue
+        return _opened(path)
+    if damaged:
+        raise UserError(
+            f"{searched}: none of its {len(damaged)} checkpoints is whole; --overwrite begins anew"
+        )
+    if (folder / "final").exists():
+        raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite begins anew")
+    note(f"{searched} has no checkpoint yet: the run starts from the beginning")
+    return None
+
+
+def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:
+    """Raises UserError where the folder holds a run, or (with `replace_finished`) an interrupted one.
+
+    `key` is the config's, for the message.
+    """
+    checkpoint = interrupted(folder)
+    name = checkpoint or (None if replace_finished else holds_a_run(folder))
+    if name:
+        found = "an interrupted run" if checkpoint else "a run already"
+        raise UserError(
+            f"{key}: {folder} holds {found} ({name}); --resume goes on with it, --overwrite begins anew, "
+            "another run.name leaves it alone"
+        )
+
+
+def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
+    """The keys in which the config differs from the checkpoint's: name, was, is."""
+    defaults = _flat(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
+    was, now = _flat(origin.table("config")), _flat(config.to_dict())
+    return [
+        (key, show(was.get(key, defaults.get(key))), show(now.get(key, defaults.get(key))))
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key, defaults.get(key)) != now.get(key, defaults.get(key))
+    ]
+
+
+def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:
+    """Raises UserError where a key differs on which weights or completions depend."""
+    grave = [row for row in found if not _harmless(row[0])]
+    if grave:
+        listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in grave)
+        raise UserError(
+            f"the config is not that of {origin.folder}: {listed}; --allow-config-change goes on with it"
+        )
+
+
+def decided(config: Config, origin: Origin) -> dict[str, Any] | None:
+    """What an earlier process measured for this config; None where [rollout] has changed in that."""
+    asked = origin.table("config").get("rollout")
+    if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in MEASURED):
+        return None
+    found = origin.table("decided")
+    return {name: found[name] for name in MEASURED if name in found}
+
+
+def decisions(config: Config) -> dict[str, Any]:
+    """What `decided` gives back: of a config in which nothing is left open."""
+    return {name: getattr(config.rollout, name) for name in MEASURED}
+
+
+def data_digest(examples: Sequence[Example]) -> str:
+    """A hash of all that a run trains on, in order."""
+    whole = hashlib.sha256()
+    for example in examples:
+        whole.update(repr((example.tokens, example.answer)).encode("utf-8", "backslashreplace"))
+    return whole.hexdigest()
+
+
+def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.TrainState, LoopState]:
+    """The checkpoint's state in the place of the run's first one, and where the loop stands.
+
+    `changed` allows what --allow-config-change does: other training data, and roles of another precision.
+
+    Raises UserError where the checkpoint belongs to another model or to other data.
+    """
+    state, trees = load_trees(origin.folder)
+    file = origin.folder / TRAINER_STATE
+    try:
+        at = LoopState.of(origin.table("loop"), trees)
+        anchor = trees["anchor"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file}: not what a run saved: {error}") from error
+    if origin.facts.get("data") != data_digest(run.data.train) and not changed:
+        raise UserError(
+            f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
+            "--allow-config-change goes on with it"
+        )
+    first = run.learner.state
+    assert first is not None
+    _check_same_model(origin, first, state)
+    role = run.learner.role
+    role.restore(origin.facts)
+    role.anchor = anchor
+    if changed:
+        state = _with_roles(run, state, first, anchor)
+    for tree in (state.old_params, state.ref_params, anchor):
+        _check_weights(origin, tree, (first.params, first.old_params, first.ref_params))
+    run.stream.position = at.position
+    return state, at
+
+
+def _opened(folder: Path) -> Origin:
+    facts = read_json(folder / TRAINER_STATE)
+    step = facts.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"{folder / TRAINER_STATE}: step: found {show(step)}, wanted a number of batch steps")
+    return Origin(folder, step, facts)
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat
+
+
+def _harmless(key: str) -> bool:
+    return key in HARMLESS or key.split(".")[0] in HARMLESS
+
+
+def _check_same_model(origin: Origin, first: g.TrainState, state: g.TrainState) -> None:
+    for name in ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key"):
+        if _shape(getattr(first, name)) != _shape(getattr(state, name)):
+            raise UserError(
+                f"{origin.folder / STATE_FILE}: {name} is of another model, or of another model.tune"
+            )
+
+
+def _check_weights(origin: Origin, tree: Tree, known: Sequence[Tree]) -> None:
+    if tree is not None and _shape(tree) not in [_shape(other) for other in known]:
+        raise UserError(f"{origin.folder / STATE_FILE}: a role's weights are of another model or precision")
+
+
+def _shape(tree: Tree) -> tuple[Any, Any]:
+    arrays: list[Any] = []
+    structure = structure_of(tree, arrays)
+    return structure, [(array.shape, array.dtype) for array in arrays]
+
+
+def _with_roles(run: Run, state: g.TrainState, first: g.TrainState, anchor: Tree) -> g.TrainState:
+    """The state's roles in the precision that the config asks for now."""
+    role = run.learner.role
+    if state.old_params is not None and anchor is not None:
+        state = attrs.evolve(state, old_params=anchor if role.transform is None else role.transform(anchor))
+    kept = state.ref_params is not None and _shape(state.ref_params) == _shape(first.ref_params)
+    return state if kept else attrs.evolve(state, ref_params=first.ref_params)

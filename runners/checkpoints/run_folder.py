@@ -1,0 +1,263 @@
+"""The folder of a run: who may write into it, where it is now, and what of an earlier run lies there."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+
+from runners.checkpoints.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
+from runners.checkpoints.manifest import Damaged, check_manifest
+from runners.errors import UserError
+from runners.files.durable import remove_folder
+from runners.files.held_file import HeldFile
+from runners.files.staging import FOLDER_FLAGS, sweep
+
+LOCK = ".lock"
+LOGS = ("training_log.jsonl", "completions.jsonl")
+BAD_BATCHES = "bad_batches"
+RESOLVED = "config.resolved.json"  # a folder with this file is a run's
+T = TypeVar("T")
+_OWNER = re.compile(rb"\d{0,20}\n?")  # what a lock file holds
+
+
+class FolderGone(UserError):
+    """A run's folder that was deleted, or moved to another disk."""
+
+
+@attrs.frozen
+class RunFolder:
+    """A run's folder, held open: it stays the same one, whatever happens to its path."""
+
+    path: Path  # as the config names it
+    held: HeldFile
+    lock: HeldFile | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """The open folder's. FolderGone where a reward closed it and its path leads elsewhere."""
+        try:
+            return self.held.number
+        except OSError as error:
+            raise FolderGone(f"{self.path}: the run's folder is gone: {error.strerror or error}") from error
+
+    def here(self) -> Path:
+        """Where the folder is now: its own path, or the one that it was renamed to. FolderGone: nowhere."""
+        held, path, answer = os.fstat(self.descriptor), self.path, None
+        while True:  # it may be renamed between the system's answer and the look there: then once again
+            with suppress(OSError):
+                if os.path.samestat(os.stat(path), held):
+                    return path
+            before, answer = answer, _path_of(self.descriptor)
+            if answer is None or answer == before:
+                raise FolderGone(f"{self.path}: the run's folder is gone")
+            path = answer
+
+    def write(self, act: Callable[[Path, int], T]) -> T:
+        """What `act` returns for the folder's path and descriptor.
+
+        Where the folder is renamed meanwhile, `act` fails, as the path of its new files is no more. It is
+        called once again, with the new path.
+        """
+        path = self.here()
+        self._keep_lock()
+        try:
+            return act(path, self.descriptor)
+        except (OSError, UserError):
+            now = self.here()
+            if now == path:
+                raise
+        return act(now, self.descriptor)
+
+    def _keep_lock(self) -> None:
+        """Takes the lock again where a reward has closed it; UserError where another run was faster."""
+        try:
+            _ = self.lock and self.lock.number
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: something closed the run's lock, and another run has it"
+            ) from error
+
+    @contextmanager
+    def anew(self) -> Iterator[RunFolder]:
+        """A new folder under the run's path, for a run whose own is gone. UserError: another run has it."""
+        with locked(self.path, "run.name") as fresh:
+            if name := holds_a_run(self.path):
+                raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
+            yield fresh
+
+
+@contextmanager
+def locked(folder: Path, key: str) -> Iterator[RunFolder]:
+    """The folder, made if need be, for this process alone; `key` is what messages call it.
+
+    The lock is the kernel's and ends with the process, however that ends: a file left by a dead one holds
+    nothing. At the end the lock's file goes, and so does the folder if it is still empty; of another folder
+    that has the path by then nothing is touched.
+
+    Raises UserError where another process is in it, or where it cannot be written to.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = RunFolder(folder, HeldFile(folder, os.O_RDONLY | os.O_DIRECTORY))
+            stack.callback(held.held.close)
+            held = attrs.evolve(held, lock=_acquire(held))
+            stack.callback(_release, held, made)
+            _sweep(held)
+        except OSError as error:
+            raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        yield held
+
+
+def _sweep(held: RunFolder) -> None:
+    """Clears away what a killed run left half-done."""
+    sweep(held.descriptor)
+    try:
+        inside = os.open(BAD_BATCHES, FOLDER_FLAGS, dir_fd=held.descriptor)
+    except OSError:  # there is no such folder, or a file or a link has its name
+        return
+    try:
+        sweep(inside)
+    finally:
+        os.close(inside)
+
+
+def _acquire(held: RunFolder) -> HeldFile:
+    other = "or choose another run.name"
+    while True:
+        lock = HeldFile(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, within=held.held, prepare=_flock)
+        try:
+            _flock(lock.number)
+        except BlockingIOError as error:
+            owner = os.read(lock.number, 32).decode("ascii", "replace").strip()
+            lock.close()
+            raise UserError(
+                f"{held.path} is in use by process {owner or 'unknown'}; wait for it, {other}"
+            ) from error
+        if not _OWNER.fullmatch(os.read(lock.number, 64)):
+            lock.close()
+            raise UserError(f"{held.path / LOCK}: found a file that is no run's lock; move it, {other}")
+        # Between the two calls its owner may have removed the file: then the lock is on nothing.
+        if _is_lock(held, lock):
+            os.ftruncate(lock.number, 0)
+            os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
+            return lock
+        lock.close()
+
+
+def _flock(number: int) -> None:
+    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _release(held: RunFolder, made: Sequence[Path]) -> None:
+    """Removes the lock's file, and the folders in `made` that are still empty: this run's, no others."""
+    with suppress(OSError, FolderGone):
+        if held.lock and _is_lock(held, held.lock):
+            os.unlink(LOCK, dir_fd=held.descriptor)
+    if held.lock:
+        held.lock.close()
+    with suppress(OSError, FolderGone):  # something is in one: then it stays
+        if made and os.path.samestat(os.stat(held.path), os.fstat(held.descriptor)):
+            for path in made:
+                path.rmdir()
+
+
+def _is_lock(held: RunFolder, lock: HeldFile) -> bool:
+    """Whether an open lock file still has its name."""
+    try:
+        found = os.stat(LOCK, dir_fd=held.descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(lock.number))
+
+
+def _path_of(descriptor: int) -> Path | None:
+    """The path that the system has for an open folder now; None where it does not tell."""
+    if command := getattr(fcntl, "F_GETPATH", None):  # macOS
+        name = fcntl.fcntl(descriptor, command, bytes(1024))
+        return Path(os.fsdecode(name.rstrip(b"\0")))
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:
+        return None
+
+
+def holds_a_run(folder: Path) -> str | None:
+    """The name of something that a run left in the folder; None: there is nothing."""
+    left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
+    return next((name for name in left if (folder / name).exists()), None)
+
+
+def model_of_run(name: str, note: Callable[[str], None]) -> str:
+    """The model that a run's folder stands for: `final`, else its newest whole checkpoint.
+
+    Any other name is returned as it is. `note` gets a line where a checkpoint is used, and for each damaged
+    one. Raises UserError where the run has neither.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / RESOLVED).is_file():
+        return name
+    if (folder / "final").is_dir():
+        return str(folder / "final")
+    for path in reversed(checkpoint_folders(folder).values()):
+        try:
+            check_manifest(path)
+        except Damaged as error:
+            note(f"{error}; {path.name} is skipped")
+            continue
+        note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
+        return str(path)
+    raise UserError(f"{name}: this run has no final model and no whole checkpoint")
+
+
+def interrupted(folder: Path) -> str | None:
+    """The name of a checkpoint that the folder's run has not gone beyond: there is no later final model."""
+    whole = list_checkpoints(folder)
+    if not whole:
+        return None
+    saved, final = whole[-1] / TRAINER_STATE, folder / "final" / "config.json"
+    try:
+        unfinished = not final.exists() or saved.stat().st_mtime_ns > final.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}") from error
+    return whole[-1].name if unfinished else None
+
+
+def clear(folder: RunFolder) -> None:
+    """Removes an earlier run's checkpoints and model; its logs are kept aside once new ones begin."""
+    path = folder.path
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(LATEST, dir_fd=folder.descriptor)
+        for found in (*checkpoint_folders(path).values(), path / "final", path / BAD_BATCHES):
+            if found.is_dir() and not found.is_symlink():
+                remove_folder(found, within=folder.descriptor)
+    except OSError as error:
+        raise UserError(f"{path} cannot be cleared: {error.strerror or error}") from error
+
+
+def set_aside(folder: RunFolder, after: int) -> list[tuple[str, str]]:
+    """Renames the checkpoints of later steps: the run goes on from an earlier one. Names: old, new.
+
+    The new one is NAME.aside, or NAME.aside-2 and so on where there is one: nothing is replaced.
+    """
+    moved = []
+    try:
+        for step, path in checkpoint_folders(folder.path).items():
+            if step > after:
+                names = (f"{path.name}.aside{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+                aside = next(name for name in names if not os.path.lexists(path.with_name(name)))
+                os.rename(path.name, aside, src_dir_fd=folder.descriptor, dst_dir_fd=folder.descriptor)
+                moved.append((path.name, aside))
+    except OSError as error:
+        raise UserError(f"{folder.path} cannot be written: {error.strerror or error}") from error
+    return moved

@@ -1,0 +1,129 @@
+"""What a run is made from besides its config, as short digests: a resumed run compares them.
+
+Digests are SHA-256. Files and columns are read whole; of the weights under adapters see `base_digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from runners.checkpoints.manifest import digest
+from runners.checkpoints.resume import Origin
+from runners.config.user_functions import function_file
+from runners.data.prompts import Example
+from runners.errors import UserError, show
+from runners.models.model_files import read_json
+from runners.rewards.builtin import REWARDS
+from runners.rewards.functions import Reward
+from runners.training.setup import Run
+
+_SELF_TELLING = (str, int, float, bool, bytes, type(None))
+
+
+def run_inputs(run: Run) -> dict[str, Any]:
+    """Digests by what they are of, as a message names it."""
+    config, loaded = run.config, run.loaded
+    found = {
+        f'the column "{name}", which a reward reads': _column_digest(run.data.train, name)
+        for name in columns_read(run.collector.scorer.rewards, _columns(run.data.train))
+    }
+    names = {f"the file of the reward {name}": name for name in config.reward.functions if ":" in name}
+    if config.model.loader:
+        names["the file of model.loader"] = config.model.loader
+    for what, name in names.items():
+        file = function_file(name, config.folders)
+        if file is not None:
+            found[what] = digest(file)
+    stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
+    found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
+    if loaded.base_digest:
+        found["the weights of the base model"] = loaded.base_digest
+    return found
+
+
+def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
+    """Raises UserError where weights or completions depend on something that is not what it was."""
+    found = _differing(_stated(origin, "inputs", inputs), inputs)
+    if found:
+        raise UserError(
+            f"{', '.join(found)}: not what {origin.folder} was trained with; "
+            "--allow-config-change goes on with it"
+        )
+
+
+def tell_differences(
+    inputs: Mapping[str, Any], computing: Mapping[str, Any], origin: Origin, note: Callable[[str], None]
+) -> None:
+    """Notes what differs where that is allowed: inputs, if asked for, and what `arithmetic` names."""
+    found = _differing(_stated(origin, "inputs", inputs), inputs)
+    if found:
+        note(f"{', '.join(found)}: not what {origin.folder} was trained with")
+    if "inputs" not in origin.facts:
+        note(
+            f"{origin.folder} says nothing of columns, rewards' files and base weights: they are not compared"
+        )
+    was = _stated(origin, "arithmetic", computing)
+    rows = [
+        f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
+        for key in _differing(was, computing)
+    ]
+    if rows:
+        note(
+            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
+            "those of an uninterrupted run"
+        )
+
+
+def columns_read(rewards: Iterable[Reward], names: Sequence[str]) -> list[str]:
+    """The columns of the data that a reward is given: those that it names, or all where it takes **kwargs.
+
+    The built-in rewards take **kwargs too, and read nothing of it. The answer is compared with the prompts.
+    """
+    read: set[str] = set()
+    for reward in rewards:
+        built_in = any(reward.function is function for function in REWARDS.values())
+        read |= set(reward.needs) if built_in else set(reward.pick(dict.fromkeys(names)))
+    return [name for name in names if name in read - {"answer"}]
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys in which two tables differ, those of one alone included."""
+    return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
+
+
+def _stated(origin: Origin, name: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checkpoint's table; that of now where an earlier version of the program wrote none."""
+    return origin.table(name) if name in origin.facts else now
+
+
+def _columns(examples: Sequence[Example]) -> list[str]:
+    return list(examples[0].columns) if examples else []
+
+
+def _column_digest(examples: Sequence[Example], name: str) -> str:
+    whole = hashlib.sha256()
+    for example in examples:
+        whole.update(_spelled(example.columns[name]).encode("utf-8", "backslashreplace"))
+        whole.update(b"\n")
+    return whole.hexdigest()
+
+
+def _spelled(value: Any) -> str:
+    """A value in full, the same in every process: an object may spell itself with its place in memory."""
+    if isinstance(value, _SELF_TELLING):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_spelled(key)}: {_spelled(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"set({', '.join(sorted(map(_spelled, value)))})"
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    text = repr(value)
+    return text if " at 0x" not in text else type(value).__qualname__

@@ -1,0 +1,139 @@
+"""Saving while the run goes on: one checkpoint at a time, written in a thread of its own.
+
+The arrays of a state never change, so that a checkpoint needs no copy of them. They stay in memory until it
+is written: mostly that is while the next rollout is sampled. An update, which makes new ones, waits for it
+where memory has no room for both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from runners.checkpoints.checkpoint import Snapshot, prune_checkpoints, write_checkpoint
+from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.config.sections import CheckpointConfig
+from runners.errors import UserError
+from runners.files.disk_room import DiskRoom
+from runners.files.durable import flush
+
+Place = tuple[int, int]  # batch step, update
+
+
+class _Job(NamedTuple):
+    place: Place
+    why: str  # before the line that tells of it
+    nbytes: int
+    future: Future[Path]
+
+
+class Saver:
+    """Writes a run's checkpoints; a context manager that waits for the last of them."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        settings: CheckpointConfig,
+        logs: Sequence[str],
+        note: Callable[[str], None],
+        room: DiskRoom | None = None,
+    ) -> None:
+        """Saves into `folder`. The files `logs` in it are brought to the disk with each checkpoint; `note`
+        takes lines.
+
+        With `room`, a checkpoint is not begun where the disk has none for it and the final model.
+        """
+        self._room = room
+        self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._job: _Job | None = None
+        self.done: Place | None = None  # what was saved last
+        self._stopped = 0.0
+
+    def save(
+        self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
+    ) -> None:
+        """Begins to write what `take` returns; with `strict` ends it too, and fails where that fails."""
+        self.settle()
+        started = time.perf_counter()
+        try:
+            snapshot = take()
+            if self._room:
+                self._room.check_checkpoint(f"checkpoint-{snapshot.step}", snapshot.nbytes, last=strict)
+        except UserError as error:
+            self.failed(error, strict)
+        else:
+            self._job = _Job(place, why, snapshot.nbytes, self._pool.submit(self._write, snapshot))
+            del snapshot  # its arrays go when they are written
+        self._stopped += time.perf_counter() - started
+        if strict:
+            self.settle(strict=True)
+
+    def poll(self) -> None:
+        """Says what became of a checkpoint, if that is known."""
+        if self._job and self._job.future.done():
+            self.settle()
+
+    def make_way(self, free: Callable[[], int]) -> None:
+        """Before new weights are made: waits where twice the arrays being written are over `free` bytes."""
+        if self._job and 2 * self._job.nbytes > free():
+            self.settle()
+
+    def settle(self, *, strict: bool = False) -> None:
+        """Waits until nothing is being written, and says what became of it.
+
+        Raises UserError where it failed, and `strict` or checkpoint.on_error = "stop" asks for it.
+        """
+        if self._job is None:
+            return
+        job, self._job = self._job, None
+        started = time.perf_counter()
+        try:
+            self._note(f"{job.why}saved {job.future.result()}")
+            self.done = job.place
+        except UserError as error:
+            self.failed(error, strict)
+        finally:
+            self._stopped += time.perf_counter() - started
+
+    def failed(self, error: UserError, strict: bool = False) -> None:
+        """Goes on after a line, or raises the error, as checkpoint.on_error says."""
+        if strict or self._settings.on_error == "stop":
+            raise error
+        self._note(f"{error}; the run goes on (checkpoint.on_error)")
+
+    def stopped_seconds(self) -> float:
+        """How long training stood still for saving since this was last asked."""
+        seconds, self._stopped = self._stopped, 0.0
+        return seconds
+
+    def _write(self, snapshot: Snapshot) -> Path:
+        name, keep = f"checkpoint-{snapshot.step}", self._settings
+
+        def write(folder: Path, held: int) -> Path:
+            for log in self._logs:
+                flush(log, within=held)
+            path = write_checkpoint(folder, snapshot, within=held)
+            prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best, within=held)
+            return path
+
+        try:
+            return self._folder.write(write)
+        except FolderGone as error:
+            raise UserError(f"{error}; {name} is not saved") from error
+        except OSError as error:
+            raise UserError(
+                f"{self._folder.path}: {name} cannot be saved: {error.strerror or error}"
+            ) from error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            self.settle(strict=kind is None and self._settings.on_error == "stop")
+        finally:
+            self._pool.shutdown()

@@ -1,0 +1,170 @@
+"""A TrainState, and what else belongs to it, as flat named arrays and back, bit for bit.
+
+safetensors knows names, not trees: the shape of the trees (dict order, list or tuple, empty parts, None)
+travels as JSON in the file's metadata. An array that roles share is written once and comes back shared; a
+zero that is broadcast, as between updates the accumulated gradients are, is not written at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import mlx.core as mx
+
+from runners.errors import UserError
+from runners.files.durable import load_arrays, save_arrays
+
+if TYPE_CHECKING:
+    from grpo_fn.learner.state import TrainState
+
+FORMAT = "grpo_fn.learner.state"
+VERSION = "2"  # 1 held the TrainState alone
+STATE_FILE = "optimizer.safetensors"
+WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+_SCALARS = (bool, int, float, str, type(None))
+_DTYPES = {_name(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
+
+
+class Missing(KeyError):
+    """An array that a structure names and no file holds."""
+
+
+def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
+    """Adds the tree's arrays to `arrays` under names that start with `name`; returns its shape as JSON.
+
+    Args:
+        tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
+        name: where the tree hangs, such as "opt_state".
+        arrays: flat name -> array; grows.
+        known: id -> name of the arrays seen so far; grows. A known array is referred to, not added again.
+
+    Raises TypeError for anything else, ValueError where two leaves get one name.
+    """
+    if isinstance(tree, mx.array):
+        if id(tree) not in known:
+            if name in arrays:
+                raise ValueError(
+                    f"two arrays are named {name}: a key with a dot in it collides with a nested one"
+                )
+            if _is_spread_zero(tree):
+                return {"zeros": [list(tree.shape), _name(tree.dtype)]}
+            arrays[name] = tree
+            known[id(tree)] = name
+        return {"array": known[id(tree)]}
+    if isinstance(tree, dict):
+        for key in tree:
+            if not isinstance(key, str):
+                raise TypeError(f"{name}: the key {key!r} is not a string")
+        return {"dict": {key: pack(value, f"{name}.{key}", arrays, known) for key, value in tree.items()}}
+    if type(tree) in (list, tuple):
+        kind = "list" if type(tree) is list else "tuple"
+        return {kind: [pack(value, f"{name}.{i}", arrays, known) for i, value in enumerate(tree)]}
+    if isinstance(tree, _SCALARS):
+        return {"value": tree}
+    raise TypeError(
+        f"{name}: cannot write a {type(tree).__name__}; wanted dict, list, tuple, array or a scalar"
+    )
+
+
+def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
+    """The tree that `pack` described; Missing, with its name, where an array is not there."""
+    ((kind, content),) = shape.items()
+    if kind == "array":
+        if content not in arrays:
+            raise Missing(content)
+        return arrays[content]
+    if kind == "zeros":
+        size, dtype = content
+        return mx.broadcast_to(mx.array(0, _DTYPES[dtype]), size)  # takes no memory
+    if kind == "dict":
+        return {key: unpack(value, arrays) for key, value in content.items()}
+    if kind in ("list", "tuple"):
+        values = [unpack(value, arrays) for value in content]
+        return values if kind == "list" else tuple(values)
+    if kind != "value":
+        raise ValueError(f"found the kind {kind!r}")
+    return content
+
+
+def _is_spread_zero(array: mx.array) -> bool:
+    """Whether it is one zero in the shape of many: strides are looked at for nothing, contents are not."""
+    if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
+        return False
+    # Of the bits, not the value: -0.0 is to come back as it was.
+    first = array[tuple([slice(0, 1)] * array.ndim)]
+    return not mx.any(first.view(mx.uint8)).item()
+
+
+@attrs.frozen(eq=False)
+class PackedState:
+    """What `save_state` writes: computed, in rows, so that it can be written in another thread."""
+
+    arrays: dict[str, mx.array]
+    metadata: dict[str, str]
+
+
+def pack_state(state: TrainState, weights: dict[str, mx.array], loop: Mapping[str, Any]) -> PackedState:
+    """The whole state but for what lies in the folder's weights file already.
+
+    Args:
+        state: to be saved.
+        weights: the arrays of that file by name; what of them belongs to the state is only referred to.
+        loop: trees that belong to the state, see `pack`.
+    """
+    arrays: dict[str, mx.array] = {}
+    known = {id(array): f"weights:{name}" for name, array in weights.items()}
+    names = [field.name for field in attrs.fields(type(state))]
+    shapes = {
+        "state": {name: pack(getattr(state, name), name, arrays, known) for name in names},
+        "loop": {name: pack(tree, f"loop.{name}", arrays, known) for name, tree in loop.items()},
+    }
+    arrays = {name: mx.contiguous(array) for name, array in arrays.items()}
+    mx.eval(arrays)
+    return PackedState(arrays, {"format": FORMAT, "version": VERSION, "structure": json.dumps(shapes)})
+
+
+def save_state(folder: Path, packed: PackedState) -> None:
+    """Writes `optimizer.safetensors`."""
+    save_arrays(folder / STATE_FILE, packed.arrays, packed.metadata)
+
+
+def load_state(folder: Path | str) -> TrainState:
+    """The TrainState of a checkpoint folder, bit for bit as it was saved, shared arrays shared.
+
+    Raises UserError: a file is missing, cut off, of another format or version, or lacks an array.
+    """
+    return load_trees(folder)[0]
+
+
+def load_trees(folder: Path | str) -> tuple[TrainState, dict[str, Any]]:
+    """The TrainState of a checkpoint folder and the trees that were saved with it; raises as `load_state`."""
+    from grpo_fn.learner.state import TrainState
+
+    folder = Path(folder)
+    arrays, metadata = load_arrays(folder / STATE_FILE)
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        found = f"{metadata.get('format', 'no format')} version {metadata.get('version', '?')}"
+        raise UserError(f"{folder / STATE_FILE}: found {found}, wanted {FORMAT} version {VERSION}")
+    for file in WEIGHT_FILES:
+        if (folder / file).is_file():
+            arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
+    try:
+        shapes = json.loads(metadata["structure"])
+        state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})
+        return state, {name: unpack(shape, arrays) for name, shape in shapes["loop"].items()}
+    except Missing as error:
+        raise UserError(f"{folder}: the array {error} of the training state is missing") from error
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(
+            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__})"
+        ) from error

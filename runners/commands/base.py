@@ -1,0 +1,83 @@
+"""What the commands have in common: loaded when asked for, and ended with a line and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from runners.errors import ConfigError, UserError, is_out_of_memory, one_line
+from runners.machine.terminal import OutputLost, drop_output, echo, open_closed_streams, others_visible
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules' attributes, imported only when they are shown or run.
+
+    A command's module imports nothing heavy at its top, so that the group's help can show its first line.
+    """
+
+    def __init__(self, *args: Any, table: Mapping[str, str], **kwargs: Any):
+        """`table`: a command's name → "package.module:attribute"."""
+        super().__init__(*args, **kwargs)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the table's order."""
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported now; None where there is none."""
+        if cmd_name not in self.table:
+            return None
+        module, attribute = self.table[cmd_name].split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose user errors are lines on stderr and their exit code (2), and whose Ctrl-C is code 130
+    (or the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
+
+    Running out of memory is a user error as well. Any other exception is a fault of the program and keeps its
+    traceback.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            open_closed_streams()
+            with others_visible():
+                return function(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            echo("interrupted", err=True)
+            if advice := getattr(interrupt, "advice", ""):
+                echo(advice, err=True)
+            sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
+        except OutputLost as lost:
+            drop_output()
+            # Whoever reads a pipe may stop reading: then there is nothing to say.
+            _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
+        except ConfigError as error:
+            _end(error.problems, error.exit_code)
+        except UserError as error:
+            _end([str(error)], error.exit_code)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            more = "`grpo plan CONFIG` shows what takes it in a run"
+            _end([f"out of memory ({error or 'Python'}); {more}"], UserError.exit_code)
+
+    return run
+
+
+def _end(lines: Sequence[str], code: int) -> NoReturn:
+    for line in lines:
+        echo(one_line(line, os.environ), err=True)
+    sys.exit(code)

@@ -1,0 +1,191 @@
+"""What no key can tell alone: that files exist, and that keys fit each other. Nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.config.reading import PRESET_FOLDER, Settings
+from runners.config.sections import EMBEDDED, REWARD_NAMES, DataConfig, ModelConfig, RewardConfig, RunConfig
+from runners.config.user_functions import FORMS
+from runners.errors import did_you_mean, show
+from runners.telemetry.run_watch import FORM, Condition, unknown_metric
+
+WANTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
+    """The sections with their paths resolved. A section that is None had faults and is left alone.
+
+    Faults go to `found.problems`, one line each.
+    """
+    result = dict(built)
+    for name, check in (("run", _run), ("model", _model), ("data", _data), ("reward", _reward)):
+        if built[name] is not None:
+            result[name] = check(built[name], found)
+    _lengths(built, found)
+    _roles(built, found)
+    _conditions(built, found)
+    return result
+
+
+def _problem(found: Settings, key: str, message: str) -> None:
+    found.problems.append(f"{found.where(tuple(key.split('.')))}: {message}")
+
+
+def _run(run: RunConfig, found: Settings) -> RunConfig:
+    folder = os.path.expanduser(run.output_dir)
+    for path, key in ((folder, "run.output_dir"), (os.path.join(folder, run.name), "run.name")):
+        if os.path.exists(path) and not os.path.isdir(path):
+            _problem(found, key, f"found the file {path}, want a folder or a name that is free")
+            break
+    return attrs.evolve(run, output_dir=folder)
+
+
+def _model(model: ModelConfig, found: Settings) -> ModelConfig:
+    if model.loader:
+        model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FORMS, found))
+    if model.path == EMBEDDED:
+        return model
+    path = _existing(model.path, found)
+    if path is None:
+        _not_local(model.path, (".safetensors",), "model.path", WANTED_MODEL, found)
+        return model
+    if not os.path.isdir(path):
+        _problem(found, "model.path", f"found the file {path}, want the folder of a model")
+    return attrs.evolve(model, path=path)
+
+
+def _data(data: DataConfig, found: Settings) -> DataConfig:
+    if data.transform:
+        data = attrs.evolve(data, transform=_function(data.transform, "data.transform", FORMS, found))
+    if data.source == EMBEDDED:
+        return data
+    path = _existing(data.source, found)
+    if path is not None:
+        return attrs.evolve(data, source=path)
+    want = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hugging Face Hub'
+    _not_local(data.source, _DATA_SUFFIXES, "data.source", want, found)
+    if data.source == "openai/gsm8k" and not data.name:
+        return attrs.evolve(data, name="main")  # the Hub has two configurations of it and no default
+    return data
+
+
+def _reward(reward: RewardConfig, found: Settings) -> RewardConfig:
+    functions = tuple(_reward_function(name, found) for name in reward.functions)
+    if reward.weights and len(reward.weights) != len(functions):
+        _problem(
+            found,
+            "reward.weights",
+            f"found {len(reward.weights)}, want {len(functions)}: one for each of reward.functions",
+        )
+    elif reward.weights and not any(reward.weights):
+        _problem(found, "reward.weights", f"found {show(reward.weights)}, want one that is not 0")
+    return attrs.evolve(reward, functions=functions)
+
+
+def _function(name: str, key: str, want: str, found: Settings) -> str:
+    """A function of one's own as a config names it, with the path of a Python file resolved."""
+    module, colon, function = name.rpartition(":")
+    path = None
+    if not colon or not function.isidentifier():
+        _problem(found, key, f"found {show(name)}, want {want}")
+    elif not module.endswith(".py"):
+        if not all(part.isidentifier() for part in module.split(".")):
+            _problem(found, key, f"found {show(name)}, want {want}")
+    else:
+        path = _existing(module, found)
+        if path is None or not os.path.isfile(path):
+            _problem(found, key, f"no such file: {show(module)}")
+    return f"{path}:{function}" if path else name
+
+
+def _reward_function(name: str, found: Settings) -> str:
+    """One entry of reward.functions."""
+    if name in REWARD_NAMES:
+        return name
+    want = f"one of ours, {FORMS}"
+    if ":" not in name:
+        want += did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"
+    return _function(name, "reward.functions", want, found)
+
+
+def _lengths(built: dict[str, Any], found: Settings) -> None:
+    rollout, loss, optim = built["rollout"], built["loss"], built["optim"]
+    if rollout and loss and loss.overlong and loss.overlong.buffer > rollout.max_new_tokens:
+        want = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
+        _problem(found, "loss.overlong.buffer", f"found {loss.overlong.buffer}, want {want}")
+    if rollout and optim and optim.minibatches > optim.batch_size * rollout.num_generations:
+        rows = optim.batch_size * rollout.num_generations
+        want = f"at most {rows}, the completions of a batch step"
+        _problem(found, "optim.minibatches", f"found {optim.minibatches}, want {want}")
+
+
+def _roles(built: dict[str, Any], found: Settings) -> None:
+    """Quantized roles that have no meaning."""
+    rollout, loss, model = built["rollout"], built["loss"], built["model"]
+    if rollout and loss and rollout.group_size:
+        modes = {rollout.quantization, loss.ref_quantization} - {"none"}
+        if modes and not any(mode.startswith(("affine", "auto")) for mode in modes):
+            want = f"0: a group of {' or '.join(sorted(modes))} has one size, which is part of the format"
+            _problem(found, "rollout.group_size", f"found {rollout.group_size}, want {want}")
+    if not loss or loss.ref_quantization == "none":
+        return
+    said = f"found {show(loss.ref_quantization)}"
+    if model and model.tune != "full":
+        _problem(
+            found,
+            "loss.ref_quantization",
+            f'{said} with model.tune = "{model.tune}", where the reference is the base itself, without its '
+            'adapters, at no cost; want "none"',
+        )
+    if loss.ref_sync_every and loss.ref_mixup < 1:
+        _problem(
+            found,
+            "loss.ref_mixup",
+            f"found {show(loss.ref_mixup)} with loss.ref_quantization = {show(loss.ref_quantization)}, which "
+            "keeps no full-precision reference to mix with; want 1.0, or loss.ref_sync_every = 0",
+        )
+
+
+def _conditions(built: dict[str, Any], found: Settings) -> None:
+    """Conditions of stop.when that say nothing, or something about what is not logged."""
+    stop, reward = built["stop"], built["reward"]
+    for text in stop.when if stop else ():
+        condition = Condition.parse(text)
+        if condition is None:
+            _problem(found, "stop.when", f"found {show(text)}, want {FORM}")
+            continue
+        near = unknown_metric(condition.metric, reward.functions) if reward else None
+        if near is not None:
+            hint = (
+                f"; did you mean {near}?"
+                if near
+                else ", as training_log.jsonl has them: em, reward, kl, entropy, ..."
+            )
+            _problem(found, "stop.when", f"found {show(text)}, want a number of the log{hint}")
+
+
+def _existing(path: str, found: Settings) -> str | None:
+    """`path` as it stands, from the home folder or beside the config file: the first that exists."""
+    expanded = os.path.expanduser(path)
+    beside = os.path.normpath(os.path.join(found.folder, expanded))
+    return next((candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None)
+
+
+def _not_local(name: str, suffixes: tuple[str, ...], key: str, want: str, found: Settings) -> None:
+    """A fault where a name that is no file can be no Hub name either."""
+    is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
+    if is_path or "\\" in name:
+        relative = not os.path.isabs(os.path.expanduser(name))
+        elsewhere = relative and found.folder.resolve() not in (Path.cwd(), PRESET_FOLDER)
+        looked = f", neither here nor in {found.folder}" if elsewhere else ""
+        _problem(found, key, f"no such file or folder: {show(name)}{looked}")
+    elif not _HUB_NAME.fullmatch(name):
+        _problem(found, key, f"found {show(name)}, want {want}")

@@ -1,0 +1,260 @@
+"""Where a config's values come from: a TOML file or packaged preset, then --set, each value with its origin.
+
+Nothing is typed here; `runners.config.config` turns the merged values into the frozen config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.config import flat_keys, rules
+from runners.errors import ConfigError, did_you_mean, nearest, show
+
+PRESET_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty
+
+KeyPath = tuple[str, ...]
+
+
+@attrs.define
+class Settings:
+    """Values by section, merged so far; where each was written; the faults and notices on the way."""
+
+    label: str  # the file, as messages name it
+    folder: Path  # what relative paths may also refer to
+    values: dict[str, Any] = attrs.field(factory=dict)
+    origins: dict[KeyPath, str] = attrs.field(factory=dict)
+    problems: list[str] = attrs.field(factory=list)
+    notices: list[str] = attrs.field(factory=list)
+
+    def put(self, path: KeyPath, value: Any, origin: str) -> None:
+        """Set one value; a table is merged into the table that is there."""
+        table = self.values
+        for key in path[:-1]:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                return  # the file has a value where a table belongs: its fault is told with the section
+        self.origins[path] = origin
+        if isinstance(value, Mapping) and isinstance(table.setdefault(path[-1], {}), dict) and len(path) < 3:
+            for key, item in value.items():
+                self.put((*path, key), item, f"{origin}.{key}")
+        else:
+            table[path[-1]] = value
+
+    def where(self, path: KeyPath) -> str:
+        """The source and the key as it was written there, such as `train.toml: rollout.top_p`."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return ".".join([self.origins[path[:length]], *path[length:]])
+        return f"{self.label}: {'.'.join(path)}"
+
+
+def preset_names() -> list[str]:
+    """The names of the packaged presets."""
+    return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
+
+
+def read_settings(config: str | None, kinds: Mapping[KeyPath, Any]) -> Settings:
+    """The values of a config file, of a packaged preset named `config`, or (None) of nothing at all.
+
+    A file is TOML, or JSON where its name ends so, as config.resolved.json. `kinds` has every key there is.
+    Raises ConfigError where there is no such file or it cannot be read as what it is.
+    """
+    if config is None:
+        return Settings(label="--set", folder=Path())
+    sections = list(dict.fromkeys(known[0] for known in kinds))
+    path, label = _locate(config)
+    table = _parse(path, label)
+    settings = Settings(label=label, folder=path.parent)
+    flat = {key: value for key, value in table.items() if key in flat_keys.FLAT_KEYS}
+    nested = {key: value for key, value in table.items() if key in sections}
+    if (flat or flat_keys.TABLE in table) and (nested or (flat and flat_keys.TABLE in table)):
+        settings.problems.append(_mixed(label, flat, nested, flat_keys.TABLE in table))
+        return settings
+    if flat_keys.TABLE in table:
+        _read_flat(settings, table[flat_keys.TABLE], f"{flat_keys.TABLE}.")
+    elif flat:
+        _read_flat(settings, table, "")
+        return settings
+    for key, value in table.items():
+        if key in sections:
+            settings.put((key,), value, f"{label}: {key}")
+        elif key != flat_keys.TABLE:
+            settings.problems.append(f"{label}: {key}: unknown key{key_hint((key,), kinds)}")
+    return settings
+
+
+def apply_override(settings: Settings, override: str, kinds: Mapping[KeyPath, Any]) -> None:
+    """Set what one `--set section.key=value` says. `kinds` has the type of each key.
+
+    The value is TOML; where the key holds a string, quotes may be left out.
+    """
+    key, equals, written = override.partition("=")
+    key, written = key.strip(), written.strip()
+    if not equals or not key:
+        settings.problems.append(f"--set {override}: want section.key=value")
+        return
+    path = tuple(key.split("."))
+    if len(path) == 1 and key in flat_keys.FLAT_KEYS:
+        value = _override_value(written, flat_keys.FLAT_KEYS[key].kind)
+        translation = flat_keys.translate({key: value}, complete=False, sections=settings.values)
+        _take(settings, translation, "--set: ")
+    elif any(known[: len(path)] == path for known in kinds):
+        settings.put(path, _override_value(written, kinds.get(path)), f"--set: {key}")
+    else:
+        settings.problems.append(f"--set: {key}: unknown key{key_hint(path, kinds)}")
+
+
+def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
+    """For an unknown key: where a key of its name lives, or the nearest spelling, or what its table takes."""
+    kinds = list(kinds)
+    elsewhere = [known for known in kinds if known[-1] == path[-1] and len(known) == 2 <= len(path)]
+    if path[-1] in flat_keys.FLAT_KEYS:
+        elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
+    if elsewhere:
+        return f"; did you mean {'.'.join(elsewhere[0])}?"
+    parent = path[:-1]
+    if parent in kinds:
+        return f"; {'.'.join(parent)} is no table"
+    siblings = {known[len(parent)]: None for known in kinds if known[: len(parent)] == parent}
+    near = nearest(path[-1], siblings)
+    if siblings and parent:
+        table = ".".join(parent)
+        return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
+    known = [".".join(known) for known in kinds] + list(flat_keys.FLAT_KEYS) + list(siblings)
+    hint = did_you_mean(".".join(path), known)
+    return hint or f"; the sections are {', '.join(dict.fromkeys(known[0] for known in kinds))}"
+
+
+def _locate(config: str) -> tuple[Path, str]:
+    path = Path(os.path.expanduser(config))
+    if not config:
+        raise ConfigError(["CONFIG: found an empty name, want a TOML file or a preset"])
+    if os.path.isfile(path):
+        return path, config
+    presets = preset_names()
+    if config in presets:
+        return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
+    if os.path.isdir(path):
+        raise ConfigError([f"{config}: found a folder, want a TOML file"])
+    if os.path.exists(path):
+        return path, config  # a pipe or a device: read as a file is
+    stem = Path(config).name.removesuffix(".toml")
+    near = nearest(stem, presets)
+    hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
+    raise ConfigError([f"{config}: no such file or preset{hint}"])
+
+
+def _parse(path: Path, label: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError([f"{label}: cannot be read: {error.strerror or error}"]) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError([f"{label}: found more than {MAX_BYTES:,} bytes, want a config of fewer"])
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            [f"{label}:{line}: found the byte 0x{data[error.start]:02x}, want UTF-8 text"]
+        ) from error
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        table = _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError([f"{label}: not {kind}: nested too deeply"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([_syntax_error(label, text, str(error))]) from error
+    except ValueError as error:  # Python's own limit on the digits of an integer
+        raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
+    found = _count(table)
+    if found > MAX_VALUES:  # each of them could be a fault of its own, with a line
+        raise ConfigError(
+            [f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"]
+        )
+    return table
+
+
+def _count(table: Any) -> int:
+    """The keys of all tables and the values of all lists, however deep."""
+    found, left = 0, [table]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping | list):
+            found += len(value)
+            left += value.values() if isinstance(value, Mapping) else value
+    return found
+
+
+def _from_json(text: str, label: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{label}:{error.lineno}:{error.colno}: not JSON: {error.msg}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{label}: found {show(content)}, want a JSON object"])
+    return content
+
+
+def _syntax_error(label: str, text: str, message: str) -> str:
+    reason, _, place = message.partition(" (at ")
+    spot = re.match(r"line (\d+), column (\d+)", place)
+    if spot:
+        line, column = spot[1], spot[2]
+    else:  # at the end of the document
+        lines = text.split("\n")
+        line, column = str(len(lines)), str(len(lines[-1]) + 1)
+    return f"{label}:{line}:{column}: not TOML: {reason[:1].lower()}{reason[1:]}"
+
+
+def _mixed(label: str, flat: Mapping, nested: Mapping, has_table: bool) -> str:
+    kinds = []
+    if flat:
+        kinds.append(f"MLX-GRPO's keys ({_some(flat)})")
+    if has_table:
+        kinds.append(f"the table [{flat_keys.TABLE}]")
+    if nested:
+        kinds.append("sections (" + _some([f"[{name}]" for name in nested]) + ")")
+    return f"{label}: found {' and '.join(kinds)}, want one kind in a file (--set may add to either)"
+
+
+def _some(names: Mapping | Sequence[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+
+
+def _read_flat(settings: Settings, table: Any, prefix: str) -> None:
+    if not isinstance(table, Mapping):
+        settings.problems.append(f"{settings.label}: {flat_keys.TABLE}: found {show(table)}, want a table")
+        return
+    _take(settings, flat_keys.translate(table, complete=True), f"{settings.label}: {prefix}")
+
+
+def _take(settings: Settings, translation: flat_keys.Translation, prefix: str) -> None:
+    source = prefix.split(": ")[0]
+    for entry in translation.entries:
+        origin = f"{prefix}{entry.key}" if entry.key else f"{settings.label}: {'.'.join(entry.path)}"
+        settings.put(entry.path, entry.value, origin)
+    settings.problems += [f"{prefix}{key}: {reason}" for key, reason in translation.problems]
+    settings.notices += [f"{source}: {notice}" for notice in translation.notices]
+
+
+def _override_value(written: str, kind: Any) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {written}")
+    except (ValueError, RecursionError):
+        return written
+    value = parsed["value"] if set(parsed) == {"value"} else written
+    return written if rules.is_text(kind) and not isinstance(value, str) else value

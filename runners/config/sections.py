@@ -1,0 +1,268 @@
+"""The config's sections: their keys, types, defaults and ranges. Each class is one table of the TOML file."""
+
+from typing import Literal
+
+import attrs
+from attrs import field
+from attrs.validators import optional
+
+from runners.config import rules
+
+EMBEDDED = "embedded"
+"""The name, for `model.path` and `data.source`, of what ships inside the package."""
+
+REWARD_NAMES = (
+    "correctness_reward_func",
+    "int_reward_func",
+    "strict_format_reward_func",
+    "soft_format_reward_func",
+    "xmlcount_reward_func",
+)
+
+SYSTEM_PROMPT = """\
+Work the problem out first, then give the result. Use exactly this form:
+<reasoning>
+your working, step by step
+</reasoning>
+<answer>
+the final number, alone
+</answer>"""
+
+Tune = Literal["full", "lora", "dora"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Stored = Literal["float32", "bfloat16"]
+Quantization = Literal[
+    "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4", "auto"
+]
+RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
+Storage = Literal["dequantized", "packed"]
+Launch = Literal["auto", "eval", "async", "split"]
+Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
+Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
+Level = Literal["token", "sequence"]
+Correction = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mask_weighted"
+]
+SequenceRatio = Literal["geometric", "product"]
+Kl = Literal["k1", "k2", "k3"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum_norm"]
+Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
+Scale = Literal["group", "batch", "none"]
+Schedule = Literal["cosine", "linear", "constant"]
+OnBadRow = Literal["raise", "skip"]
+SharePrompts = Literal["auto", "always", "never"]
+OnError = Literal["skip", "raise"]
+OnSaveError = Literal["continue", "stop"]
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class RunConfig:
+    """[run]: a run lives in output_dir/name."""
+
+    name: str = field(default="grpo", validator=rules.run_name())
+    output_dir: str = field(default="outputs", validator=rules.text())
+    seed: int = field(default=0, validator=rules.at_least(0, 2**63 - 1))
+    overwrite: bool = False  # begin anew in a folder that holds a finished run
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class LoraConfig:
+    """[model] lora: mlx-lm's adapters, used with tune = "lora" or "dora"."""
+
+    rank: int = field(default=8, validator=rules.at_least(1))
+    scale: float = field(default=20.0, validator=rules.above(0))
+    layers: int = field(default=-1, validator=rules.minus_one_or_positive())  # from the last; -1: all
+    keys: tuple[str, ...] = field(default=(), validator=rules.each_text())  # empty: mlx-lm's choice
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class ModelConfig:
+    """[model]: what is trained, and in which precision."""
+
+    path: str = field(validator=rules.text())  # "embedded", an mlx-lm model folder, or a Hub name
+    tune: Tune = "full"
+    lora: LoraConfig = field(factory=LoraConfig)
+    dtype: Dtype = "auto"  # of the computation
+    master: Stored = "float32"  # of the weights that the optimizer moves; bfloat16 is rounded stochastically
+    trust_remote_code: bool = False
+    loader: str = ""  # one's own function that opens the folder; empty: mlx-lm
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class DataConfig:
+    """[data]: questions, answers and the prompt around a question."""
+
+    source: str = field(default="openai/gsm8k", validator=rules.text())
+    name: str = ""  # the Hub data set's configuration
+    split: str = field(default="train", validator=rules.text())
+    eval_split: str = field(default="test", validator=rules.text())
+    question: str = field(default="question", validator=rules.text())
+    answer: str = field(default="answer", validator=rules.text())
+    system_prompt: str = SYSTEM_PROMPT
+    nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
+    max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
+    max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
+    on_bad_row: OnBadRow = "raise"
+    transform: str = ""  # one's own function from a row to a row; empty: none
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class RolloutConfig:
+    """[rollout]: how completions are drawn."""
+
+    num_generations: int = field(default=8, validator=rules.at_least(2))
+    max_new_tokens: int = field(default=512, validator=rules.at_least(1))
+    temperature: float = field(default=1.0, validator=rules.above(0))
+    top_p: float = field(default=1.0, validator=rules.share(zero=False))
+    top_k: int = field(default=0, validator=rules.at_least(0))  # 0: off
+    min_p: float = field(default=0.0, validator=rules.share(one=False))
+    stop: tuple[str, ...] = field(default=(), validator=rules.each_text())
+    quantization: Quantization = "none"
+    storage: Storage = "dequantized"
+    group_size: int = field(default=0, validator=rules.one_of(0, 32, 64, 128))  # 0: the mode's own
+    quantize_head: bool = False  # embeddings and head too
+    mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
+    auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
+    launch: Launch = "auto"  # of decoding steps: see `launching`; auto: measured
+    check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
+    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class RewardConfig:
+    """[reward]: the functions (a name, package.module:function or file.py:function) and their weights."""
+
+    functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.not_empty())
+    weights: tuple[float, ...] = ()  # empty: 1.0 each
+    aggregate: Aggregate = "sum_then_normalize"
+    timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
+    on_error: OnError = "skip"
+    stop_if_all_fail: bool = True  # where a reward fails for every completion of a batch step
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class OverlongConfig:
+    """[loss] overlong: DAPO's penalty on completions that come close to the length limit."""
+
+    buffer: int = field(default=0, validator=rules.at_least(0))  # tokens before the limit; 0: no penalty
+    penalty: float = field(default=1.0, validator=rules.not_negative())  # at the limit
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class LossConfig:
+    """[loss]: a preset and what differs from it. None: as the preset has it (`Config.check` fills it in)."""
+
+    preset: Preset = "grpo"
+    level: Level | None = None
+    surrogate: str | None = field(default=None, validator=optional(rules.text()))  # LossSpec knows them
+    epsilon_low: float | None = field(default=None, validator=optional(rules.share(one=False)))
+    epsilon_high: float | None = field(default=None, validator=optional(rules.not_negative()))
+    delta: float | None = field(default=None, validator=optional(rules.above(1)))
+    dual_clip: float | None = field(default=None, validator=optional(rules.above(1)))
+    sapo_tau_pos: float | None = field(default=None, validator=optional(rules.above(0)))
+    sapo_tau_neg: float | None = field(default=None, validator=optional(rules.above(0)))
+    correction: Correction | None = None
+    correction_cap: float | None = field(default=None, validator=optional(rules.above(0)))
+    correction_floor: float | None = field(default=None, validator=optional(rules.not_negative()))
+    correction_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
+    sequence_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
+    sequence_ratio: SequenceRatio | None = None
+    beta: float | None = field(default=None, validator=optional(rules.not_negative()))
+    kl: Kl | None = None
+    kl_bias_corrected: bool | None = None
+    aggregation: Aggregation | None = None
+    entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
+    baseline: Baseline | None = None
+    scale: Scale | None = None
+    mask_truncated_completions: bool = False
+    dynamic_sampling: bool | None = None
+    max_resample: int = field(default=3, validator=rules.at_least(0))  # rounds a batch
+    overlong: OverlongConfig | None = None
+    top_entropy_quantile: float = field(default=1.0, validator=rules.share(zero=False))  # 1: every token
+    sync_every: int = field(default=1, validator=rules.at_least(1))
+    ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
+    ref_mixup: float = field(default=0.6, validator=rules.share(zero=False))
+    ref_quantization: RefQuantization = "none"
+    ref_storage: Storage = "packed"
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class OptimConfig:
+    """[optim]: AdamW and the amount of training."""
+
+    learning_rate: float = field(default=1e-6, validator=rules.not_negative())
+    schedule: Schedule = "cosine"
+    warmup_ratio: float = field(default=0.1, validator=rules.share())  # of all updates
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=rules.each_share())
+    eps: float = field(default=1e-8, validator=rules.above(0))
+    weight_decay: float = field(default=0.0, validator=rules.not_negative())
+    moments: Stored = "float32"  # of the two averages; bfloat16 is rounded stochastically
+    max_grad_norm: float = field(default=1.0, validator=rules.not_negative())  # 0: no clipping
+    batch_size: int = field(default=1, validator=rules.at_least(1))  # prompts a batch step
+    gradient_accumulation_steps: int = field(default=1, validator=rules.at_least(1))
+    num_epochs: int = field(default=1, validator=rules.at_least(1))
+    max_steps: int = field(default=0, validator=rules.at_least(0))  # batch steps; 0: by epochs
+    num_iterations: int = field(default=1, validator=rules.at_least(1))  # passes over one rollout
+    minibatches: int = field(default=1, validator=rules.at_least(1))  # updates a pass
+    max_bad_updates: int = field(default=10, validator=rules.at_least(0))  # in a row; 0: without end
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class EvalConfig:
+    """[eval]: greedy exact match on data.eval_split."""
+
+    every: int = field(default=0, validator=rules.at_least(0))  # updates; 0: at the start and the end only
+    samples: int = field(default=200, validator=rules.at_least(0))  # 0: all
+    max_new_tokens: int = field(default=0, validator=rules.at_least(0))  # 0: rollout.max_new_tokens
+    at_start: bool = True
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class CheckpointConfig:
+    """[checkpoint]: how often, and how many stay."""
+
+    every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
+    keep_last: int = field(default=3, validator=rules.at_least(0))  # 0: all
+    keep_best: int = field(default=1, validator=rules.at_least(0))
+    on_error: OnSaveError = "continue"  # where the disk refuses a checkpoint or a line of the log
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class LogConfig:
+    """[log]: what is written down, and where else it goes."""
+
+    every: int = field(default=1, validator=rules.at_least(1))  # updates
+    jsonl: bool = True
+    completions: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    trackio: bool = False
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class WatchConfig:
+    """[watch]: when a line warns that training goes astray."""
+
+    patience: int = field(default=10, validator=rules.at_least(0))  # updates in a row; 0: no warnings
+    min_entropy: float = field(default=0.001, validator=rules.not_negative())  # nats a token; 0: off
+    max_kl: float = field(default=10.0, validator=rules.not_negative())  # nats a token; 0: off
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class StopConfig:
+    """[stop]: what ends a run before its last step."""
+
+    when: tuple[str, ...] = field(
+        default=(), validator=rules.each_text()
+    )  # runners.telemetry.run_watch.Condition
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class SystemConfig:
+    """[system]: how the machine is used."""
+
+    compile: bool = True
+    grad_checkpoint: bool = False
+    memory_limit_gb: float = field(default=0.0, validator=rules.not_negative())  # 0: MLX's own
+    micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
+    share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU

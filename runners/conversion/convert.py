@@ -1,0 +1,245 @@
+"""Conversion: Hugging Face models and nanochat checkpoints to MLX folders, quantized where asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
+from runners.errors import UserError, first_line
+from runners.files.durable import check_target, new_folder
+from runners.inference.vision import convert_vision, sees
+from runners.models.model_files import (
+    copy_companions,
+    read_config,
+    read_json,
+    resolve_model,
+    tokenizer_pickle,
+)
+from runners.tokenization.prompt_settings import read_prompt, write_prompt
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}
+BITS = {"affine": 4, "mxfp4": 4, "nvfp4": 4, "mxfp8": 8}
+_NOTHING_PACKED = "nothing was quantized: no layer's width is a multiple of the group size"
+
+
+@attrs.frozen(kw_only=True)
+class Quantization:
+    """How weights are packed; None of all: not at all."""
+
+    mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
+    bits: int | None = None  # of "affine"
+    group_size: int | None = None
+    recipe: str = ""  # one of mlx-lm's mixed ones
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be packed."""
+        return bool(self.mode or self.recipe or self.bits)
+
+    def check(self) -> None:
+        """Raises UserError for numbers that the mode does not have."""
+        if self.group_size and not self.wanted:
+            raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
+        if self.recipe and (self.bits or self.mode not in ("", "affine")):
+            raise UserError(
+                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode out"
+            )
+        if self.mode in ("", "affine"):
+            if self.group_size not in (None, 32, 64, 128):
+                raise UserError(f"--group-size {self.group_size}: affine quantization has 32, 64 and 128")
+            return
+        bits, group_size = BITS[self.mode], GROUP_SIZES[self.mode]
+        if self.bits not in (None, bits) or self.group_size not in (None, group_size):
+            raise UserError(f"--mode {self.mode} has {bits} bits and groups of {group_size}, no others")
+
+
+def convert(
+    source: str,
+    target: Path,
+    *,
+    quantization: Quantization = Quantization(),
+    dequantize: bool = False,
+    dtype: str = "",
+    force: bool = False,
+    step: int | None = None,
+    text_only: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Writes the MLX folder `target`, whole or not at all, and returns it.
+
+    Args:
+        source: a folder or Hub name that mlx-lm knows, or a folder of nanochat's checkpoints.
+        target: the new folder; one that is there is replaced with `force`, and else refused.
+        quantization: packing of the weights, by mlx-lm.
+        dequantize: unpack a quantized model.
+        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
+        step: of nanochat's checkpoints; None: the last.
+        text_only: of a vision-language model, its language part alone.
+        trust_remote_code: run code that comes with the model.
+
+    Raises UserError for what is missing, unknown or in the way.
+    """
+    quantization.check()
+    if dequantize and quantization.wanted:
+        raise UserError("--dequantize and quantization exclude each other")
+    folder = Path(source).expanduser()
+    check_target(target, force)
+    if folder.exists() and target.exists():
+        inside = target.resolve()
+        if folder.resolve() == inside:
+            raise UserError(f"{target}: source and target are the same folder")
+        if inside in folder.resolve().parents:
+            raise UserError(f"{target}: the source {folder} lies in it; wanted another folder")
+    if is_checkpoint(folder):
+        if dequantize:
+            raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
+        checkpoint = find_checkpoint(folder, step)
+        with new_folder(target, replace=force) as temporary:
+            convert_checkpoint(checkpoint, temporary, dtype)
+            if quantization.wanted:
+                _pack_folder(temporary, quantization)
+        return target
+    if step is not None:
+        raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
+    path = resolve_model(source, "SOURCE")
+    if tokenizer_pickle(path) is not None and (dequantize or dtype or not quantization.wanted):
+        raise UserError(
+            f"{source}: this is an MLX folder of nanochat's already; all that can be done with it here is "
+            "quantization (--bits, --mode or --recipe)"
+        )
+    options = _options(quantization, dequantize, dtype)
+    prompt = read_prompt(path)
+    with new_folder(target, replace=force) as temporary:
+        if tokenizer_pickle(path) is not None:
+            _copy(path, temporary)
+            _pack_folder(temporary, quantization)
+        elif sees(path) and not text_only:
+            if quantization.recipe and quantization.group_size not in (None, 64):
+                raise UserError("--recipe of a vision-language model has groups of 64, no others")
+            convert_vision(path, temporary, trust_remote_code=trust_remote_code, **options)
+        else:
+            _by_mlx_lm(path, temporary, trust_remote_code, options)
+        if prompt is not None:
+            write_prompt(temporary, prompt)
+        if quantization.wanted:
+            _check_packed(temporary)
+    return target
+
+
+def _options(quantization: Quantization, dequantize: bool, dtype: str) -> dict[str, Any]:
+    """The arguments that mlx-lm's converter and mlx-vlm's have in common."""
+    mode = quantization.mode or "affine"
+    return {
+        "quantize": quantization.wanted,
+        "q_group_size": quantization.group_size or GROUP_SIZES[mode],
+        "q_bits": quantization.bits or BITS[mode],
+        "q_mode": mode,
+        "dtype": dtype or None,
+        "dequantize": dequantize,
+        "quant_predicate": quantization.recipe or None,
+    }
+
+
+def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[str, Any]) -> None:
+    import mlx_lm
+
+    target.rmdir()  # mlx-lm wants to make it
+    try:
+        # stdout is for what a command has to say, and mlx-lm reports its progress there.
+        with contextlib.redirect_stdout(sys.stderr), _readable(path) as source:
+            mlx_lm.convert(str(source), str(target), trust_remote_code=trust_remote_code, **options)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{path}: mlx-lm cannot convert it: {first_line(error)}") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[Path]:
+    """The folder, or one of links to its files where its config.json has to be spelled as mlx-lm reads it."""
+    config = read_config(path)
+    if config == read_json(path / "config.json"):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-convert-") as name:
+        folder = Path(name)
+        for file in path.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file.resolve())
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
+
+
+def _check_packed(folder: Path) -> None:
+    """mlx-lm leaves a layer alone whose width is no multiple of the group, without a word."""
+    import mlx.core as mx
+
+    names = [name for file in folder.glob("model*.safetensors") for name in cast(dict, mx.load(str(file)))]
+    if not any(name.endswith(".scales") for name in names):
+        raise UserError(_NOTHING_PACKED)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for file in (*source.glob("model*.safetensors"), *source.glob("*.index.json"), source / "config.json"):
+        shutil.copyfile(file, target / file.name)
+    copy_companions(source, target)
+
+
+def pack(module: nn.Module, config: dict[str, Any], quantization: Quantization) -> tuple[nn.Module, dict]:
+    """A module's layers packed by mlx-lm, and the config that says so.
+
+    Raises UserError where the recipe does not fit the model, or nothing could be packed.
+    """
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import quantize_model
+
+    mode = quantization.mode or "affine"
+    group_size = quantization.group_size or GROUP_SIZES[mode]
+    predicate: Any = None  # mlx-lm's two functions disagree on its type
+    if quantization.recipe:
+        try:
+            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size)
+        except ValueError as error:
+            raise UserError(f"--recipe {quantization.recipe}: {error}") from error
+    # stdout is for what a command has to say, and mlx-lm reports its progress there.
+    with contextlib.redirect_stdout(sys.stderr):
+        module, config = quantize_model(
+            module, config, group_size, quantization.bits or BITS[mode], mode=mode, quant_predicate=predicate
+        )
+    if not any(hasattr(layer, "bits") for _, layer in module.named_modules()):
+        raise UserError(_NOTHING_PACKED)
+    return module, config
+
+
+def write_weights(folder: Path, module: nn.Module, config: Mapping[str, Any]) -> None:
+    """config.json and the weights, in place of those that are there; the module is emptied."""
+    from mlx_lm.utils import save_model
+
+    for file in (*folder.glob("model*.safetensors"), *folder.glob("*.index.json")):
+        file.unlink()
+    save_model(folder, module, donate_model=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _pack_folder(folder: Path, quantization: Quantization) -> None:
+    """Quantizes the model in a folder, by mlx-lm's functions: its command wants another tokenizer."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    module, config = load_model(folder)
+    mx.eval(module.parameters())  # the file that they are read from is about to go
+    if "quantization" in config:
+        raise UserError(f"{folder}: the weights are quantized already")
+    module, config = pack(module, config, quantization)
+    write_weights(folder, module, config)

@@ -1,0 +1,201 @@
+"""Handing a model on: a folder with fused adapters, quantized if asked for, a card, and an upload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from runners.checkpoints.run_folder import model_of_run
+from runners.conversion.convert import Quantization, pack, write_weights
+from runners.conversion.model_card import model_card, run_facts
+from runners.errors import UserError, first_line
+from runners.files.durable import check_target, new_folder
+from runners.models.adapters import base_of, read_adapters
+from runners.models.dtypes import cast_floating
+from runners.models.model_files import (
+    HUB_NAME,
+    copy_companions,
+    is_adapter_folder,
+    read_config,
+    read_json,
+    resolve_model,
+    tokenizer_pickle,
+)
+from runners.models.model_reading import read_model
+from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
+
+
+@attrs.frozen
+class Source:
+    """What is exported."""
+
+    folder: Path  # a model's, or its adapters'
+    model: Path  # the model's folder: the same one, or the base's
+    adapters: bool  # whether `folder` holds adapters for `model`
+    base: str  # the Hub name that the model comes from, "" where it has none
+
+
+def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> Source:
+    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name.
+
+    Of a run it is `final`, else the newest whole checkpoint, which `note` is told of. Raises UserError where
+    there is none, or something of it is missing.
+    """
+    folder = Path(model_of_run(name, note)).expanduser()
+    if is_adapter_folder(folder):
+        base = base_of(folder)
+        return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base))
+    stated = folder / "adapter_config.json"  # beside merged weights it tells where they are from
+    base = str(read_json(stated).get("model") or "") if stated.is_file() else _trained(folder)
+    model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
+    return Source(model, model, False, _hub_name(base if folder.exists() else name))
+
+
+def export(
+    name: str,
+    target: Path,
+    *,
+    quantization: Quantization,
+    dtype: str = "",
+    force: bool = False,
+    title: str = "",
+    trust_remote_code: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Writes a model folder with a card into `target`, whole or not at all, and returns it.
+
+    Adapters are folded into the weights by mlx-lm's own `fuse`. Over packed weights the layers that they
+    change are unpacked, as rounding them again would undo much of a small update; with a quantization asked
+    for, everything is unpacked and packed anew.
+
+    Args:
+        name: as `find_source` takes it.
+        target: the new folder; one that is there is replaced with `force`, and else refused.
+        quantization: packing of the weights, by mlx-lm.
+        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
+        title: the card's; "" is the target's name.
+        trust_remote_code: run code that comes with the model.
+        note: takes lines worth reading.
+
+    Raises UserError for what is missing, does not fit or is in the way.
+    """
+    quantization.check()
+    check_target(target, force)
+    source = find_source(name, note)
+    prompt = read_prompt(source.folder)
+    inside = target.resolve()
+    for folder in (source.folder.resolve(), source.model.resolve()):
+        if inside == folder or inside in folder.parents:
+            raise UserError(f"{target}: {folder} is exported from there; wanted another folder")
+    module, config, _, _ = read_model(source.model, trust_remote_code)
+    config = read_config(source.model) | {
+        key: config[key] for key in ("quantization", "quantization_config") if key in config
+    }
+    config.pop("_name_or_path", None)  # a folder of whoever made it
+    fused: list[str] = []
+    if source.adapters:
+        for notice in read_adapters(module, source.folder, source.model):
+            note(notice)
+        fused = fuse(module)
+    if quantization.wanted and "quantization" in config:
+        from mlx_lm.utils import dequantize_model
+
+        module = dequantize_model(module)
+    elif fused and "quantization" in config:
+        config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
+    if quantization.wanted or fused:
+        config.pop("quantization_config", None)
+    if quantization.wanted:
+        config.pop("quantization", None)
+    if dtype:
+        cast_floating(module, getattr(mx, dtype))
+        config = {key: dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
+    if quantization.wanted:
+        module, config = pack(module, config, quantization)
+    facts = run_facts(source.folder)
+    if prompt is None and facts is not None:  # a run from before this file was written
+        prompt = PromptSettings.of(facts.config)
+    with new_folder(target, replace=force) as temporary:
+        write_weights(temporary, module, config)
+        copy_companions(source.model, temporary)
+        if prompt is not None:
+            write_prompt(temporary, prompt)
+        card = model_card(
+            title or target.name,
+            facts,
+            prompt,
+            quantized=_packing(config),
+            base=source.base,
+            plain_mlx=tokenizer_pickle(source.model) is None,
+        )
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    return target
+
+
+def fuse(module: nn.Module) -> list[str]:
+    """Folds a module's adapters into its weights, in place; the names of the layers that changed."""
+    from mlx.utils import tree_unflatten
+
+    layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
+    fused: list[tuple[str, Any]] = [(name, part.fuse(dequantize=True)) for name, part in layers]  # type: ignore[attr-defined]
+    module.update_modules(tree_unflatten(fused))
+    return [name for name, _ in fused]
+
+
+def check_repo(name: str) -> None:
+    """Raises UserError unless a name can be a repository's on the Hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f'--upload-repo "{name}": wanted owner/name, as on the Hub') from error
+
+
+def upload(folder: Path, repo: str, *, private: bool = False) -> str:
+    """Uploads a folder to the Hub, where the repository is made if need be; the commit's address.
+
+    Not by mlx-lm's `upload_to_hub`, which writes a card of its own over the folder's. Raises UserError where
+    the Hub refuses or cannot be reached.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi(library_name="grpo_fn")
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by grpo export")
+    except LocalTokenNotFoundError as error:
+        raise UserError(f'--upload-repo "{repo}": nobody is logged in; `hf auth login` does') from error
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        raise UserError(
+            f'--upload-repo "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
+        ) from error
+    return str(done.commit_url)
+
+
+def _trained(folder: Path) -> str:
+    """The model that a run's final/ or checkpoint was trained from, as its config names it."""
+    resolved = folder.resolve().parent / "config.resolved.json"
+    return str(read_json(resolved).get("model", {}).get("path", "")) if resolved.is_file() else ""
+
+
+def _hub_name(name: str) -> str:
+    return name if "/" in name and HUB_NAME.fullmatch(name) and not Path(name).exists() else ""
+
+
+def _packing(config: dict[str, Any]) -> str:
+    packed = config.get("quantization")
+    if not packed:
+        return ""
+    mode = packed.get("mode", "affine")
+    return f"{packed['bits']} bits, groups of {packed['group_size']}" + (
+        "" if mode == "affine" else f", {mode}"
+    )

@@ -1,0 +1,214 @@
+"""The README.md of a model that is handed on: what it was made from, how, and what came of it.
+
+Of a run it shows the config and the log's results, and nothing of the machine: no folder, no host, no user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from statistics import fmean
+from typing import Any
+
+import attrs
+
+from runners import __version__
+from runners.config.sections import EMBEDDED
+from runners.errors import UserError, spell, spell_tables
+from runners.models.model_files import HUB_NAME, read_json
+from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
+
+_TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
+_OWN = {EMBEDDED: "what ships with grpo_fn"}
+# How the run was carried out on its machine, and no part of what the model has learned.
+_OF_THE_MACHINE = ("log", "system", "checkpoint")
+_KEYS_OF_THE_MACHINE = (
+    ("run", "output_dir"),
+    ("rollout", "launch"),
+    ("rollout", "check_every"),
+    ("rollout", "max_batch"),
+)
+_PATHS = (("model", "path"), ("model", "loader"), ("data", "source"), ("data", "transform"))
+_SHARE = 10  # the first and the last tenth of the updates are compared
+
+
+@attrs.frozen
+class RunFacts:
+    """What a run's folder says about a model of it."""
+
+    config: Mapping[str, Mapping[str, Any]]  # config.resolved.json, without what belongs to the machine
+    evaluations: Sequence[Mapping[str, Any]]  # the log's lines with exact match
+    updates: Sequence[Mapping[str, Any]]  # the log's other lines
+
+
+def run_facts(model: Path) -> RunFacts | None:
+    """The facts of the run that a folder `final` or `checkpoint-N` belongs to; None where it is of no run.
+
+    Of a checkpoint only what had happened by then counts. Raises UserError for files that cannot be read.
+    """
+    run = model.resolve().parent
+    if not (run / "config.resolved.json").is_file():
+        return None
+    lines = _log(run / "training_log.jsonl")
+    if (model / "trainer_state.json").is_file():
+        loop = read_json(model / "trainer_state.json").get("loop")
+        last = loop.get("update") if isinstance(loop, dict) else None
+        lines = [line for line in lines if isinstance(last, int) and line.get("update", 0) <= last]
+    return RunFacts(
+        config=shareable(read_json(run / "config.resolved.json")),
+        evaluations=[line for line in lines if isinstance(line.get("em"), int | float)],
+        updates=[line for line in lines if "em" not in line],
+    )
+
+
+def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved config without what belongs to the machine, and with names in place of paths."""
+    result = {name: dict(table) for name, table in config.items() if name not in _OF_THE_MACHINE}
+    for section, key in _KEYS_OF_THE_MACHINE:
+        result[section].pop(key, None)
+    for section, key in _PATHS:
+        if result[section].get(key):
+            result[section][key] = _name(result[section][key])
+    result["reward"]["functions"] = [_name(name) for name in result["reward"]["functions"]]
+    return result
+
+
+def model_card(
+    title: str,
+    facts: RunFacts | None,
+    prompt: PromptSettings | None,
+    *,
+    quantized: str,
+    base: str,
+    plain_mlx: bool,
+) -> str:
+    """The card as Markdown.
+
+    Args:
+        title: the model's name.
+        facts: of the run that made it; None: of no run.
+        prompt: how the model was asked in training; None: not known.
+        quantized: how the weights are packed, in words; "" where they are not.
+        base: the Hub name of the model that was trained; "" where it has none.
+        plain_mlx: whether mlx-lm's own commands open it (nanochat's tokenizers they do not).
+    """
+    parts = [_front_matter(facts, base), f"# {title}\n"]
+    parts.append(_origin(facts, base, quantized))
+    if facts is not None:
+        parts += _results(facts)
+    if prompt is not None:
+        parts += _prompt(prompt)
+    if facts is not None:
+        parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
+    parts.append(_use(title, prompt, plain_mlx))
+    return "\n".join(part for part in parts if part)
+
+
+def _log(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    lines = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                lines.append(dict(json.loads(line)))
+            except ValueError as error:
+                raise UserError(f"{file}, line {number}: cannot be read as JSON ({error})") from error
+    return lines
+
+
+def _name(text: str) -> str:
+    """A path's last part, a file's function with it; a Hub name or a module's function as it is."""
+    place, colon, function = text.rpartition(":")
+    if colon and place.endswith(".py"):
+        return f"{PurePath(place).name}:{function}"
+    if colon or (HUB_NAME.fullmatch(text) and not Path(text).exists()):
+        return text
+    return PurePath(text).name
+
+
+def _front_matter(facts: RunFacts | None, base: str) -> str:
+    from huggingface_hub import ModelCardData
+
+    source = facts.config["data"]["source"] if facts else ""
+    card = ModelCardData(
+        library_name="mlx",
+        pipeline_tag="text-generation",
+        tags=["mlx", "grpo"] if facts else ["mlx"],
+        base_model=base or None,
+        datasets=source if source != EMBEDDED and "/" in source else None,
+    )
+    return f"---\n{card.to_yaml()}\n---\n"
+
+
+def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
+    text = f"Written by grpo_fn {__version__}" + (f" from {base}." if base else ".")
+    if facts is not None:
+        model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
+        source, problems = (_OWN.get(name, name) for name in (base or model["path"], data["source"]))
+        text = (
+            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn {__version__}.\n\n"
+            f"- Model: {source}\n- Data: {problems}\n"
+        )
+    if quantized:
+        measured = " The results are those of full precision." if facts is not None else ""
+        text = f"{text.strip()}\n\nThe weights are quantized: {quantized}.{measured}"
+    return f"{text.strip()}\n"
+
+
+def _results(facts: RunFacts) -> list[str]:
+    rows = []
+    if facts.evaluations:
+        first, last = facts.evaluations[0], facts.evaluations[-1]
+        problems = f"exact match, {last.get('em_subset', '?')} held-out problems"
+        before = f"{first['em']:.1%}" if first.get("update") == 0 else "–"
+        rows.append((problems, before, f"{last['em']:.1%}"))
+    many = max(len(facts.updates) // _SHARE, 1)
+    for name, key in (("reward", "reward"), ("completion length, tokens", "completions/mean_length")):
+        values = [float(line[key]) for line in facts.updates if isinstance(line.get(key), int | float)]
+        if values:
+            rows.append((name, f"{fmean(values[:many]):.4g}", f"{fmean(values[-many:]):.4g}"))
+    if not rows:
+        return []
+    table = ["| | before | after |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    updates = facts.updates[-1].get("update", len(facts.updates)) if facts.updates else 0
+    note = f"{updates} updates; reward and length are means over the first and the last {many} of them.\n"
+    return ["## Results\n", "\n".join(table) + "\n", note if facts.updates else ""]
+
+
+def _prompt(prompt: PromptSettings) -> list[str]:
+    system, nudge, stop = prompt.system_prompt.strip(), prompt.nudge, ", ".join(map(spell, prompt.stop))
+    parts = ["## Prompt\n"]
+    if system or nudge:
+        parts.append("The model was trained with this around every question.\n")
+    if system:
+        parts.append(f"System message:\n\n{_fenced(system)}")
+    if nudge:
+        parts.append(f"First words of the reply, given to it:\n\n{_fenced(nudge)}")
+    if stop:
+        parts.append(f"A reply ends with:\n\n{_fenced(stop)}")
+    parts.append(f"A reply had at most {prompt.max_new_tokens:,} tokens.\n")
+    return parts
+
+
+def _use(title: str, prompt: PromptSettings | None, plain_mlx: bool) -> str:
+    """The commands, and what the prompt settings mean to each."""
+    ours = f'grpo generate {title} "…"'
+    theirs = f'mlx_lm.generate --model {title} --prompt "…"'
+    if prompt is None:
+        return f"## Use\n\n```sh\n{theirs if plain_mlx else ours}\n```\n"
+    text = f"## Use\n\n```sh\n{ours}\n```\n\nIt takes the prompt settings above from `{PROMPT_FILE}`."
+    if plain_mlx:
+        text += (
+            " mlx-lm does not read that file; it takes the system message as `--system-prompt` and the first "
+            f"words as `--prefill-response`:\n\n```sh\n{theirs}\n```"
+        )
+    return f"{text}\n"
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    ticks = "```"
+    while ticks in text:
+        ticks += "`"
+    return f"{ticks}{language}\n{text}\n{ticks}\n"

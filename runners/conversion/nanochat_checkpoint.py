@@ -1,0 +1,180 @@
+"""nanochat's PyTorch checkpoints: model_*.pt with meta_*.json, to weights and config as mlx-lm has them.
+
+The tensors keep their names: mlx-lm's nanochat took nanochat's. Needs PyTorch (extra `torch`); the file is
+mapped, not read, and unpickled with `weights_only`, so that nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from runners.errors import UserError, first_line
+from runners.machine import install_hints
+from runners.models.model_files import read_json
+from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
+
+if TYPE_CHECKING:
+    import torch  # pyright: ignore[reportMissingImports]
+
+_MODEL = re.compile(r"model_(\d+)\.pt")
+_COMPILED = "_orig_mod."  # torch.compile puts it before every name
+_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+_LAYER = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
+_LISTED = 8  # names in a message
+
+
+@attrs.frozen
+class Checkpoint:
+    """The files of one step."""
+
+    model: Path
+    meta: Path
+    tokenizer: Path
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds nanochat's checkpoints."""
+    return folder.is_dir() and any(_MODEL.fullmatch(file.name) for file in folder.iterdir())
+
+
+def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
+    """The last step of a folder, or the one asked for; the tokenizer is there, or where nanochat keeps it.
+
+    nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and BASE/tokenizer/tokenizer.pkl.
+    Raises UserError for what is missing.
+    """
+    steps = {int(m[1]): file for file in folder.iterdir() if (m := _MODEL.fullmatch(file.name))}
+    if not steps:
+        raise UserError(f"{folder}: there is no model_*.pt")
+    if step is not None and step not in steps:
+        raise UserError(f"{folder}: no step {step}; found {', '.join(map(str, sorted(steps)))}")
+    model = steps[max(steps) if step is None else step]
+    meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
+    if not meta.is_file():
+        raise UserError(f"{folder}: {meta.name} is missing beside {model.name}; it has the model's sizes")
+    places = [folder, *folder.resolve().parents[:2]]
+    found = next((file for place in places if (file := find_pickle(place))), None)
+    if found is None:
+        raise UserError(f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}")
+    return Checkpoint(model, meta, found)
+
+
+def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") -> None:
+    """Writes config.json, model.safetensors and tokenizer.pkl into an existing folder.
+
+    Rows of the embedding and the head that pad the vocabulary are left out, as nanochat ignores them. With
+    `dtype` ("float32", "float16", "bfloat16") every tensor is cast, else each keeps its own.
+
+    Raises UserError: PyTorch is missing, a file cannot be read, tensors are unknown or missing (they are
+    listed), or shapes do not fit the sizes in meta_*.json.
+    """
+    sizes = _sizes(checkpoint.meta)
+    encoding = read_encoding(checkpoint.tokenizer)
+    if encoding.n_vocab > sizes["vocab_size"]:
+        raise UserError(
+            f"{checkpoint.tokenizer}: {encoding.n_vocab} ids, but the model of {checkpoint.meta.name} knows "
+            f"{sizes['vocab_size']}; they do not belong together"
+        )
+    tensors = _tensors(checkpoint.model)
+    _check(tensors, sizes, checkpoint.model)
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import save_file
+
+    rows = sizes["vocab_size"]
+    weights = {name: (tensor[:rows] if name in _VOCABULARY else tensor) for name, tensor in tensors.items()}
+    if dtype:
+        weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        str(target / "model.safetensors"),
+        metadata={"format": "mlx"},
+    )
+    config = {
+        "model_type": "nanochat",
+        "architectures": ["NanoChatForCausalLM"],
+        "hidden_size": sizes["n_embd"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "num_key_value_heads": sizes["n_kv_head"],
+        "vocab_size": rows,
+        "max_position_embeddings": sizes["sequence_len"],
+        "intermediate_size": 4 * sizes["n_embd"],
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(checkpoint.tokenizer, target / PICKLE_NAME)
+
+
+def _sizes(meta: Path) -> dict[str, int]:
+    found = read_json(meta).get("model_config")
+    if not isinstance(found, Mapping):
+        raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
+    for name in _SIZES:
+        if type(found.get(name)) is not int or found[name] < 1:
+            raise UserError(f"{meta}: model_config.{name} is {found.get(name)!r}, wanted a positive integer")
+    width, heads, narrow = (found[name] for name in ("n_embd", "n_head", "n_kv_head"))
+    if width % heads or heads % narrow:
+        raise UserError(
+            f"{meta}: n_embd = {width}, n_head = {heads}, n_kv_head = {narrow}: wanted each to be a multiple "
+            "of the next"
+        )
+    # A pattern of long windows alone is attention to everything, which is what mlx-lm's model has.
+    plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
+    others = sorted(set(found) - set(_SIZES) - plain)
+    if others:
+        raise UserError(
+            f"{meta}: model_config has {_some(others)}, which mlx-lm's nanochat does not have; without it "
+            "the model would be another"
+        )
+    return {name: found[name] for name in _SIZES}
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f"a .pt file needs PyTorch to be read: {install_hints.extra('torch')}") from error
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle's, zip's and torch's own errors, which share no class
+        raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
+    if not isinstance(content, Mapping) or not all(isinstance(v, torch.Tensor) for v in content.values()):
+        raise UserError(f"{file}: found {type(content).__name__}, wanted a table of tensors")
+    return {str(name).removeprefix(_COMPILED): tensor for name, tensor in content.items()}
+
+
+def _check(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], file: Path) -> None:
+    """Raises UserError unless the tensors are those of the architecture, in their shapes."""
+    width, rows = sizes["n_embd"], sizes["vocab_size"]
+    narrow = width // sizes["n_head"] * sizes["n_kv_head"]
+    square, inner = (width, width), 4 * width
+    shapes = (square, (narrow, width), (narrow, width), square, (inner, width), (width, inner))
+    wanted = dict.fromkeys(_VOCABULARY, (rows, width))
+    for layer in range(sizes["n_layer"]):
+        names = (f"transformer.h.{layer}.{part}.weight" for part in _LAYER)
+        wanted |= dict(zip(names, shapes, strict=True))
+    unknown = sorted(set(tensors) - set(wanted))
+    if unknown:
+        raise UserError(
+            f"{file}: {len(unknown)} unknown tensors: {_some(unknown)}; mlx-lm's nanochat has no place for "
+            "them, and without them the model would be another"
+        )
+    missing = sorted(set(wanted) - set(tensors))
+    if missing:
+        raise UserError(f"{file}: {len(missing)} tensors are missing: {_some(missing)}")
+    for name, shape in wanted.items():
+        found = tuple(tensors[name].shape)
+        padded = name in _VOCABULARY and found[0] > shape[0]
+        if found != shape and not (padded and found[1:] == shape[1:]):
+            raise UserError(f"{file}: {name} has the shape {found}, wanted {shape}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

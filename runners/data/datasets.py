@@ -1,0 +1,217 @@
+"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runners.config.sections import EMBEDDED, DataConfig
+from runners.config.user_functions import told
+from runners.data.data_files import SUFFIXES, RawRow, find_split, read_file, split_name
+from runners.data.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
+from runners.data.transforms import Transform, own_transform, transformed
+from runners.errors import UserError, did_you_mean, listed, show
+from runners.models.hub import hub_or_cache
+from runners.quickstart import DATA_DIR
+
+__all__ = [
+    "Example",
+    "Rows",
+    "build_examples",
+    "columns_of",
+    "epoch_order",
+    "gold_answer",
+    "load_rows",
+    "load_split",
+    "render",
+    "reward_columns",
+]
+
+_HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
+_MAX_HELD_OUT = 1000
+
+
+class Rows(list[dict[str, Any]]):
+    """Usable rows, all columns kept, with the count of those left out and what was wrong with the first."""
+
+    skipped: int = 0
+    dropped: int = 0  # by data.transform
+    first_fault: str = ""
+
+    def notices(self, split: str, too_long: int, limit: int) -> list[str]:
+        """Lines on what is not used: left-out rows, and `too_long` prompts of more than `limit` tokens."""
+        found = []
+        if self.dropped:
+            found.append(f"{split} data: {self.dropped} rows left out by data.transform")
+        if self.skipped:
+            found.append(f"{split} data: {self.skipped} bad rows left out (the first: {self.first_fault})")
+        if too_long:
+            found.append(
+                f"{split} data: {too_long} of {len(self)} prompts left out as over data.max_prompt_length = "
+                f"{limit} tokens"
+            )
+        return found
+
+
+def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
+    """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
+
+    A source is "embedded", a local file or folder (one that exists wins), or a Hub name. A single file is the
+    split "train". Where only one split is there to draw from (a file, or `eval_split` equal to `split`), the
+    last tenth of its usable rows, one at least and 1,000 at most, is held out for evaluation and not trained
+    on.
+
+    With `data.transform` each row is given to that function first (looked for in `folders`, as
+    `resolve_function` does): it returns the row to use, or None to leave it out.
+
+    Every row needs the question, a text, and the answer. A row without is a bad row: `on_bad_row` "raise"
+    ends with the place of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
+
+    A row on which the transform fails is a bad row too.
+
+    Raises UserError, in one line, for a source or split that is not there (with those found), a field that no
+    row has (with those found and the nearest spelling), a bad row, and a split without a usable row.
+    """
+    source, read = _reader(config, folders)
+    if source.is_file() and config.split != "train":
+        raise UserError(
+            f'data.split is {show(config.split)}, but {source} is a file, which is the split "train"'
+        )
+    train = read(config.split, "data.split")
+    if source.is_file() or split_name(config.eval_split) == split_name(config.split):
+        train, evaluation = _held_out(train, str(source))
+    else:
+        evaluation = read(config.eval_split, "data.eval_split")
+    if config.max_samples:
+        del train[config.max_samples :]
+    return train, evaluation
+
+
+def load_split(
+    config: DataConfig, split: str, key: str = "data.eval_split", *, folders: Sequence[Path] = ()
+) -> Rows:
+    """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
+
+    `key` is what messages call the split. Raises UserError as `load_rows` does.
+    """
+    return _reader(config, folders)[1](split, key)
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch takes its n examples: an int64 permutation, pure in its arguments."""
+    return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable[[str, str], Rows]]:
+    """The source as a path, there or not, and what reads a split (with its key in the config) of it."""
+    source = DATA_DIR if config.source == EMBEDDED else Path(config.source).expanduser()
+    is_local = source.exists()
+    if not is_local and (config.source == EMBEDDED or _looks_local(config.source)):
+        raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
+    if is_local and config.name:
+        raise UserError(
+            f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
+            f"{show(config.source)} is local; leave data.name out"
+        )
+
+    transform = own_transform(config.transform, folders)
+
+    def read(split: str, key: str) -> Rows:
+        if not is_local:
+            return _usable(_hub_rows(config, split, key), config, f"{config.source} ({split})", transform)
+        paths = [source] if source.is_file() else find_split(source, split, key)
+        where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
+        return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)
+
+    return source, read
+
+
+def _looks_local(source: str) -> bool:
+    # A Hub name has one slash at most and no file's suffix.
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(SUFFIXES)
+
+
+def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
+    import datasets
+
+    name = config.name or _HUB_CONFIGS.get(config.source)
+    try:
+        with hub_or_cache():
+            found = datasets.load_dataset(config.source, name, split=split)
+        place = f"{config.source} ({split}), row"
+        return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
+    except Exception as error:  # of the Hub, the network, the disk or the format: each is the user's to see
+        raise UserError(f"{_hub_place(config, split, key, error)}: {told(error)}") from error
+
+
+def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> str:
+    if isinstance(error, ConnectionError | TimeoutError):
+        return f"data.source is {show(config.source)}, neither a local path nor within reach on the Hub"
+    if isinstance(error, ValueError) and "split" in str(error):
+        return f"{key} is {show(split)}, which {config.source} does not have"
+    return f"data.source is {show(config.source)}, which the Hub did not give"
+
+
+def _usable(
+    raw_rows: list[RawRow], config: DataConfig, where: str, transform: Transform | None = None
+) -> Rows:
+    """The rows that have a question and an answer; those that have not end it, or are counted."""
+    rows = Rows()
+    if transform is not None:
+        kept = [raw for raw in (transformed(raw, transform) for raw in raw_rows) if raw is not None]
+        rows.dropped = len(raw_rows) - len(kept)
+        raw_rows = kept
+    _check_fields(raw_rows, config, where)
+    for raw in raw_rows:
+        fault = raw.fault or _fault(raw.values, config)
+        if not fault:
+            rows.append(raw.values)
+            continue
+        message = f"{raw.place}: {fault}"
+        if config.on_bad_row == "raise":
+            raise UserError(f'{message} (data.on_bad_row = "skip" would leave it out)')
+        rows.first_fault = rows.first_fault or message
+        rows.skipped += 1
+    if not rows:
+        bad = f"; all {rows.skipped} are bad, the first: {rows.first_fault}" if rows.skipped else ""
+        bad += f"; data.transform left out {rows.dropped}" if rows.dropped else ""
+        raise UserError(f"{where} has no usable row{bad}")
+    return rows
+
+
+def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
+    found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
+    for key, field in (("question", config.question), ("answer", config.answer)):
+        if found and field not in found:
+            raise UserError(
+                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}"
+                f"{did_you_mean(field, found)}"
+            )
+
+
+def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
+    question, answer = row.get(config.question), row.get(config.answer)
+    if question is None:
+        return f"no {config.question}"
+    if not isinstance(question, str):
+        return f"{config.question} is {type(question).__name__}; wanted text"
+    if not question.strip():
+        return f"{config.question} is blank"
+    gold = gold_answer(answer)
+    if gold is None:
+        return f"no answer in {config.answer}: {show(answer)}"
+    try:
+        f"{question}{gold}".encode()
+    except UnicodeEncodeError as error:
+        return f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+    return ""
+
+
+def _held_out(rows: Rows, where: str) -> tuple[Rows, Rows]:
+    if len(rows) < 2:
+        raise UserError(f"{where} has one usable row; wanted two at least, as one is held out for evaluation")
+    count = min(max(len(rows) // 10, 1), _MAX_HELD_OUT)
+    evaluation = Rows(rows[-count:])
+    del rows[-count:]
+    return rows, evaluation

@@ -1,0 +1,125 @@
+"""Files of one JSON object a line: what JSON cannot hold is refused or named, and no line is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runners.files.held_file import HeldFile
+
+_BLOCK = 1 << 16  # bytes read at a time
+# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
+# that JSON lets stand as they are, as files of lines are looked at on terminals.
+_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+
+
+def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """One JSON object on one line, and the names of its numbers that are not finite.
+
+    Such numbers become null and are named in an extra key "nonfinite" (dotted where they are nested), as JSON
+    has no NaN. 0-d arrays become numbers. Raises TypeError, with the name, for what JSON cannot hold.
+    """
+    nonfinite: list[str] = []
+    plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json_line(plain), nonfinite
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """What JSON can hold as an object on one line, without control characters.
+
+    Raises ValueError for a number that is not finite, TypeError for what JSON cannot hold.
+    """
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
+
+
+def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
+    """A value as JSON holds it; adds to `nonfinite` the dotted names of numbers that become null."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        nonfinite.append(name)
+        return None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(part, f"{name}.{i}", nonfinite) for i, part in enumerate(value)]
+    raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")
+
+
+class JsonLines:
+    """A file of one JSON object a line, each of them written out at once.
+
+    A line that the disk does not take is kept, and written before the next one: none is lost or cut in two
+    for as long as the process lives. `fault` is why there is such a line, or None.
+    """
+
+    def __init__(self, path: Path, *, keep: int | None = None):
+        """Opens `path`; OSError where that is refused.
+
+        Args:
+            path: the file; its folder is made.
+            keep: None keeps an older file as `NAME.previous.jsonl`. A number continues it: after so many
+                bytes, or after its last whole line where it is shorter.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if keep is not None:
+            _cut(path, keep)
+        elif path.exists() and path.stat().st_size:
+            os.replace(path, path.with_suffix(".previous.jsonl"))
+        self.path = path
+        self.fault: OSError | None = None
+        self._waiting = b""
+        self._file = HeldFile(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.written = os.fstat(self._file.number).st_size  # bytes, of whole lines where nothing waits
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record (see `to_json`)."""
+        line, _ = to_json(record)
+        # A lone surrogate in a completion turns into its JSON escape instead of an error.
+        self._waiting += line.encode("utf-8", "backslashreplace") + b"\n"
+        self.push()
+
+    def push(self) -> None:
+        """Writes what waits, as far as the disk takes it."""
+        try:
+            while self._waiting:
+                count = os.write(self._file.number, self._waiting)
+                self.written += count
+                self._waiting = self._waiting[count:]
+        except OSError as error:
+            self.fault = error
+        else:
+            self.fault = None
+
+    def close(self) -> None:
+        """Closes the file; nothing can be written afterwards."""
+        self.push()
+        self._file.close()
+
+
+def _cut(path: Path, most: int) -> None:
+    """Leaves the whole lines within the first `most` bytes of a file, if there is one."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        end = min(most, stream.tell())
+        while end:  # backwards to the end of a line
+            start = max(end - _BLOCK, 0)
+            stream.seek(start)
+            whole = stream.read(end - start).rfind(b"\n") + 1
+            end = start + whole
+            if whole:
+                break
+        stream.truncate(end)
+        os.fsync(stream.fileno())

@@ -1,0 +1,94 @@
+"""A conversation of several turns, whose keys and values are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from grpo_fn.rollout.decode_loop import FindStop
+from runners.data.prompts import Message, render
+from runners.inference.generation import Completion, Sampling, Speed, stream
+from runners.inference.inference import InferenceModel
+from runners.tokenization.text import TextDecoder
+
+
+class Conversation:
+    """Messages so far, and the cache of the prompt that they make.
+
+    Each turn renders the whole conversation anew, as its chat template wants it, and keeps of the cache what
+    the new prompt begins with.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        sampling: Sampling,
+        *,
+        system: str = "",
+        nudge: str = "",
+        stop: Sequence[str] = (),
+    ):
+        """`system`: the system message, if any. `nudge`: first words of each reply. `stop`: stop strings."""
+        self.model, self.sampling, self.nudge = model, sampling, nudge
+        self.decoder = TextDecoder(model.tokenizer)
+        self.find_stop: FindStop | None = self.decoder.find_stop(stop)
+        self._system: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every turn; the system message stays."""
+        self.messages: list[Message] = list(self._system)
+        self.turns = 0
+        self._cache: list[Any] | None = None
+        self._known: list[int] = []  # tokens whose keys and values the cache begins with
+
+    def reply(
+        self, text: str, *, stopped: Callable[[], bool] = lambda: False, speed: Speed | None = None
+    ) -> Iterator[str]:
+        """The assistant's answer to a message, piece by piece; both join the messages when it ends.
+
+        An answer that `stopped` ends stays in the conversation as far as it came. Where an exception ends it,
+        the conversation is as before.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        _, prompt = render(self.model.tokenizer, messages, self.nudge)
+        cached = self._rewind(prompt)
+        known, self._known = [*prompt], []  # while the cache is being written nothing is sure
+        if self.nudge:
+            yield self.nudge
+        for piece in stream(
+            self.model,
+            prompt,
+            self.sampling,
+            decoder=self.decoder,
+            find_stop=self.find_stop,
+            cache=self._cache,
+            cached=cached,
+            number=self.turns,
+            stopped=stopped,
+            speed=speed,
+        ):
+            if isinstance(piece, str):
+                yield piece
+                continue
+            answer: Completion = piece
+            self._known = [*known, *answer.tokens]
+            self.messages = [*messages, {"role": "assistant", "content": self.nudge + answer.text}]
+            self.turns += 1
+
+    def _rewind(self, prompt: Sequence[int]) -> int:
+        """Cut the cache to what it shares with the prompt but its last token; how many tokens that is."""
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+        shared = 0
+        for one, other in zip(self._known, prompt[:-1], strict=False):
+            if one != other:
+                break
+            shared += 1
+        held = getattr(self._cache[0], "offset", None) if self._cache else None
+        if shared and isinstance(held, int) and self._cache and can_trim_prompt_cache(self._cache):
+            shared = min(shared, held)
+            if trim_prompt_cache(self._cache, held - shared) == held - shared:
+                return shared
+        self._cache = make_prompt_cache(self.model.module)
+        return 0

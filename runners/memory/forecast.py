@@ -1,0 +1,201 @@
+"""The memory that a config's run will take, phase by phase, against what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from grpo_fn.backends.cpu import grid_cache
+from grpo_fn.learner.packing import Packer, Row
+from grpo_fn.rollout.shared_prefix import ROOM
+from runners.config.config import Config
+from runners.config.sections import EMBEDDED
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples
+from runners.evaluation import evaluate
+from runners.machine.machine import Platform
+from runners.memory.footprint import Phase, Sampling, floor, phases
+from runners.memory.micro_batch import settle_micro_batch
+from runners.memory.model_sizes import ModelSizes, model_sizes
+from runners.memory.passes import MicroBatch, sampling_arrays
+from runners.models.model_files import read_json, resolve_model
+from runners.models.model_reading import load_tokenizer
+
+ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
+
+
+@attrs.frozen(kw_only=True)
+class Forecast:
+    """What a run will take."""
+
+    config: Config
+    sizes: ModelSizes
+    prompt: int  # tokens of the longest prompt
+    prompt_source: str  # where that number is from
+    total: int  # bytes that the run may use
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def floor(self) -> int:
+        """Bytes that no setting of batches can go below."""
+        return floor(self.sizes.weights)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory."""
+        return self.peak.total <= self.total
+
+
+def forecast(
+    config: Config,
+    platform: Platform,
+    total: int,
+    *,
+    prompt: int | None = None,
+    sizes: ModelSizes | None = None,
+) -> Forecast:
+    """The phases of the run that a checked config describes.
+
+    `prompt` is the longest prompt's length; left out, `data.max_prompt_length` stands for it. `total` is the
+    machine's memory, of which `system.memory_limit_gb` may leave less. Raises UserError as `model_sizes`.
+    """
+    sizes = sizes or model_sizes(config, platform)
+    limit = config.system.memory_limit_gb * 1e9
+    total = int(min(total, limit)) if limit else total
+    source = "data.max_prompt_length" if prompt is None else "the longest prompt of the data"
+    prompt = config.data.max_prompt_length if prompt is None else prompt
+    config = settle_micro_batch(config, sizes, platform, prompt)
+    spec, optim = config.loss_spec(), config.optim
+    system = config.system
+    shares = (
+        sizes.shares_prompts
+        and not system.grad_checkpoint
+        and system.share_prompts != "never"
+        and (system.share_prompts == "always" or platform.backend == "cpu")
+    )
+    pieces = _pieces(config, prompt, shares)
+    reused = optim.num_iterations * optim.minibatches > 1
+    lags = config.loss.sync_every > optim.gradient_accumulation_steps
+    return Forecast(
+        config=config,
+        sizes=sizes,
+        prompt=prompt,
+        prompt_source=source,
+        total=total,
+        phases=tuple(
+            phases(
+                sizes.shape,
+                sizes.weights,
+                rollout=_decoded(_rollout(config, prompt), sizes),
+                evaluation=_decoded(_evaluation(config, prompt), sizes),
+                micro_batches=list(dict.fromkeys(pieces)),
+                accumulates=len(pieces) > 1 or optim.gradient_accumulation_steps > 1,
+                logprobs=reused or lags or spec.beta > 0,
+                grad_checkpoint=system.grad_checkpoint,
+                lags=lags,
+            )
+        ),
+    )
+
+
+def largest(fits: Callable[[int], bool], *, most: int) -> int:
+    """The largest n in 1..most with fits(n), 0 for none; fits holds up to some n and not beyond."""
+    if most < 1 or not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _rollout(config: Config, prompt: int) -> Sampling:
+    rollout = config.rollout
+    together = config.optim.batch_size
+    if rollout.max_batch:
+        together = min(together, max(rollout.max_batch // rollout.num_generations, 1))
+    return Sampling(
+        prompts=together,
+        rows=together * rollout.num_generations,
+        prompt=prompt,
+        new=rollout.max_new_tokens,
+        arrays=sampling_arrays(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            with_entropy=config.loss.top_entropy_quantile < 1,
+        ),
+    )
+
+
+def _decoded(sampling: Sampling, sizes: ModelSizes) -> Sampling:
+    """With the caches that `generate` chooses."""
+    if not sizes.shares_prefix:
+        return sampling
+    if sizes.lanes and sampling.prompt <= grid_cache.SHORT:
+        return attrs.evolve(
+            sampling, prompt=-(-sampling.prompt // grid_cache.STEP) * grid_cache.STEP, step=16
+        )
+    return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
+
+
+def _evaluation(config: Config, prompt: int) -> Sampling:
+    rows = config.rollout.max_batch or evaluate.ROWS
+    rows = min(rows, config.eval.samples) if config.eval.samples else rows
+    return Sampling(
+        prompts=rows,
+        rows=rows,
+        prompt=prompt,
+        new=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        arrays=sampling_arrays(temperature=0.0),
+        own_weights=False,
+    )
+
+
+def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
+    """The micro-batches of a batch step, or of its first rows, whose completions have their full length."""
+    size, new = config.rollout.num_generations, config.rollout.max_new_tokens
+    rows = min(
+        max(config.optim.batch_size * size // config.optim.minibatches, 1), max(ROWS // size, 1) * size
+    )
+    packer = Packer(max_tokens=config.system.micro_batch_tokens, bucketed=True)
+    runs = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
+    return [
+        MicroBatch.of(
+            (run.shape.prompts or run.shape.rows, run.shape.length),
+            (run.shape.rows, run.shape.width),
+            targets=run.shape.kept,
+            shares_prompts=run.shape.prompts > 0,
+        )
+        for run in runs
+    ]
+
+
+def longest_prompt(config: Config) -> int | None:
+    """Tokens of the longest prompt to train on, where data and tokenizer are on this machine; else None.
+
+    Raises UserError for data or a tokenizer that cannot be used.
+    """
+    at_hand = (
+        path == EMBEDDED or Path(path).expanduser().exists()
+        for path in (config.model.path, config.data.source)
+    )
+    if not all(at_hand):
+        return None
+    folder = resolve_model(config.model.path, own_loader=bool(config.model.loader))
+    stated = read_json(folder / "config.json")
+    tokenizer = load_tokenizer(folder, stated, config.model.trust_remote_code)
+    train, _ = load_rows(config.data, config.folders)
+    examples, _ = build_examples(train, config.data, tokenizer)
+    return max(len(example.tokens) for example in examples)

@@ -1,0 +1,43 @@
+"""How many tokens the learner takes at a time, where the config leaves it open."""
+
+from __future__ import annotations
+
+import attrs
+
+from runners.config.config import Config
+from runners.machine.machine import Platform
+from runners.memory.model_sizes import ModelSizes
+from runners.memory.passes import ModelShape, Pass
+
+# On a CPU more rows at a time make no product faster once a micro-batch has filled the caches; they only take
+# memory. But a shared prompt is computed once in each. On a GPU each launch costs, and memory is wider.
+CPU_ACTIVATIONS = 75e6  # bytes that the backward pass waits for
+CPU_COMPLETIONS = 3  # with their prompt are taken together, whatever they need
+GPU_TOKENS = 16384
+LEAST_TOKENS, USUAL_TOKENS = 256, 4096  # USUAL: a model whose sizes are not known
+
+
+def settle_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platform, prompt: int) -> Config:
+    """The config with `system.micro_batch_tokens` filled in where it is 0.
+
+    `prompt` is the longest prompt's length, tokens; `sizes` may be the reason why they are not known.
+    """
+    if config.system.micro_batch_tokens:
+        return config
+    if isinstance(sizes, str):
+        tokens = USUAL_TOKENS if platform.backend == "cpu" else GPU_TOKENS
+    else:
+        new = config.rollout.max_new_tokens
+        tokens = usual_tokens(sizes.shape, sizes.weights.compute, prompt, new, platform.backend)
+    return attrs.evolve(config, system=attrs.evolve(config.system, micro_batch_tokens=tokens))
+
+
+def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
+    """Tokens whose activations, in rows of prompt + new, are CPU_ACTIVATIONS on a CPU; in steps of 64."""
+    if backend != "cpu":
+        return GPU_TOKENS
+    length = prompt + new
+    row = Pass(rows=1, length=length, attended=length)
+    nbytes = shape.layers * row.nbytes(shape, shape.kept, itemsize) / length
+    tokens = int(CPU_ACTIVATIONS / nbytes) // 64 * 64
+    return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), GPU_TOKENS)

@@ -1,0 +1,210 @@
+"""What a model weighs, found without its weights: the module is built, and nothing in it is computed.
+
+MLX's arrays are lazy: a module that was just made, or loaded with `lazy=True`, has shapes and dtypes and
+takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends.cpu.blocked_weights import takes_blocks
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
+from grpo_fn.policy.sampling_form import sampling_form_bytes
+from grpo_fn.rollout.shared_prefix import shares_prefix, sharing_pays
+from grpo_fn.trees import named_leaves
+from runners.config.config import Config
+from runners.config.sections import EMBEDDED, ModelConfig
+from runners.errors import UserError, first_lines
+from runners.machine.machine import Platform
+from runners.memory.footprint import Weights
+from runners.memory.passes import ModelShape, model_shape
+from runners.models.adapters import new_adapters
+from runners.models.dtypes import choose_dtype
+from runners.models.hub import hub_or_cache
+from runners.models.model_files import hub_errors, read_config, resolve_model
+from runners.models.model_reading import load_module, own_loader
+from runners.tuning.launching import launches
+
+
+@attrs.frozen
+class ModelSizes:
+    """A model as a config uses it."""
+
+    shape: ModelShape
+    weights: Weights
+    shares_prompts: bool  # whether a group's prompt can be computed once in the learner
+    shares_prefix: bool  # whether it is kept once while its completions are decoded
+    lanes: bool = False  # whether they may be decoded in lanes
+
+
+def model_sizes(config: Config, platform: Platform) -> ModelSizes:
+    """The sizes of the model that [model] names, in the roles that the config gives it.
+
+    From the headers of the weight files in a local folder, and from config.json alone for a model on the Hub,
+    whose weights are not fetched. `config` is checked ([loss] complete).
+
+    Raises UserError as `load_model` does for what can be seen without the weights.
+    """
+    settings = config.model
+    module, stated = _unloaded(settings, config.folders)
+    shape = _shape(stated, settings.path)
+    compute = choose_dtype(settings.dtype, platform, module)
+    master = getattr(mx, settings.master)
+    if settings.tune != "full":
+        new_adapters(module, settings.tune, settings.lora, config.run.seed)
+    use_own_functions(module)
+    trained = named_leaves(module.trainable_parameters())
+    frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trained}
+    embeddings = [
+        leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
+    ]
+    wish = config.rollout.launch
+    shares = sharing_pays() and shares_prefix(module)
+    split = "split" in (launches(platform) if wish == "auto" else [wish])
+    packing = _rollout_packing(config)
+    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute) and not packing
+    return ModelSizes(
+        shape=shape,
+        weights=Weights(
+            trained=sum(leaf.size for leaf in trained.values()),
+            master=master.size,
+            compute=compute.size,
+            moment=getattr(mx, config.optim.moments).size,
+            frozen=sum(_held(leaf, compute) for leaf in frozen.values()),
+            rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
+            reference=_reference_bytes(config, module, trained, compute, master),
+            embedding=max(embeddings, default=0),
+            sampling=0 if packing else sampling_form_bytes(module, compute, lanes=lanes),
+        ),
+        shares_prompts=can_share(module),
+        shares_prefix=shares,
+        lanes=lanes,
+    )
+
+
+def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
+    path, loader = settings.path, own_loader(settings.loader, folders)
+    if loader is not None or path == EMBEDDED or Path(path).expanduser().exists():
+        folder = resolve_model(path, own_loader=loader is not None)
+        return load_module(folder, settings.trust_remote_code, loader)
+    stated = read_config(_fetched_config(path).parent)
+    try:
+        return _from_config(stated), stated
+    except Exception as error:  # of mlx-lm's module for a config that anyone may have written
+        raise UserError(f"{path}: the model cannot be built: {first_lines(str(error))}") from error
+
+
+def _fetched_config(name: str) -> Path:
+    """config.json of a model on the Hub, from its cache or fetched."""
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(f'model.path = "{name}"'), hub_or_cache():
+        return Path(hf_hub_download(name, "config.json"))
+
+
+def _from_config(stated: dict[str, Any]) -> nn.Module:
+    """A module as config.json describes it, its numbers never drawn."""
+    from mlx_lm.utils import _get_classes
+
+    model_class, args_class = _get_classes(stated)
+    module = model_class(args_class.from_dict(stated))
+    dtype = getattr(mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16)
+    module.set_dtype(dtype)
+    packed = stated.get("quantization")
+    if packed:
+        plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}
+
+        def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+            if path in packed:
+                return packed[path]
+            # As mlx-lm's converter: rows that are no multiple of the group stay as they are.
+            return hasattr(layer, "to_quantized") and layer["weight"].shape[-1] % plain["group_size"] == 0
+
+        nn.quantize(module, **plain, class_predicate=choose)
+    return module
+
+
+def _shape(stated: dict[str, Any], path: str) -> ModelShape:
+    try:
+        return model_shape(stated)
+    except KeyError as error:
+        raise UserError(f"{path}: {error.args[0]}; its memory cannot be foretold") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{path}: config.json describes no model ({first_lines(str(error))})") from error
+
+
+def _held(leaf: mx.array, dtype: mx.Dtype) -> int:
+    """Bytes of a leaf that does not train: in the compute dtype where it is floating, else as it is."""
+    return leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
+
+
+def _rollout_bytes(
+    config: Config,
+    module: nn.Module,
+    trained: dict[str, mx.array],
+    frozen: dict[str, mx.array],
+    compute: mx.Dtype,
+    master: mx.Dtype,
+) -> int:
+    """Bytes of a sampler's own weights: 0 where it reads the learner's.
+
+    What "auto" will choose is not known yet: a whole copy is its upper bound.
+    """
+    rollout = config.rollout
+    if rollout.quantization == "none":
+        lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
+        return sum(leaf.size for leaf in trained.values()) * master.size if lags else 0
+    return _role_bytes(config, module, {**trained, **frozen}, compute, _rollout_packing(config))
+
+
+def _reference_bytes(
+    config: Config, module: nn.Module, trained: dict[str, mx.array], compute: mx.Dtype, master: mx.Dtype
+) -> int:
+    """Bytes of the reference's own weights: 0 where there is none."""
+    loss = config.loss
+    if not loss.beta:
+        return 0
+    if loss.ref_quantization == "none":
+        return sum(leaf.size for leaf in trained.values()) * master.size
+    return _role_bytes(
+        config, module, trained, compute, _packing(config, loss.ref_quantization, loss.ref_storage)
+    )
+
+
+def _rollout_packing(config: Config) -> QuantMode | None:
+    rollout = config.rollout
+    return _packing(config, rollout.quantization, rollout.storage) if rollout.quantization != "none" else None
+
+
+def _packing(config: Config, name: str, storage: str) -> QuantMode | None:
+    """The format in which a quantized role keeps its weights; None: as plain numbers."""
+    if storage != "packed" or name == "auto":
+        return None
+    try:
+        return quant_mode(name, config.rollout.group_size if name.startswith("affine") else 0)
+    except ValueError as error:
+        raise UserError(f"{config.where('rollout.group_size')}: {error}") from error
+
+
+def _role_bytes(
+    config: Config, module: nn.Module, leaves: dict[str, mx.array], dtype: mx.Dtype, mode: QuantMode | None
+) -> int:
+    head = config.rollout.quantize_head
+    rounded = {f"{path}.weight" for path, layer in module.named_modules() if quantizable(path, layer, head)}
+    return sum(_packed(leaf, dtype, mode if name in rounded else None) for name, leaf in leaves.items())
+
+
+def _packed(leaf: mx.array, dtype: mx.Dtype, mode: QuantMode | None) -> int:
+    if mode is None or leaf.shape[-1] % mode.group_size:
+        return leaf.size * dtype.size
+    # Lazy: only its shapes are looked at.
+    return sum(part.nbytes for part in quantize(mx.zeros(leaf.shape, dtype), mode).values())

@@ -1,0 +1,149 @@
+"""`grpo plan`: a forecast of a run's memory as a table or as JSON, and what is said where it does not fit."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import attrs
+
+from runners.config.config import Config
+from runners.errors import UserError
+from runners.machine.machine import Platform, memory
+from runners.memory.forecast import Forecast, forecast, longest_prompt
+from runners.memory.model_sizes import ModelSizes, model_sizes
+from runners.memory.remedies import key_to_turn, largest_batch, remedies
+from runners.telemetry.progress import gigabytes
+
+WIDTH = 100
+
+
+@attrs.frozen
+class Plan:
+    """What `grpo plan` shows."""
+
+    text: str  # for stdout
+    problem: str | None  # one line where the run does not fit
+
+
+def make_plan(config: Config, platform: Platform, *, as_json: bool = False) -> Plan:
+    """The plan of a checked config; nothing of the model is loaded but its shapes.
+
+    Raises UserError for a model or data that cannot be used.
+    """
+    found = forecast(config, platform, memory().total, prompt=longest_prompt(config))
+    facts = _facts(found, platform)
+    text = json.dumps(facts, indent=1) if as_json else _table(found, facts)
+    problem = None if found.fits else (too_large(found) or over(found, platform))
+    return Plan(text, problem)
+
+
+def too_large(found: Forecast) -> str | None:
+    """One line where not even weights, moments and gradients are within the memory; else None."""
+    if found.floor <= found.total:
+        return None
+    config = found.config
+    way = "take a smaller or a quantized model"
+    if config.model.tune == "full":
+        adapted = attrs.evolve(config, model=attrs.evolve(config.model, tune="lora"))
+        needed = forecast(adapted, Platform("cpu"), found.total, prompt=found.prompt).floor
+        way = f'model.tune = "lora" needs {gigabytes(needed)}' if needed <= found.total else way
+    return (
+        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(found.floor)} for weights, "
+        f"moments and gradients alone, and there are {gigabytes(found.total)}{_limit(found)}; {way}"
+    )
+
+
+def over(found: Forecast, platform: Platform) -> str | None:
+    """One line where the peak is foretold above the memory, with what would bring it below; else None."""
+    if found.fits:
+        return None
+    peak = found.peak
+    name, nbytes = max(peak.parts.items(), key=lambda part: part[1])
+    ways = remedies(found, platform)
+    way = " or ".join(ways[:2]) + " would fit" if ways else f"lower {key_to_turn(found)}"
+    return (
+        f"the run is foretold to take {gigabytes(peak.total)} at its peak ({peak.name}: {name} "
+        f"{gigabytes(nbytes)}), and there are {gigabytes(found.total)}{_limit(found)}; {way}"
+    )
+
+
+@attrs.frozen
+class Outlook:
+    """What a run knows of its memory before it starts."""
+
+    key: str  # the config's key that lowers the peak
+    notices: tuple[str, ...]
+
+
+def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
+    """The model's sizes, or, for a model that is not described as they need it, a line that says so.
+
+    Raises UserError where weights, moments and gradients alone exceed the memory.
+    """
+    try:
+        sizes = model_sizes(config, platform)
+    except UserError as error:  # what ails the model itself is told when it is loaded
+        return f"memory: not foretold: {error}"
+    line = too_large(forecast(config, platform, memory().total, prompt=1, sizes=sizes))
+    if line:
+        raise UserError(line)
+    return sizes
+
+
+def outlook(config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int) -> Outlook:
+    """What a run with prompts of at most so many tokens should be told."""
+    if isinstance(sizes, str):
+        return Outlook("system.micro_batch_tokens", (sizes,))
+    found = forecast(config, platform, memory().total, prompt=prompt, sizes=sizes)
+    line = over(found, platform)
+    return Outlook(key_to_turn(found), (f"memory: {line}",) if line else ())
+
+
+def _facts(found: Forecast, platform: Platform) -> dict[str, Any]:
+    config = found.config
+    return {
+        "model": config.model.path,
+        "parameters_trained": found.sizes.weights.trained,
+        "prompt_tokens": found.prompt,
+        "prompt_tokens_from": found.prompt_source,
+        "phases": {phase.name: {"total": phase.total, "parts": dict(phase.parts)} for phase in found.phases},
+        "peak": {"phase": found.peak.name, "bytes": found.peak.total},
+        "floor": found.floor,
+        "memory": found.total,
+        "fits": found.fits,
+        "largest_batch_size": largest_batch(found, platform),
+    }
+
+
+def _table(found: Forecast, facts: dict[str, Any]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table("phase", "what", box=None, pad_edge=False)
+    grid.add_column("bytes", justify="right")
+    for phase in found.phases:
+        grid.add_section()
+        mark = "  ← peak" if phase is found.peak else ""
+        grid.add_row(phase.name, "in all", f"{gigabytes(phase.total)}{mark}")
+        for name, nbytes in sorted(phase.parts.items(), key=lambda part: -part[1]):
+            grid.add_row("", name, gigabytes(nbytes))
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, color_system=None)
+    console.print(grid)
+    config, prompts = found.config, facts["largest_batch_size"]
+    console.print()
+    for name, value in {
+        "peak": f"{gigabytes(found.peak.total)} of {gigabytes(found.total)}{_limit(found)}",
+        "largest batch": f"optim.batch_size = {prompts} (now {config.optim.batch_size})",
+        "assumes": f"prompts of {found.prompt} tokens ({found.prompt_source}), completions of "
+        f"{config.rollout.max_new_tokens}",
+    }.items():
+        console.print(f"{name:<14}{value}", markup=False, highlight=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _limit(found: Forecast) -> str:
+    limit = found.config.system.memory_limit_gb * 1e9
+    return " (system.memory_limit_gb)" if limit and found.total == int(limit) else ""

@@ -1,0 +1,164 @@
+"""Adapters in a module: new ones to train, or those of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn import prng
+from grpo_fn.trees import named_leaves, on_host
+from runners.config.sections import LoraConfig
+from runners.errors import UserError, did_you_mean, first_lines, show
+from runners.files.durable import load_arrays
+from runners.files.links import check_links
+from runners.files.tensor_header import check_header
+from runners.models.adapter_settings import check_settings
+from runners.models.base_digest import base_digest
+from runners.models.model_files import read_json
+from runners.models.model_reading import check_finite
+
+ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm passes over it
+
+
+def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
+    """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first values.
+
+    Returns mlx-lm's num_layers and lora_parameters. Raises UserError where `lora` names what is not there.
+    """
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    keys = list(lora.keys)
+    known = _adaptable(module)
+    for key in keys:
+        if key not in known:
+            near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
+            raise UserError(f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}')
+    count = len(_layers(module))
+    if lora.layers > count:
+        raise UserError(f"model.lora.layers = {lora.layers}, but the model has {count} layers; -1 takes all")
+    parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
+    if keys:
+        parameters["keys"] = keys
+    high, low = on_host(prng.stream_key(mx.random.key(seed), prng.ADAPTERS))
+    mx.random.seed(high << 32 | low)
+    module.freeze()
+    try:
+        linear_to_lora_layers(module, lora.layers, parameters, use_dora=tune == "dora")
+    except ValueError as error:
+        raise UserError(f'model.tune = "{tune}": {error}') from error
+    return {"num_layers": lora.layers, "lora_parameters": parameters}
+
+
+def check_adapters(folder: Path) -> None:
+    """Raises UserError unless a folder holds adapters, as far as can be seen without their model."""
+    if not folder.is_dir():
+        what = "this is a file" if folder.exists() else "there is no such folder"
+        raise UserError(f"{folder}: {what}; wanted a folder of adapters as mlx-lm writes them")
+    check_links(folder)
+    for name in (ADAPTER_CONFIG, ADAPTERS):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; wanted a folder of adapters as mlx-lm writes them")
+    check_header(folder / ADAPTERS)
+    check_settings(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+
+
+def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
+    """Puts a folder's adapters into the module of `path`, as it was read; lines on what could not be checked.
+
+    Raises UserError where the adapters are missing, incomplete, not finite, or made for another model.
+    """
+    from mlx_lm.tuner.utils import load_adapters
+
+    check_adapters(folder)
+    settings = read_json(folder / ADAPTER_CONFIG)
+    notices = _check_base(module, settings, folder, path)
+    try:
+        load_adapters(module, str(folder))
+    except Exception as error:  # of mlx-lm, for a config that anyone may have written
+        raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
+    _check_tensors(module, settings, folder)
+    return notices
+
+
+def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path: Path) -> tuple[str, ...]:
+    """Whether the adapters were made for this module's weights; a line where nothing tells."""
+    stated, named = settings.get(BASE_DIGEST), settings.get("model")
+    named = named if isinstance(named, str) else ""
+    if stated is None:
+        base = f", which names {named} as the base model" if named else ""
+        return (
+            f"{folder}: {ADAPTER_CONFIG}{base}, has no {BASE_DIGEST}: that the adapters are for {path} is "
+            "known by their shapes alone",
+        )
+    if stated != base_digest(named_leaves(module.parameters())):
+        raise UserError(
+            f"{folder}: the adapters were made for other weights than {path} has"
+            + (f"; their base model is {named}" if named else "")
+            + f" (without {BASE_DIGEST} in {ADAPTER_CONFIG} they are applied to any model of these shapes)"
+        )
+    return ()
+
+
+def _check_tensors(module: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+    """The rules of whole models: every tensor is there, floating and finite."""
+    file = folder / ADAPTERS
+    found, _ = load_arrays(file)
+    wanted = _tensors(module, settings)
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise UserError(
+            f"{file}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}"
+        )
+    for name, leaf in found.items():
+        if not mx.issubdtype(leaf.dtype, mx.floating):
+            raise UserError(f"{file}: the tensor {show(name)} is {leaf.dtype}; wanted floating numbers")
+    check_finite(found, file)
+
+
+def _tensors(module: nn.Module, settings: dict[str, Any]) -> set[str]:
+    """The names of the tensors that mlx-lm's trainer saves for such settings."""
+    if settings.get("fine_tune_type") != "full":
+        adapted = [(name, part) for name, part in module.named_modules() if "lora_a" in part]
+        return {
+            f"{name}.{leaf}" for name, part in adapted for leaf in ("lora_a", "lora_b", "m") if leaf in part
+        }
+    last = [id(layer) for layer in _layers(module)[-max(settings["num_layers"], 0) :]]
+    return {
+        f"{name}.{leaf}"
+        for name, part in module.named_modules()
+        if id(part) in last
+        for leaf in named_leaves(part.trainable_parameters())
+    }
+
+
+def base_of(folder: Path) -> str:
+    """The base model that a folder of adapters names; UserError where it names none."""
+    base = read_json(folder / "adapter_config.json").get("model")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder}: these are adapters, and their adapter_config.json does not name the base model; "
+            f"wanted the base model as MODEL, and --adapter {folder}"
+        )
+    return base
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return cast("list[nn.Module]", module.layers)
+
+
+def _adaptable(module: nn.Module) -> set[str]:
+    """Names that `lora.keys` may hold: relative to a layer, or from the root for the parts outside."""
+    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+
+    def names(root: nn.Module) -> set[str]:
+        return {
+            name for name, part in root.named_modules() if isinstance(part, kinds) or hasattr(part, "to_lora")
+        }
+
+    inside = {name for layer in _layers(module) for name in names(layer)}
+    outside = {name for name in names(module) if ".layers." not in f".{name}"}
+    return inside | outside

@@ -1,0 +1,60 @@
+"""The dtypes of a module's floating leaves: which one it computes in, and how it gets there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from grpo_fn.trees import named_leaves
+from runners.errors import UserError
+
+if TYPE_CHECKING:
+    from runners.machine.machine import Platform
+
+
+def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
+    """The compute dtype: the one named, or with "auto" the platform's, or else the model's own."""
+    name = platform.default_dtype if wish == "auto" else wish
+    return main_dtype(module) if name is None else getattr(mx, name)
+
+
+def check_experts(module: nn.Module, dtype: mx.Dtype, platform: Platform, key: str) -> None:
+    """UserError, at `key`, where the model cannot be computed in this dtype.
+
+    On a CPU MLX multiplies by a choice of experts (`gather_mm`) in float32 alone; packed ones take any dtype.
+    """
+    if platform.backend != "cpu" or dtype == mx.float32 or not any(map(_gathers, module.modules())):
+        return
+    raise UserError(
+        f'{key}: found "{str(dtype).removeprefix("mlx.core.")}", but the model has a mixture of experts, '
+        'which MLX computes on a CPU in float32 alone; want "float32" or "auto"'
+    )
+
+
+def _gathers(layer: nn.Module) -> bool:
+    code = getattr(type(layer).__call__, "__code__", None)
+    return code is not None and "gather_mm" in code.co_names
+
+
+def cast_floating(module: nn.Module, dtype: mx.Dtype) -> None:
+    """All floating leaves in one dtype; packed integers stay."""
+    cast_leaves(module, named_leaves(module.parameters()), dtype)
+
+
+def cast_leaves(module: nn.Module, leaves: dict[str, mx.array], dtype: mx.Dtype) -> None:
+    """Those of these leaves of the module that are floating in one dtype."""
+    floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    module.update(tree_unflatten([(name, leaf.astype(dtype)) for name, leaf in floating.items()]))
+
+
+def main_dtype(module: nn.Module) -> mx.Dtype:
+    """The one that most floating weights have, counted by entries."""
+    sizes: Counter[mx.Dtype] = Counter()
+    for leaf in named_leaves(module.parameters()).values():
+        if mx.issubdtype(leaf.dtype, mx.floating):
+            sizes[leaf.dtype] += leaf.size
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,224 @@
+"""The rotary embedding's keys of a config.json, in the spelling that mlx-lm's modules read.
+
+transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is rotated, and
+the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read `rope_theta`,
+`rope_scaling`, `partial_rotary_factor` and the like instead, and take defaults where these are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from runners.errors import UserError, show
+from runners.models.rope_scaling import PLAIN, SCALED, as_number, as_table, rope_type, scaling_keys, unread
+
+# Modules that have the key rope_scaling, and do less with it than mlx-lm's `initialize_rope` would.
+_COMPUTED = {
+    **dict.fromkeys(
+        ("gemma3n", "glm4_moe", "kimi_linear", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"), PLAIN
+    ),
+    **dict.fromkeys(("deepseek", "nemotron"), PLAIN | {"linear"}),
+    **dict.fromkeys(("internlm2", "internlm3"), PLAIN | {"linear", "dynamic"}),
+    **dict.fromkeys(("phi3", "phimoe"), PLAIN | {"longrope"}),
+    "deepseek_v2": frozenset({"yarn"}),
+    "deepseek_v41": frozenset(),  # two kinds of layers, in keys of their own
+    "hunyuan": frozenset({"dynamic"}),
+    "hunyuan_v1_dense": PLAIN | {"dynamic"},
+    "minicpm3": frozenset({"longrope"}),
+    # These rotate neighbouring dimensions together, which mlx-lm's longrope does not.
+    **dict.fromkeys(
+        {"bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_vl", "llama4"}
+        | {"longcat_flash", "longcat_flash_ngram", "youtu_llm"},
+        SCALED - {"longrope"},
+    ),
+}
+# Modules that read all of rope_parameters themselves.
+_READ_IT = {
+    *("gemma4_text", "glm_moe_dsa", "laguna", "mellum", "minimax_m3_vl", "ministral3", "mistral4"),
+    *("muse_spark", "qwen3_5", "spark2_5"),
+}
+# Where the keys of a model with a text_config are read: "module" or "module:class".
+_TEXT = {
+    "deepseek_v41": "deepseek_v41",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n:TextConfig",
+    "kimi_k25": "deepseek_v3",
+    "kimi_vl": "kimi_vl:TextArgs",
+    "lfm2-vl": "lfm2",
+    "llama4": "llama4:TextArgs",
+    "mistral3": "llama",
+    "muse_glimmer": "muse_glimmer",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+# Modules that read no key for a value, and compute with this one.
+_BUILT_IN = {"recurrent_gemma": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}
+_SCALES_FULL_LAYERS = ("olmo3",)  # and no others, though θ is one for all
+_OUTSIDE = ("phi3", "phimoe")  # read original_max_position_embeddings outside of the table
+_THETA = ("rope_theta", "rotary_emb_base")
+_SLIDING_THETA = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LONG = ("longrope", "su")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    name: str  # of mlx-lm's module
+    keys: Collection[str]  # that it reads
+    required: Collection[str]  # those of them that it has no default for
+
+    def first(self, names: Collection[str]) -> str | None:
+        """The one of these keys that is read, or None."""
+        return next((name for name in names if name in self.keys), None)
+
+
+def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with the keys that mlx-lm's module reads, beside `rope_parameters`, which stays.
+
+    Both transformers and mlx-lm read the result right. It is the same config where there is no
+    `rope_parameters`, where mlx-lm's module reads that itself, or where mlx-lm has no such module.
+
+    Raises UserError, which names the key, for what mlx-lm's module would compute differently.
+    """
+    nested, reader = _reader(config)
+    part = config["text_config"] if nested else config
+    if reader is None or not part.get("rope_parameters"):
+        return config
+    keys = _keys(part, reader)
+    return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
+
+
+def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Lines on what mlx-lm computes differently from transformers for a config of either spelling."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        scaling = part.get("rope_scaling")
+        if not isinstance(scaling, Mapping):
+            continue
+        is_long = scaling.get("type") in _LONG or scaling.get("rope_type") in _LONG
+        if is_long and scaling.get("short_factor") != scaling.get("long_factor"):
+            return (
+                "rope_scaling: mlx-lm uses long_factor for texts of every length, transformers uses "
+                "short_factor for short ones, so log-probs of short texts differ from transformers'",
+            )
+    return ()
+
+
+def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
+    """Whether the keys are those of text_config, and what reads them; None: leave them alone."""
+    if "model_file" in config or not isinstance(config.get("model_type"), str):
+        return False, None
+    from mlx_lm.utils import _get_classes
+
+    try:
+        module, kind = _get_classes(dict(config))[1].__module__.rpartition(".")[2], ""
+    except (ValueError, AttributeError, TypeError):  # no such architecture: loading it says so
+        return False, None
+    text = config.get("text_config")
+    nested = isinstance(text, dict)
+    if module in _TEXT:
+        if module == "mistral3" and nested and text.get("model_type") in ("ministral3", "mistral4"):
+            return nested, None
+        module, _, kind = _TEXT[module].partition(":")
+    elif nested:
+        return nested, None
+    if module in _READ_IT:
+        return nested, None
+    arguments = getattr(importlib.import_module(f"mlx_lm.models.{module}"), kind or "ModelArgs")
+    fields = dataclasses.fields(arguments)
+    missing = dataclasses.MISSING
+    required = {field.name for field in fields if field.default is missing is field.default_factory}
+    return nested, _Reader(module, {field.name for field in fields}, required)
+
+
+def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """The keys to add to a config that has rope_parameters."""
+    whole = as_table(config["rope_parameters"], "rope_parameters")
+    keys: dict[str, Any] = {}
+    if any(isinstance(value, Mapping) for value in whole.values()):
+        keys, whole = _by_layer(whole, config, reader)
+    keys |= _theta(whole, reader) | _partial(whole, config, reader)
+    computed = _COMPUTED.get(reader.name, SCALED if "rope_scaling" in reader.keys else PLAIN)
+    scaling = scaling_keys(whole, config, reader.name, computed)
+    if scaling is not None:
+        keys["rope_scaling"] = scaling
+        if reader.name in _OUTSIDE:
+            name = "original_max_position_embeddings"
+            keys[name] = scaling[name]
+    elif "rope_scaling" in reader.required and "rope_scaling" not in config:
+        keys["rope_scaling"] = None
+    return keys
+
+
+def _by_layer(
+    stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The keys of sliding layers, and the table that is left for all others."""
+    others = sorted(stated.keys() - {_FULL, _SLIDING})
+    if others:
+        raise unread(reader.name, f"layers of type {others[0]}")
+    full, sliding = (
+        as_table(stated.get(name) or {}, f"rope_parameters.{name}") for name in (_FULL, _SLIDING)
+    )
+    if not sliding:
+        return {}, full
+    name = reader.first(_SLIDING_THETA)
+    if name is None:
+        whole = full or sliding
+        apart = rope_type(sliding) != "default" if reader.name in _SCALES_FULL_LAYERS else sliding != whole
+        if sliding.get("rope_theta") != whole.get("rope_theta") or apart:
+            raise unread(reader.name, f"other parameters for {_SLIDING} than for {_FULL}")
+        return {}, whole
+    if rope_type(sliding) != "default":
+        raise unread(reader.name, f"rope_type = {show(rope_type(sliding))} for {_SLIDING}")
+    keys = _pattern(config, reader)
+    if sliding.get("rope_theta") is not None:
+        keys[name] = as_number(sliding["rope_theta"], f"{_SLIDING}.rope_theta")
+    return keys, full
+
+
+def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """Every how manieth layer is a full one; transformers 5 lists the layers' types instead."""
+    name, layers = "sliding_window_pattern", config.get("layer_types")
+    if name not in reader.keys or name in config or not isinstance(layers, list) or not layers:
+        return {}
+    hint = config.get(f"_{name}")
+    hints = [hint] if isinstance(hint, int) and hint > 0 else []
+    for every in (*hints, *range(1, len(layers) + 2)):
+        if all((layer == _FULL) == (at % every == 0) for at, layer in enumerate(layers, 1)):
+            return {name: every}
+    raise UserError(
+        f"layer_types: mlx-lm's {reader.name} has {_FULL} in every n-th layer alone, found {show(layers)}"
+    )
+
+
+def _theta(whole: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """θ, under the module's name for it."""
+    theta = whole.get("rope_theta")
+    if theta is None:
+        return {}
+    name = reader.first(_THETA)
+    if name is None or theta != _BUILT_IN.get(reader.name, whole).get("rope_theta"):
+        raise unread(reader.name, f"rope_theta = {show(theta)}")
+    return {name: as_number(theta, "rope_theta")}
+
+
+def _partial(whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """The share of each head that is rotated, under the module's name for it."""
+    share = whole.get("partial_rotary_factor")
+    if share is None:
+        return {}
+    share = as_number(share, "partial_rotary_factor")
+    name = reader.first(("partial_rotary_factor", "rotary_pct"))
+    if name is not None:
+        return {name: share}
+    if "rotary_dim" in reader.keys:
+        return {"rotary_dim": int(as_number(config.get("head_dim"), "head_dim") * share)}
+    if share != _BUILT_IN.get(reader.name, {}).get("partial_rotary_factor", 1):
+        raise unread(reader.name, f"partial_rotary_factor = {show(share)}")
+    return {}

@@ -1,0 +1,133 @@
+"""The embedded model itself: its shape, its files, and how it answers questions."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from transformers import PreTrainedTokenizerFast
+
+from runners.quickstart.make.tokenizer import VOCAB_SIZE, prompt_text, save_tokenizer
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+"""Few heads and a narrow MLP: at this size element-wise work, not matrix products, takes the time."""
+
+LONGEST = 40  # tokens of a completion; three steps with two-digit numbers need 36
+
+
+def build_model(seed: int) -> llama.Model:
+    """A model with fresh weights, the same for the same seed."""
+    mx.random.seed(seed)
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    mx.eval(model.parameters())
+    return model
+
+
+def save_model(model: llama.Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the folder that `mlx_lm.load` opens: config, weights, tokenizer and the sampling defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "config.json").write_text(json.dumps(CONFIG | ends, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(
+        json.dumps(ends | {"max_new_tokens": LONGEST}, indent=2) + "\n"
+    )
+    flat: Any = tree_flatten(model.parameters())
+    weights = dict(sorted(flat))  # the bytes depend on the order
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    save_tokenizer(tokenizer, folder)
+
+
+def answers(
+    model: llama.Model,
+    tokenizer: Any,
+    questions: Sequence[str],
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[list[str]]:
+    """`samples` completions per question (without the nudge), greedy at temperature 0.
+
+    Questions whose prompts are equally long are decoded together, so that nothing is padded.
+    """
+    prompts = [tokenizer.encode(prompt_text(tokenizer, text), add_special_tokens=False) for text in questions]
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(index)
+    found: list[list[str]] = [[] for _ in questions]
+    key = mx.random.key(seed)
+    for indices in by_length.values():
+        rows = [index for index in indices for _ in range(samples)]
+        key, subkey = mx.random.split(key)
+        tokens_bt = _decode(
+            model, mx.array([prompts[row] for row in rows]), temperature, subkey, tokenizer.eos_token_id
+        )
+        for row, tokens in zip(rows, tokens_bt, strict=True):
+            found[row].append(tokenizer.decode(tokens))
+    return found
+
+
+def _decode(
+    model: llama.Model, prompts_bt: mx.array, temperature: float, key: mx.array, end: int
+) -> list[list[int]]:
+    """Continue prompts of one length until every row has ended; the end token is left out."""
+    cache = model.make_cache()
+    tokens_bt, ended_b, next_bt = [], mx.zeros(prompts_bt.shape[0], dtype=mx.bool_), prompts_bt
+    for step_key in mx.random.split(key, LONGEST):
+        logits_bv = model(next_bt, cache=cache)[:, -1]
+        if temperature > 0:
+            tokens_b = mx.random.categorical(logits_bv / temperature, key=step_key)
+        else:
+            tokens_b = mx.argmax(logits_bv, axis=-1)
+        ended_b = ended_b | (tokens_b == end)
+        tokens_bt.append(tokens_b)
+        if mx.all(ended_b).item():
+            break
+        next_bt = tokens_b[:, None]
+    rows: Any = mx.stack(tokens_bt, axis=1).tolist()
+    return [row[: row.index(end)] if end in row else row for row in rows]
+
+
+def answer_of(text: str) -> str:
+    """What stands between the answer tags; a missing closing tag is forgiven."""
+    return text.partition("<answer>")[2].partition("</answer>")[0].strip()
+
+
+def exact_match(
+    model: llama.Model,
+    tokenizer: Any,
+    rows: Sequence[dict[str, str]],
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+) -> tuple[float, float]:
+    """The share of completions that are right, and of rows that at least one completion answers rightly."""
+    texts_by_row = answers(
+        model, tokenizer, [row["question"] for row in rows], samples=samples, temperature=temperature
+    )
+    right = [
+        [answer_of(text) == row["answer"].rpartition("#### ")[2] for text in texts]
+        for row, texts in zip(rows, texts_by_row, strict=True)
+    ]
+    return sum(map(sum, right)) / sum(map(len, right)), sum(map(any, right)) / len(rows)

@@ -1,0 +1,154 @@
+"""Rewards to build one's own from: mathematics, patterns, lengths, and functions of plain texts.
+
+`math_verify_reward` is named as it is; the others are made with one's own numbers, in a file of one's own:
+
+    brevity = length_reward(0, 200, fade=100)     # then "rewards.py:brevity" in reward.functions
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from runners.errors import UserError
+from runners.machine import install_hints
+from runners.rewards.builtin import extract_answer
+from runners.rewards.calls import is_async
+
+Rewards = list[float | None]
+Reward = Callable[..., Rewards]
+
+
+def _checked_by(check: Callable[[], Any]) -> Callable[[Reward], Reward]:
+    """A decorator: `check` raises UserError where the reward cannot work, before a run loads its model."""
+
+    def mark(reward: Reward) -> Reward:
+        setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
+        return reward
+
+    return mark
+
+
+@_checked_by(lambda: _math_verify())
+def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
+    """1.0 where the answer equals the gold one as mathematics, else 0.0; None where the gold is none.
+
+    `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal; so are sets, intervals, matrices and
+    expressions that simplify to one another (math-verify, extra `math`). The answer is what stands in the
+    last <answer>…</answer>, and without it what math-verify finds in the whole text.
+
+    It has no time limit of its own: `reward.timeout` is it. Raises UserError without math-verify.
+    """
+    parse, verify = _math_verify()
+    golds = [_expression(parse, None if gold is None else str(gold)) for gold in answer]
+    found: Rewards = []
+    for completion, gold in zip(completions, golds, strict=True):
+        if not gold:
+            found.append(None)
+            continue
+        text = completion[0]["content"]
+        tagged = extract_answer(text)
+        given = parse(text, parsing_timeout=None) if tagged is None else _expression(parse, tagged)
+        found.append(float(bool(given) and verify(gold, given, timeout_seconds=None)))
+    return found
+
+
+def regex_reward(pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, whole: bool = False) -> Reward:
+    """A reward of `value` for texts in which the pattern is found (with `whole`: that it matches), else 0.0.
+
+    A policy finds texts on which a pattern with nested repeats takes for ever: keep it plain. Raises
+    ValueError for what is no pattern.
+    """
+    try:
+        compiled = re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    test = compiled.fullmatch if whole else compiled.search
+
+    def reward(completions: Sequence[Any], **_: Any) -> Rewards:
+        return [value * (test(completion[0]["content"]) is not None) for completion in completions]
+
+    return reward
+
+
+def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int = 0) -> Reward:
+    """A reward of `value` for completions of `shortest` to `longest` tokens, else 0.0.
+
+    Over `fade` tokens on either side it falls in a line to 0. Raises ValueError for a range without a number.
+    """
+    if not 0 <= shortest <= longest or fade < 0:
+        raise ValueError(
+            f"shortest = {shortest}, longest = {longest}, fade = {fade}: wanted 0 <= shortest <= longest and "
+            "fade >= 0"
+        )
+
+    def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+        beyond = [max(shortest - len(ids), len(ids) - longest, 0) for ids in completion_ids]
+        return [value * max(0.0, 1 - n / fade if fade else float(n == 0)) for n in beyond]
+
+    return reward
+
+
+def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> Reward:
+    """DAPO's soft penalty on length (arXiv 2503.14476, eq. 13): 0 up to limit − buffer tokens, then in a line
+    down to −penalty at `limit`, and −penalty beyond.
+
+    `loss.overlong` does the same for the run's own limit; this one can have a weight, a limit and a log entry
+    of its own. Raises ValueError unless 0 < buffer <= limit and penalty >= 0.
+    """
+    if not 0 < buffer <= limit or penalty < 0:
+        raise ValueError(
+            f"limit = {limit}, buffer = {buffer}, penalty = {penalty}: wanted 0 < buffer <= limit and "
+            "penalty >= 0"
+        )
+
+    def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+        beyond = [len(ids) - (limit - buffer) for ids in completion_ids]
+        return [-penalty * min(max(n / buffer, 0.0), 1.0) for n in beyond]
+
+    return reward
+
+
+def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward that was written for plain texts, as TRL's are for data without conversations.
+
+    Its `completions` are the texts, its `prompts` the last messages' texts; everything else is passed as it
+    is. Plain or async, with the name and the parameters of the function it wraps.
+    """
+
+    def texts(arguments: dict[str, Any]) -> dict[str, Any]:
+        both = {"completions", "prompts"} & arguments.keys()
+        return arguments | {name: [messages[-1]["content"] for messages in arguments[name]] for name in both}
+
+    @functools.wraps(reward)
+    def call(**arguments: Any) -> Any:
+        return reward(**texts(arguments))
+
+    @functools.wraps(reward)
+    async def call_async(**arguments: Any) -> Any:
+        return await reward(**texts(arguments))
+
+    return call_async if is_async(reward) else call
+
+
+def _expression(parse: Callable[..., list], text: str | None) -> list:
+    """What math-verify makes of a bare answer; empty where it is none."""
+    if text is None:
+        return []
+    # It reads expressions such as (x+1)^2 whole only where they are marked as mathematics.
+    marked = text if "$" in text or "\\boxed" in text else f"${text}$"
+    return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)
+
+
+def _math_verify() -> tuple[Callable[..., list], Callable[..., bool]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}") from error
+    # Its own limits need signals, which only a main thread has; each call would say that they are off.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return parse, verify

@@ -1,0 +1,90 @@
+"""What TRL hands to a reward beside completions and columns: how far the run is, and two ways to log.
+
+Names, parameters and meaning are those of TRL's GRPOTrainer (`trainer_state`, `log_extra`, `log_metric`), so
+that a function written for it runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from runners.errors import show
+from runners.telemetry.run_watch import METRICS
+
+_OWN_GROUPS = {"rewards", "rollout", *(name.partition("/")[0] for name in METRICS if "/" in name)}
+_OWN = {"em_subset", "update_skipped", "nonfinite", *METRICS}
+
+
+@attrs.frozen
+class TrainerState:
+    """How far a run is: the part of transformers' TrainerState that has a meaning here."""
+
+    global_step: int = 0  # optimizer updates taken
+    max_steps: int = 0  # optimizer updates of the whole run
+    epoch: float = 0.0  # epochs gone through, with fractions
+    num_train_epochs: int = 0
+
+
+NO_RUN = TrainerState()
+"""What rewards are told outside a run."""
+
+
+@attrs.frozen(eq=False)
+class RewardLog:
+    """What the rewards of one call to the scorer want to see in the logs: plain texts and numbers."""
+
+    size: int  # completions
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
+    metrics: dict[str, list[float]] = attrs.field(factory=dict)  # name -> each value that was logged
+    refused: dict[str, None] = attrs.field(factory=dict)  # names that are the log's own
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
+        column = _name("log_extra", column)
+        if len(values) != self.size:
+            raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions")
+        self.extras[column] = [_plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number for training_log.jsonl, which gets the mean of an update's values.
+
+        A name that the log uses itself is not taken; `problems` says so.
+        """
+        name = _name("log_metric", name)
+        if is_own_name(name):
+            self.refused[name] = None
+            return
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def problems(self) -> list[str]:
+        """A line for each name that was refused."""
+        return [
+            f"log_metric: {show(name)} is a name of the log's own and is left out; call it something else"
+            for name in list(self.refused)
+        ]
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a run's log has numbers of this name itself, always or at times."""
+    return name in _OWN or name.partition("/")[0] in _OWN_GROUPS
+
+
+def _name(function: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{function} got a {type(name).__name__} as a name, wanted a text")
+    return str.__str__(name)
+
+
+def _plain(value: Any) -> Any:
+    """Exactly one of JSON's types: an object of a class of its own could run its code while it is written."""
+    value = value.item() if hasattr(value, "item") else value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    return str.__str__(value if isinstance(value, str) else str(value))

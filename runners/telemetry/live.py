@@ -1,0 +1,224 @@
+"""The display on a terminal: a block that is redrawn in place, with the run's lines scrolling above it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from runners.machine.terminal import Output, echo, visible
+from runners.telemetry.progress import (
+    Progress,
+    count,
+    duration,
+    eval_line,
+    finite,
+    gigabytes,
+    number,
+    peak_memory,
+    percent,
+    sparkline,
+    spell,
+)
+
+MAX_WIDTH = 100  # wider terminals leave the rest free
+# Columns at the right that stay free: the terminal writes "^C" behind the block's last line. If that were to
+# wrap, the cursor would be a line below where the block ends, and a part of the block would never be erased.
+_FREE = 2
+_SMALL = (
+    ("length penalty", "length_penalty"),  # a part of the reward above it
+    ("loss", "loss"),
+    ("kl", "kl"),
+    ("grad norm", "grad_norm"),
+    ("length", "completions/mean_length"),
+    ("entropy", "entropy"),
+)
+
+
+class LiveReport:
+    """A `Report` for terminals, drawn with rich."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], int] = peak_memory,
+    ):
+        """Draws on `stream`, or on a `console` of one's own; `clock` gives seconds, `memory` bytes."""
+        output = Output(stream or sys.stdout)
+        self._output = output
+        self._console = console or Console(file=cast(TextIO, output), highlight=False)
+        self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
+        self._progress = Progress(0, **self._sources)
+        self._title = "grpo"
+        self._status = ""
+        self._begun = self._finished = False
+        # Twice a second is enough for the time to tick, and leaves the cores to the run.
+        self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
+
+    @property
+    def fault(self) -> Exception | None:
+        """See `Report`."""
+        return self._output.fault
+
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
+        """See `Report.start`."""
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
+        self._title = str(header.get("run", self._title))
+        self._begun, self._status = True, ""
+        self._print(_table({name: value for name, value in header.items() if name != "run"}))
+        self._live.start(refresh=True)
+        self._redraw()
+
+    def status(self, text: str) -> None:
+        """See `Report.status`; before the run has begun, this line is all there is."""
+        self._status = text
+        if not self._live.is_started and not self._finished:
+            self._live.start()
+        self._redraw()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """See `Report.step`."""
+        self._progress.step(metrics)
+        self._status = ""
+        self._redraw()
+
+    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
+        """See `Report.eval`."""
+        self._progress.eval(score, seconds)
+        self._status = ""
+        self._print(_text(eval_line(name, score, correct, total, seconds), "cyan"))
+
+    def note(self, text: str) -> None:
+        """See `Report.note`."""
+        if self.fault:
+            echo(text, err=True)
+        self._print(_text(text, "dim"))
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`: above the block, which is redrawn below it."""
+        self._print(Text(text, style="bold"))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """See `Report.table`."""
+        grid = Table(box=SIMPLE, title=_text(title, "dim"), title_justify="left", header_style="dim")
+        for place, column in enumerate(columns):
+            grid.add_column(_text(column), justify="left" if place in (0, len(columns) - 1) else "right")
+        for row in rows:
+            grid.add_row(*map(_text, row))
+        self._print(grid)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """See `Report.finish`."""
+        self._status = f"finished in {duration(self._progress.elapsed())}"
+        self._redraw()
+        self._live.stop()
+        self._finished = True
+        self._print(_table(summary))
+
+    def __enter__(self) -> LiveReport:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._finished:
+            self._status = "stopped"  # what was going on no longer is
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The block as it stands; rich calls this at every refresh."""
+        if not self._begun:
+            return _text(f"{self._status} ...", "dim")
+        progress = self._progress
+        width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
+        rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
+        title = _text(self._title, "bold")
+        status = _text(self._status, "cyan") if self._status else None
+        return Panel(
+            Group(*rows),
+            title=title,
+            title_align="left",
+            subtitle=status,
+            subtitle_align="left",
+            border_style="dim",
+            width=width,
+            padding=(0, 1),
+        )
+
+    def _redraw(self) -> None:
+        if self._live.is_started:
+            self._live.refresh()
+
+    def _print(self, what: RenderableType) -> None:
+        self._console.print(what, highlight=False)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A text of the run's: rich itself lets escape sequences through."""
+    return Text(visible(text), style=style)
+
+
+def _bar(progress: Progress) -> RenderableType:
+    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=max(progress.total, 1), completed=progress.done, complete_style="green")
+    left = progress.seconds_left()
+    time_left = f"{duration(left)} left" if left is not None else f"{duration(progress.elapsed())} so far"
+    row.add_row(Text(f"update {progress.done}/{progress.total}"), bar, Text(time_left))
+    return row
+
+
+def _numbers(progress: Progress, width: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for style in ("dim", "bold", "dim", "bold"):
+        grid.add_column(style=style, no_wrap=True)
+    reward = Text(f"{number(progress.metrics.get('reward')):<6}", style="bold")
+    bars = max((width - 58) // 2, 6)
+    reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
+    score = Text(percent(progress.exact_match), style="bold")
+    if len(progress.scores) > 1 or (progress.scores and finite(progress.metrics.get("em"))):
+        score.append(f" from {percent(progress.scores[0])}", style="not bold dim")
+    grid.add_row("reward", reward, "exact match", score)
+    grid.add_row("tokens/s", count(progress.tokens_per_second), "memory", gigabytes(progress.memory))
+    return grid
+
+
+def _small(progress: Progress, width: int) -> RenderableType:
+    text = Text(style="dim", no_wrap=True)
+    for label, key in _SMALL:
+        if key not in progress.metrics:
+            continue
+        value = progress.metrics[key]
+        part = Text("   " if text else "").append(f"{label} ")
+        part.append(number(value), style="" if finite(value) else "bold red")
+        if text.cell_len + part.cell_len <= width:
+            text.append_text(part)
+    return text
+
+
+def _table(rows: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(_text(name), _text(spell(value)))
+    return grid

@@ -1,0 +1,90 @@
+"""The logs of a run: `training_log.jsonl`, `completions.jsonl`, and dashboards if the config asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runners.config.sections import LogConfig
+from runners.errors import UserError
+from runners.files.json_lines import JsonLines, plain_value
+from runners.telemetry.dashboards import open_sinks
+
+
+class MetricsLog:
+    """What a run writes about itself, as the config's [log] asks; a context manager.
+
+    Raises UserError at construction where a dashboard is asked for whose package is not installed, or where a
+    file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: LogConfig,
+        *,
+        name: str = "grpo",
+        config: Mapping[str, Any] | None = None,
+        keep: Mapping[str, int] | None = None,
+    ):
+        """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
+
+        `keep` has what `positions` gave: the files are continued from there. None: they begin anew.
+        """
+        self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
+        wanted = {"training_log.jsonl": settings.jsonl, "completions.jsonl": settings.completions}
+        self._files: dict[str, JsonLines] = {}
+        for file in (file for file, asked in wanted.items() if asked):
+            try:
+                place = None if keep is None else keep.get(file, 0)
+                self._files[file] = JsonLines(run_dir / file, keep=place)
+            except OSError as error:
+                raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
+        self.names = list(self._files)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""
+        if "training_log.jsonl" in self._files:
+            self._files["training_log.jsonl"].write(metrics)
+        if not self._sinks:
+            return
+        nonfinite: list[str] = []
+        plain = {name: plain_value(value, name, nonfinite) for name, value in metrics.items()}
+        numbers = {k: v for k, v in plain.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for sink in self._sinks:
+            sink.log(numbers, int(plain.get("update") or 0))
+
+    def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one line for each completion."""
+        if "completions.jsonl" in self._files:
+            for record in records:
+                self._files["completions.jsonl"].write(record)
+
+    def fault(self) -> str | None:
+        """Why a line could not be written yet; None: all of them are."""
+        for lines in self._files.values():
+            if lines.fault:
+                return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
+        return None
+
+    def positions(self) -> dict[str, int]:
+        """Bytes of each file so far; UserError where a line still waits for the disk."""
+        for lines in self._files.values():
+            lines.push()
+        if fault := self.fault():
+            raise UserError(fault)
+        return {name: lines.written for name, lines in self._files.items()}
+
+    def close(self) -> None:
+        """Closes the files and finishes the dashboards' runs."""
+        for part in (*self._files.values(), *self._sinks):
+            part.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.close()
+        if kind is None and (fault := self.fault()):
+            raise UserError(f"{fault}; its last lines are lost")

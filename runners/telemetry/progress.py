@@ -1,0 +1,178 @@
+"""How far a run is and how it goes: the numbers behind the display, and how numbers are spelt there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def peak_memory() -> int:
+    """The peak of MLX's memory in bytes; 0 where MLX is not in use."""
+    if "mlx.core" not in sys.modules:
+        return 0
+    from runners.machine.machine import memory
+
+    return memory().peak
+
+
+class Progress:
+    """Collects what the loop tells a report and derives rates from it."""
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], int] = peak_memory,
+    ):
+        """Starts the clock. `clock` gives seconds, `memory` bytes.
+
+        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        """
+        self.total = total
+        self.done = done
+        self._steps = 0  # in this process; a resumed run is at an update further on
+        self.metrics: dict[str, Any] = {}
+        self.rewards: list[float] = []
+        self.scores = list(scores)  # of evaluations, in order
+        self.memory = 0
+        self.tokens_per_second: float | None = None
+        self._read_memory = memory
+        self._clock = clock
+        self._started = self._last_step = clock()
+        self._evaluating = 0.0  # seconds of evaluation since the last step
+        self._intervals: deque[float] = deque(maxlen=20)
+        self._tokens = 0.0
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Takes in an update's metrics; "update" among them says how many are done."""
+        now = self._clock()
+        interval = now - self._last_step - self._evaluating
+        self._last_step, self._evaluating = now, 0.0
+        if self._steps == 1:
+            self._intervals.clear()  # the first update compiles: it says nothing about the others
+        self._intervals.append(max(interval, 0.0))
+        self._steps += 1
+        self.metrics = dict(metrics)
+        self.done = int(metrics.get("update", self.done + 1))
+        self.memory = max(self.memory, self._read_memory())
+        if finite(metrics.get("reward")):
+            self.rewards.append(float(metrics["reward"]))
+        self.tokens_per_second = self._rate(metrics, interval)
+
+    def eval(self, score: float, seconds: float) -> None:
+        """Takes in an evaluation."""
+        self.scores.append(score)
+        self._evaluating += seconds
+        self.memory = max(self.memory, self._read_memory())
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    def seconds_left(self) -> float | None:
+        """Seconds to the last update at the recent pace, None before the first one."""
+        if not self._intervals:
+            return None
+        pace = sum(self._intervals) / len(self._intervals)
+        return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
+
+    @property
+    def exact_match(self) -> float | None:
+        """The latest: of the update if its metrics have one, else of the last evaluation."""
+        em = self.metrics.get("em")
+        if finite(em):
+            return em
+        return self.scores[-1] if self.scores else None
+
+    def _rate(self, metrics: Mapping[str, Any], interval: float) -> float | None:
+        told = metrics.get("tokens_per_second")
+        if finite(told):
+            return float(told)  # type: ignore[arg-type]
+        if not finite(metrics.get("num_tokens")):
+            return None
+        # num_tokens counts all tokens of the run, those before a resume among them.
+        new, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
+        resumed = self._steps == 1 and self.done > 1
+        return new / interval if interval > 0 and not resumed else None
+
+
+def finite(value: Any) -> bool:
+    """Whether this is a number that can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def number(value: float | None) -> str:
+    """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" as it is, "-" for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value) or value == 0:
+        return str(value).removesuffix(".0")
+    if abs(value) >= 100:
+        return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+    return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def count(value: float | None) -> str:
+    """A count in four characters or so: 950, 9.4k, 41.7k, 1.2M; "-" for None."""
+    if value is None:
+        return "-"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def percent(score: float | None) -> str:
+    """52.0% of a share in 0..1; "-" for None."""
+    return "-" if score is None else f"{100 * score:.1f}%"
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
+    if size < 1e6:
+        return f"{size / 1e3:.0f} kB"
+    if size < 1e8:
+        return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
+    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:.1f} GB"
+
+
+def duration(seconds: float | None) -> str:
+    """0:41, 12:05, 1:02:03; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spell(value: Any) -> str:
+    """A header's or a summary's value as text."""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def eval_line(name: str, score: float, correct: int, total: int, seconds: float) -> str:
+    """An evaluation in one line."""
+    return f"eval {name}: exact match {percent(score)} ({correct} of {total}) in {seconds:.1f} s"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole course of the values in at most `width` bars, each the mean of its share of them."""
+    if len(values) < 2 or width < 2:
+        return ""
+    columns = min(width, len(values))
+    edges = [len(values) * i // columns for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if span == 0:
+        return _BARS[0] * columns
+    return "".join(_BARS[min(int((mean - low) / span * len(_BARS)), len(_BARS) - 1)] for mean in means)

@@ -1,0 +1,249 @@
+"""What a run shows while it goes on: a live block on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+from runners.machine.signals import to_stderr
+from runners.machine.terminal import Output, echo, visible
+from runners.telemetry.progress import (
+    Progress,
+    count,
+    duration,
+    eval_line,
+    gigabytes,
+    number,
+    peak_memory,
+    percent,
+    spell,
+)
+
+WIDTH = 100  # columns of a plain line
+
+
+class Report(Protocol):
+    """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt.
+
+    One that writes to standard output has `fault`: what the first attempt to write raised that failed, or
+    None. None of these methods fails for it; notes go to standard error from then on.
+    """
+
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
+        """The run begins. `header` is name -> value, shown once; its "run" is the title.
+
+        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        """
+        ...
+
+    def status(self, text: str) -> None:
+        """What goes on right now, such as "evaluating"; a terminal shows it until the next step or status."""
+        ...
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """An update is done. `metrics` has the log's names, none of which is required."""
+        ...
+
+    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
+        """An evaluation is done: `score`, in 0..1, is the share of exact matches."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line worth reading: a notice, a checkpoint."""
+        ...
+
+    def alert(self, text: str) -> None:
+        """A line that the person at the terminal has to see at once; another thread may call this."""
+        ...
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A small table of text under a line."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is over. `summary` is name -> value, shown once."""
+        ...
+
+    def __enter__(self) -> Report: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Quiet:
+    """Shows nothing but what a signal is answered with: for tests, and for use from other programs."""
+
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None: ...
+
+    def status(self, text: str) -> None: ...
+
+    def step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`."""
+        to_stderr(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class PlainReport:
+    """Lines without colour or cursor movement: one every `every` updates, at most 100 columns wide."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], int] = peak_memory,
+    ):
+        """Writes to `stream`, flushing each line; `clock` gives seconds, `memory` bytes."""
+        self._stream = Output(stream)
+        self._every = every
+        self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
+        self._progress = Progress(0, **self._sources)
+
+    @property
+    def fault(self) -> Exception | None:
+        """See `Report`."""
+        return self._stream.fault
+
+    def start(
+        self,
+        total_updates: int,
+        header: Mapping[str, Any],
+        *,
+        done: int = 0,
+        scores: Sequence[float] = (),
+    ) -> None:
+        """See `Report.start`."""
+        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
+        self._table(header)
+
+    def status(self, text: str) -> None:
+        """Says nothing: a log file keeps what was done, not what is about to be."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """See `Report.step`."""
+        self._progress.step(metrics)
+        done = self._progress.done
+        if done % self._every == 0 or done == self._progress.total:
+            self._line(step_line(self._progress))
+
+    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
+        """See `Report.eval`."""
+        self._progress.eval(score, seconds)
+        self._line(eval_line(name, score, correct, total, seconds))
+
+    def note(self, text: str) -> None:
+        """See `Report.note`."""
+        if self.fault:
+            echo(text, err=True)
+            return
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
+            self._line(line)
+
+    def alert(self, text: str) -> None:
+        """See `Report.alert`: standard output may be a file."""
+        to_stderr(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """See `Report.table`: columns in line, names to the left and numbers to the right."""
+        self.note(title)
+        cells = [tuple(columns), *map(tuple, rows)]
+        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
+        for row in cells:
+            first, *others = (
+                cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            self._line("  ".join(["", first, *others]).rstrip())
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """See `Report.finish`."""
+        self._line(f"finished in {duration(self._progress.elapsed())}")
+        self._table(summary)
+
+    def __enter__(self) -> PlainReport:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.flush()
+
+    def _table(self, rows: Mapping[str, Any]) -> None:
+        indent = max((len(name) for name in rows), default=0) + 2
+        for name, value in rows.items():
+            self.note(f"{name:<{indent}}{spell(value)}")
+
+    def _line(self, text: str) -> None:
+        self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
+        self._stream.flush()
+
+
+def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
+    """A live block where `stream` (stdout if left out) is a terminal that moves its cursor, else lines.
+
+    NO_COLOR in the environment takes the colours out, TERM=dumb the block. Where standard output is closed
+    nothing is shown.
+    """
+    output: TextIO | None = stream or sys.stdout
+    if output is None or output.closed:
+        return Quiet()
+    if output.isatty() and os.environ.get("TERM") != "dumb":
+        from runners.telemetry.live import LiveReport
+
+        return LiveReport(output)
+    return PlainReport(output, every=every)
+
+
+def step_line(progress: Progress) -> str:
+    """One update in at most 100 columns; what matters least is dropped first."""
+    metrics = progress.metrics
+    digits = len(str(progress.total))
+    parts = [
+        f"update {progress.done:>{digits}}/{progress.total}",
+        f"reward {number(metrics.get('reward'))}",
+        *([f"length penalty {number(metrics['length_penalty'])}"] if "length_penalty" in metrics else []),
+        f"em {percent(progress.exact_match)}",
+    ]
+    if progress.tokens_per_second is not None:
+        parts.append(f"{count(progress.tokens_per_second)} tok/s")
+    if progress.memory:
+        parts.append(gigabytes(progress.memory))
+    parts.append(f"{duration(progress.seconds_left())} left")
+    for name, key in (("loss", "loss"), ("kl", "kl"), ("grad", "grad_norm")):
+        if key in metrics:
+            parts.append(f"{name} {number(metrics[key])}")
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) <= WIDTH:
+            line += f"  {part}"
+    return line

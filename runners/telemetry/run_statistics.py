@@ -1,0 +1,158 @@
+"""The metrics of one update, under the names that TRL's dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
+from runners.config.config import Config
+from runners.training.rollout import Experience, length_penalty
+
+
+@attrs.frozen(eq=False)
+class Tally:
+    """What the log needs of a batch step when its completions are gone."""
+
+    rewards_pg: np.ndarray  # float64, combined; NaN = no reward
+    values_kb: np.ndarray  # float64, of each reward function
+    lengths_b: np.ndarray  # tokens
+    finished_b: np.ndarray  # whether a completion ended before the length limit
+    sampled_tokens: int
+    resampled: int
+    logged: dict[str, list[float]]  # metrics that rewards logged
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, experience: Experience) -> Tally:
+        """Of one batch step."""
+        return cls(
+            rewards_pg=experience.rewards_pg,
+            values_kb=experience.values_kb,
+            lengths_b=np.array(experience.rollout.lengths_b),
+            finished_b=np.array(experience.rollout.finished_b),
+            sampled_tokens=experience.sampled_tokens,
+            resampled=experience.resampled,
+            logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
+            seconds=dict(experience.seconds),
+        )
+
+
+def rollout_metrics(
+    tallies: Sequence[Tally], reward_names: Sequence[str], *, baseline: str | None = None
+) -> dict[str, float]:
+    """Rewards and completions of an update's batch steps.
+
+    `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
+    that nothing was there to compute from. `frac_reward_zero_std` is the share of groups that the `baseline`
+    leaves without an advantage: those without variance, or, with the baseline `batch_mean`, all groups of a
+    batch step without variance; None: a group's baseline. A metric that a reward logged is there under its
+    own name, unless one of these has it.
+    """
+    rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
+    values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    finished = np.concatenate([tally.finished_b for tally in tallies])
+    steps = [tally.rewards_pg for tally in tallies]
+    if baseline == "batch_mean":  # a whole step is compared: its spread, for each of its groups
+        spread = np.concatenate([np.repeat(_spread(step.reshape(1, -1)), len(step)) for step in steps])
+    else:
+        spread = _spread(rewards_pg)
+    logged: dict[str, list[float]] = {}
+    for tally in tallies:
+        for name, values in tally.logged.items():
+            logged.setdefault(name, []).extend(values)
+    metrics = {name: _mean(np.array(values)) for name, values in logged.items()} | {
+        "reward": _mean(rewards_pg),
+        "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
+        "frac_reward_zero_std": float(np.mean(spread == 0)),
+    }
+    for name, values_b in zip(reward_names, values_kb, strict=True):
+        metrics[f"rewards/{name}/mean"] = _mean(values_b)
+        metrics[f"rewards/{name}/std"] = _std(values_b)
+    metrics |= {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - finished.mean()),
+    }
+    resampled = sum(tally.resampled for tally in tallies)
+    if resampled:
+        metrics["dynamic_sampling/resampled_groups"] = float(resampled)
+        used = int(lengths.sum())
+        drawn = sum(tally.sampled_tokens for tally in tallies)
+        metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
+    return metrics
+
+
+def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float]:
+    """The mean length penalty of an update's completions, a part of their rewards; nothing if it is off."""
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    penalty_b = length_penalty(config, mx.array(lengths))
+    return {} if penalty_b is None else {"length_penalty": float(np.array(penalty_b).mean())}
+
+
+def loss_metrics(
+    stats: g.LossStats, update: g.UpdateStats, spec: g.LossSpec, has_reference: bool
+) -> dict[str, Any]:
+    """What the learner reports of an update; of tokens only where one reached it, of clipping only where the
+    surrogate of `spec` clips."""
+    metrics: dict[str, Any] = {
+        "loss": stats.loss.item(),
+        "grad_norm": update.grad_norm.item(),
+        "learning_rate": update.learning_rate.item(),
+    }
+    if update.skipped.item():
+        metrics["update_skipped"] = True
+    if stats.num_tokens.item() == 0:
+        return metrics
+    if has_reference:
+        metrics["kl"] = stats.kl.item()
+    return metrics | {
+        "entropy": stats.entropy.item(),
+        **_clip_metrics(stats, CLIPPED_SIDES.get(spec.surrogate, ())),
+        "sampling/sampling_logp_difference/mean": stats.logp_diff_mean.item(),
+        "sampling/sampling_logp_difference/max": stats.logp_diff_max.item(),
+        "sampling/importance_sampling_ratio/min": stats.is_ratio_min.item(),
+        "sampling/importance_sampling_ratio/mean": stats.is_ratio_mean.item(),
+        "sampling/importance_sampling_ratio/max": stats.is_ratio_max.item(),
+        "sampling/kl": stats.sampling_kl_k3.item(),
+        "sampling/effective_sample_size": stats.ess.item(),
+        "sampling/masked_fraction": stats.masked_fraction.item(),
+        "ratio/min": stats.ratio_min.item(),
+        "ratio/mean": stats.ratio_mean.item(),
+        "ratio/max": stats.ratio_max.item(),
+    }
+
+
+def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
+    """TRL's names: one for both sides of a clip, another for cispo, which caps its weight."""
+    if sides == ("low", "high"):
+        return {
+            "clip_ratio/low_mean": stats.clip_low.item(),
+            "clip_ratio/high_mean": stats.clip_high.item(),
+            "clip_ratio/region_mean": stats.clip_region.item(),
+        }
+    return {"cispo_clip_ratio": stats.clip_high.item()} if sides == ("high",) else {}
+
+
+def _mean(values: np.ndarray) -> float:
+    given = values[~np.isnan(values)]
+    return float(given.mean()) if given.size else float("nan")
+
+
+def _std(values: np.ndarray) -> float:
+    given = values[~np.isnan(values)]
+    return float(given.std(ddof=1)) if given.size > 1 else 0.0
+
+
+def _spread(rewards_pg: np.ndarray) -> np.ndarray:
+    """Largest less smallest given reward of each group; 0 where fewer than two were given."""
+    low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
+    high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
+    return np.maximum(high - low, 0.0)

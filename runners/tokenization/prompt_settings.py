@@ -1,0 +1,112 @@
+"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm reads.
+
+A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the model card
+read it. It holds nothing of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import field
+
+from runners import __version__
+from runners.config import rules
+from runners.errors import UserError, did_you_mean, show, spell
+from runners.files.links import check_links
+from runners.models.model_files import read_json
+
+PROMPT_FILE = "grpo_prompt.json"
+FORMAT = "grpo_fn.prompt"
+VERSION = 1
+# Of a resolved config: where each field comes from.
+_SECTIONS = {
+    "data": ("system_prompt", "nudge"),
+    "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class PromptSettings:
+    """What stood around every question of a run, what ended its completions, and how they were drawn."""
+
+    system_prompt: str  # empty: no system message
+    nudge: str  # the first words of every completion, written into the prompt
+    stop: tuple[str, ...] = field(validator=rules.each_text())  # stop strings
+    max_new_tokens: int = field(validator=rules.at_least(1))  # length limit of a completion
+    temperature: float = field(validator=rules.above(0))
+    top_p: float = field(validator=rules.share(zero=False))
+    top_k: int = field(validator=rules.at_least(0))  # 0: off
+    min_p: float = field(validator=rules.share(one=False))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
+        """From the sections of a resolved config, as `Config.to_dict` gives them."""
+        values = {name: config[section][name] for section, name in _places()}
+        return cls(**{**values, "stop": tuple(values["stop"])})
+
+    def overrides(self) -> list[str]:
+        """The same as `section.key=value` lines for `load_config`."""
+        return [f"{section}.{name}={spell(getattr(self, name))}" for section, name in _places()]
+
+
+def write_prompt(folder: Path, settings: PromptSettings) -> None:
+    """Writes grpo_prompt.json into a model's folder. OSError where the disk refuses."""
+    content = {"format": FORMAT, "version": VERSION, **attrs.asdict(settings)}
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (folder / PROMPT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_prompt(folder: Path) -> PromptSettings | None:
+    """The settings in a model's folder, or in a folder of adapters; None where there are none.
+
+    Raises UserError for a file of another format or version, a key that is missing or unknown, and a value
+    that a run could not have had.
+    """
+    file = folder / PROMPT_FILE
+    if not os.path.lexists(file):
+        return None
+    check_links(folder, [file])
+    content = read_json(file)
+    if content.get("format") != FORMAT:
+        raise UserError(f"{file}: format: found {show(content.get('format'))}, wanted {show(FORMAT)}")
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"{file}: found version {show(content.get('version'))} of {FORMAT}, wanted {VERSION}; "
+            f"grpo_fn {__version__} reads no other"
+        )
+    fields = attrs.fields_dict(attrs.resolve_types(PromptSettings))
+    values: dict[str, Any] = {}
+    if unknown := sorted(content.keys() - {"format", "version"} - fields.keys()):
+        raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], fields)}")
+    for name, known in fields.items():
+        if name not in content:
+            raise UserError(f"{file}: {name}: missing, wanted {rules.wanted(known.type)}")
+        try:
+            values[name] = rules.structure(content[name], known.type)
+            if known.validator is not None:
+                known.validator(None, known, values[name])
+        except rules.Mismatch as error:
+            raise UserError(f"{file}: {name}: {error.reason(content[name])}") from error
+    for name in ("system_prompt", "nudge", "stop"):
+        if not _is_text("".join(values[name])):
+            raise UserError(f"{file}: {name}: holds half of a surrogate pair, which no tokenizer can read")
+    return PromptSettings(**values)
+
+
+def _places() -> list[tuple[str, str]]:
+    """(section, key) of each field."""
+    return [(section, name) for section, names in _SECTIONS.items() for name in names]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,189 @@
+"""Tokens of a prompt, text out of tokens, at once or as they come, and the token at which a completion ends.
+
+Completions are scored as text but never tokenized again; these functions are all that the loops need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from runners.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from grpo_fn.rollout.decode_loop import FindStop
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+
+MAX_TEXT = 1 << 21  # characters of a prompt: tokenizers take some 400 bytes for each
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
+    """The tokens of a text; `options` are the tokenizer's own.
+
+    Raises UserError for a text of more than MAX_TEXT characters, and where the tokenizer fails on it.
+    """
+    if len(text) > MAX_TEXT:
+        raise UserError(f"a prompt has {len(text):,} characters, wanted {MAX_TEXT:,} at most")
+    with _foreign("a text"):
+        return tuple(tokenizer.encode(text, **options))
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """What goes wrong in a tokenizer of somebody else's becomes a UserError."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
+    except BaseException as error:
+        # Rust's panics are made so that no `except Exception` sees them.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
+
+
+class TextDecoder:
+    """Decodes completions of one tokenizer: special tokens left out, the four XML tags always kept."""
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        """Reads which ids are special; the tokenizer is that of `LoadedModel.tokenizer`."""
+        self._tokenizer = tokenizer
+        self._dropped = _special_ids(tokenizer)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens; bytes that make no whole character become U+FFFD."""
+        kept = [token for token in tokens if token not in self._dropped]
+        if not kept:
+            return ""
+        with _foreign("a completion"):
+            # Tidying spaces before punctuation would change what the rewards read.
+            return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def stream(self) -> TextStream:
+        """A new stream of text, for one completion."""
+        return TextStream(self)
+
+    def is_dropped(self, token: int) -> bool:
+        """Whether a token leaves no text: special ones do not, but the four tags do."""
+        return token in self._dropped
+
+    def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
+        """A function from a completion's tokens to how many of them to keep, None where it goes on.
+
+        Its second argument is how many of the tokens earlier calls have seen, 0 for none: these are not gone
+        through again.
+
+        The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
+        of that token behind the stop string stays, as tokens cannot be cut. A stop string that is a special
+        token's name is found by its id. Without stop strings there is no function: None.
+
+        Only where a token holds a stop string's last character is text decoded, and only as far back as the
+        string reaches: a call without such a token costs about a microsecond.
+        Raises ValueError for an empty stop string.
+        """
+        if any(not stop for stop in stop_strings):
+            raise ValueError("a stop string is empty: it would end every completion at once")
+        by_id = {i for i in self._dropped if self._tokenizer.convert_ids_to_tokens(i) in stop_strings}
+        texts = tuple(stop_strings)
+        if not texts:
+            return None
+        last_characters = {stop[-1] for stop in texts}
+        if not all(character.isascii() for character in last_characters):
+            last_characters.add("\ufffd")  # a token may hold only a part of such a character
+        # A token that is not dropped holds a byte or more; one extra keeps a decoder's trimming away.
+        reach = max(len(stop.encode()) for stop in texts) + 1
+        looked_at: set[int] = set()
+        ends: set[int] = set(by_id)  # tokens at which a stop string may end
+
+        def find(tokens: Sequence[int], start: int) -> int | None:
+            new = tokens[start:]
+            for token in set(new) - looked_at:
+                piece = self.decode([token, token])  # twice: decoders trim the first token's space
+                if any(character in piece for character in last_characters):
+                    ends.add(token)
+                looked_at.add(token)
+            if ends.isdisjoint(new):
+                return None
+            kept = self._last_kept(tokens, start, reach + 3)
+            for position, token in enumerate(new, start):
+                if token in self._dropped:
+                    if token in by_id:
+                        return position + 1
+                    continue
+                kept.append(token)
+                if token in ends and any(stop in self._tail(kept, reach) for stop in texts):
+                    return position + 1
+            return None
+
+        return find
+
+    def _tail(self, tokens: Sequence[int], number: int) -> str:
+        """The text of the last so many tokens; of up to three more where it would begin inside a character.
+
+        Some decoders make nothing of all the bytes that follow such a beginning.
+        """
+        text = ""
+        for more in range(4):
+            text = self.decode(tokens[-(number + more) :])
+            if not text.startswith("\ufffd"):
+                break
+        return text
+
+    def _last_kept(self, tokens: Sequence[int], end: int, number: int) -> list[int]:
+        """The last so many tokens before place `end` that leave text; fewer where there are no more."""
+        found: list[int] = []
+        for place in range(end - 1, -1, -1):
+            if len(found) == number:
+                break
+            if tokens[place] not in self._dropped:
+                found.append(tokens[place])
+        return found[::-1]
+
+
+class TextStream:
+    """A completion's text as its tokens come: the pieces join to what `decode` gives for all of them.
+
+    (Nearly so where characters are broken in the midst: some decoders then change what they said before.)
+    A piece is held back while it ends inside a character. Only the last few tokens are decoded again: those
+    since the piece before, with that piece's own in front, as decoders treat the first token of a text apart.
+    """
+
+    def __init__(self, decoder: TextDecoder):
+        """An empty text."""
+        self._decoder = decoder
+        self._last: list[int] = []  # tokens of the last piece
+        self._waiting: list[int] = []  # tokens behind it
+
+    def add(self, token: int) -> str:
+        """The text that this token completes, often empty."""
+        if self._decoder.is_dropped(token):
+            return ""
+        self._waiting.append(token)
+        text = self._decoder.decode([*self._last, *self._waiting])
+        if text.endswith("\ufffd"):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """The rest, where the last character never became whole."""
+        return self._advance(self._decoder.decode([*self._last, *self._waiting]))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._decoder.decode(self._last)) :]
+        self._last, self._waiting = self._waiting or self._last, []
+        return piece
+
+
+def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """Ids whose text is left out: special ones and those that end a text, save the tags."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i for i, token in added.items() if getattr(token, "special", True)}
+    special |= {*tokenizer.all_special_ids, *tokenizer.eos_token_ids}
+    return frozenset(i for i in special if tokenizer.convert_ids_to_tokens(i) not in TAGS)

@@ -1,0 +1,94 @@
+"""Whether a model's tokenizer and chat template stay within time and memory, before their first use here.
+
+Neither library has a bound of its own: a template of one line can ask for gigabytes, and a tokenizer.json of
+some kilobytes too. So their first use is in a process that can be ended (`tokenizer_probe`). That costs some
+tenths of a second, once for each content: what has passed is remembered in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+from contextlib import suppress
+from pathlib import Path
+
+from runners.errors import UserError
+from runners.machine.bounded import Ending, run_bounded
+from runners.quickstart import MODEL_DIR
+from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
+from runners.tuning.tuning_cache import cache_file
+
+_FORMAT = 1  # a new one forgets all
+_KEPT = 500  # files in the cache folder
+_SECONDS, _MEMORY = 2.0, 512_000_000  # and for each byte of the files:
+_SECONDS_A_BYTE, _MEMORY_A_BYTE = 0.4e-6, 16
+
+
+def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
+    """Raises UserError, in one line, where the first use takes too long or too much.
+
+    `pickled`: nanochat's tokenizer.pkl, where that is the tokenizer. The model of this package is not looked
+    at, nor is a content that has passed before.
+    """
+    if folder.resolve() == MODEL_DIR.resolve():
+        return
+    files = [*files_of(folder), *([pickled] if pickled else [])]
+    seen = cache_file().parent / "checked" / _digest(files)
+    if seen.exists():
+        return
+    size = sum(file.stat().st_size for file in files)
+    seconds, memory = _SECONDS + _SECONDS_A_BYTE * size, _MEMORY + _MEMORY_A_BYTE * size
+    ending = run_bounded(
+        "runners.tokenization.tokenizer_probe",
+        *(str(folder), str(pickled or ""), f"{seconds:.3f}", str(memory)),
+        seconds=seconds,
+        memory=memory,
+    )
+    fault = _fault(ending, seconds, memory)
+    if fault:
+        raise UserError(f"{folder}: {fault}")
+    if ending.code == 0:
+        _remember(seen)
+
+
+def _fault(ending: Ending, seconds: float, memory: int) -> str:
+    """What is wrong, or ""."""
+    for line in ending.lines:
+        if line.startswith(FAULT):
+            return line.removeprefix(FAULT)
+    if READY not in ending.lines:
+        return (
+            ""  # nothing of the model's was looked at: no process could be started, or a package is missing
+        )
+    what = "its chat template" if ending.lines[-1] == TEMPLATE else "its tokenizer"
+    if ending.over == "time":
+        return f"{what} computes for more than {seconds:.3g} s over a short text"
+    if ending.over == "memory":
+        return f"{what} takes more than {memory / 1e6:,.0f} MB for a short text"
+    return f"{what} ends the process that uses it (signal {-ending.code})" if ending.code < 0 else ""
+
+
+def _digest(files: list[Path]) -> str:
+    total = hashlib.sha256(f"{_FORMAT} {_versions()}".encode())
+    for file in files:
+        with suppress(OSError):  # whoever reads it next says what is wrong
+            total.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    return " ".join(importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "tiktoken"))
+
+
+def _remember(seen: Path) -> None:
+    """Notes a content that has passed; where the folder cannot be written to, it is looked at again."""
+    with suppress(OSError):
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        seen.touch()
+        old = sorted(seen.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_KEPT]
+        for file in old:
+            file.unlink()

@@ -1,0 +1,176 @@
+"""nanochat's tokenizer.pkl: a pickled `tiktoken.Encoding`, read without running anything that a pickle could.
+
+A pickle is a program. This reader gives it two names, tiktoken's Encoding and the one function by which
+protocol 2 spells bytes, and both are stand-ins made for the one reading; every other name is refused.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import pickletools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runners.config.user_functions import told
+from runners.errors import UserError, show
+
+if TYPE_CHECKING:
+    import tiktoken
+
+PICKLE_NAME = "tokenizer.pkl"
+_MAX_ID = 2**31 - 1
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_PLAIN = {
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "GLOBAL", "STACK_GLOBAL", "REDUCE"),
+}
+"""Opcodes behind which a text, bytes, or one of the two admitted names lies on the stack."""
+
+
+def find_pickle(folder: Path) -> Path | None:
+    """The tokenizer.pkl of a model folder, or of its folder `tokenizer`, as nanochat lays it out; or None."""
+    places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_encoding(file: Path) -> tiktoken.Encoding:
+    """The encoding in a pickle of any protocol.
+
+    Raises UserError: the file cannot be read, it names something else than tiktoken's Encoding (which then is
+    named in the message, and neither imported nor called), or what it holds is no vocabulary.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        state = encoding_state(content)
+        import tiktoken
+
+        return tiktoken.Encoding(**state)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except ValueError as error:  # of tiktoken, for a pattern that is no regular expression
+        raise UserError(f"{file}: tiktoken does not take it: {told(error)}") from error
+
+
+def encoding_state(content: bytes) -> dict[str, Any]:
+    """The arguments of `tiktoken.Encoding` that a pickle of one holds: name, pat_str, mergeable_ranks,
+    special_tokens. Raises UserError, without the file's name, for whatever is not such a pickle."""
+    reader = _Reader(content)
+    try:
+        _check_size(content)
+        found = reader.load()
+    except UserError:
+        raise
+    except Exception as error:  # a broken pickle fails in many ways: any error of an opcode's is one
+        raise UserError(f"this is no pickle that can be read: {told(error)}") from error
+    if not isinstance(found, reader.stand_in):
+        raise UserError(f"found a pickled {type(found).__name__}, wanted tiktoken's Encoding")
+    return _checked(found.__dict__.get("state"))
+
+
+def _check_size(content: bytes) -> None:
+    """Raises UserError for a pickle that is small and makes something huge.
+
+    It can do so by a memo of billions of places, and by tuples of tuples, each used twice: hashing one that
+    nests thirty deep takes minutes. So what is used again has to be a plain value.
+    """
+    before = ""
+    plain: dict[int, bool] = {}  # place in the memo -> whether what it keeps is a plain value
+    for opcode, argument, _ in pickletools.genops(content):
+        name = opcode.name
+        if name == "MEMOIZE" or name in _PUTS:
+            place = len(plain) if name == "MEMOIZE" else int(argument or 0)
+            if place > len(content):
+                raise UserError(f"the pickle asks for {place:,} places in a file of {len(content):,} bytes")
+            plain[place] = before in _PLAIN
+        elif name == "DUP" or (name in _GETS and not plain.get(int(argument or 0), True)):
+            raise UserError("the pickle uses a tuple, list or dict twice, which no vocabulary needs to")
+        before = name
+
+
+class _Reader(pickle.Unpickler):
+    """Knows two names, and gives for each something that only keeps data."""
+
+    def __init__(self, content: bytes):
+        super().__init__(io.BytesIO(content))
+        # Made anew for each reading: BUILD may set attributes, and they must go when the reading ends.
+        self.stand_in = _make_stand_in()
+        self._names = {
+            ("tiktoken.core", "Encoding"): self.stand_in,
+            ("_codecs", "encode"): _make_latin1(),
+        }
+        # Extension codes seen earlier in this process would be taken from here, past find_class.
+        copyreg.clear_extension_cache()
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """The stand-in for a name; UserError for every other one, before anything is imported."""
+        try:
+            return self._names[module_name, global_name]
+        except KeyError:
+            raise UserError(
+                f"the pickle asks for {show(f'{module_name}.{global_name}')}; only tiktoken's Encoding is "
+                "admitted, as a pickle can run any code; none of this one was run"
+            ) from None
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        """A reference to something outside the file: refused."""
+        raise UserError(f"the pickle refers to something outside it ({_shown(pid)}), which is not admitted")
+
+
+def _make_stand_in() -> type:
+    class Encoding:
+        """Keeps the state that the pickle gives it."""
+
+        def __setstate__(self, state: object) -> None:
+            self.__dict__["state"] = state
+
+    return Encoding
+
+
+def _make_latin1() -> Callable[[str, str], bytes]:
+    def encode(text: str, encoding: str) -> bytes:
+        """Bytes as protocol 2 spells them: their values as characters."""
+        if type(text) is not str or encoding != "latin1":
+            raise UserError(f'the pickle calls _codecs.encode with {_shown(encoding)}, wanted "latin1"')
+        return text.encode("latin-1")
+
+    return encode
+
+
+def _shown(value: object) -> str:
+    # Of a pickle's own making, and so maybe of any size: what is no text is not spelt out.
+    return show(value) if type(value) is str else type(value).__name__
+
+
+def _checked(state: object) -> dict[str, Any]:
+    """The state, if it makes a vocabulary; tiktoken itself takes some that crash it later."""
+    if isinstance(state, str):
+        raise UserError(
+            f"it only names the encoding {show(state)}, without its vocabulary; wanted a trained one"
+        )
+    if not isinstance(state, Mapping):
+        raise UserError(f"the Encoding's state is {type(state).__name__}, wanted its vocabulary")
+    kinds = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
+    for key, kind in kinds.items():
+        if type(state.get(key)) is not kind:
+            found = type(state[key]).__name__ if key in state else "nothing"
+            raise UserError(f"the Encoding's {key} is {found}, wanted {kind.__name__}")
+    ranks, special = state["mergeable_ranks"], state["special_tokens"]
+    for key, table, kind in (("mergeable_ranks", ranks, bytes), ("special_tokens", special, str)):
+        if set(map(type, table)) - {kind} or set(map(type, table.values())) - {int}:
+            raise UserError(f"the Encoding's {key} is no table from {kind.__name__} to int")
+    ids = [*ranks.values(), *special.values()]
+    if len(set(ids)) != len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _MAX_ID:
+        raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise UserError(
+            f"the Encoding has no token for the byte {lacking[0]:#04x}, so not every text has tokens"
+        )
+    return {key: state[key] for key in kinds}

@@ -1,0 +1,191 @@
+"""The first use of a tokenizer and its chat template, in a process of its own: `runners.machine.bounded` runs it.
+
+It imports the libraries that do the work and little else, as it stands before a model's first use. What it
+prints: the phase that begins, and a line that starts with FAULT where something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runners.machine.bounded import OUT_OF_MEMORY, limit
+
+FAULT = "fault: "
+READY, TEMPLATE, READING, TEXT = "ready", "template", "reading", "text"
+UNREADABLE = 1  # the exit code where a file is none that can be read
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+MAX_TEMPLATE = 1 << 20  # characters; the longest in use have some twenty thousand
+MAX_PROMPT = 1 << 20  # characters of a short conversation
+_GROWTH = 16  # tokens for a character; ideographs and emoji have four at most
+_WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n"
+_LETTERS = string.printable + "äßéñøйжάの漢字한ع…€–“”½²\u00a0\u200b\u200d\ufe0f😀"
+
+_VARIABLES = {"add_generation_prompt": True, "tools": None, "documents": None}
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Those files of a model folder, of the kinds that are looked at, which are there."""
+    named = [folder / name for name in _FILES]
+    return [file for file in (*named, *sorted(folder.glob(_MORE_TEMPLATES))) if file.is_file()]
+
+
+def main(folder: str, pickled: str, seconds: str, memory: str) -> None:
+    """Renders a few conversations and tokenizes some texts; `pickled`: nanochat's tokenizer.pkl, or ""."""
+    place = Path(folder)
+    import jinja2.sandbox  # noqa: F401 (before the limits)
+    import tokenizers
+
+    if pickled:
+        from runners.tokenization import tokenizer_pickle
+    limit(float(seconds), int(memory))
+    _tell(READY)
+    try:
+        # What is merely wrong is for its first use to say: the next thing is looked at all the same.
+        try:
+            _templates(place)
+        except MemoryError:
+            raise
+        except Exception:
+            _tell(TEMPLATE)
+        _tell(READING)
+        if pickled:
+            encoding = tokenizer_pickle.read_encoding(Path(pickled))
+            _texts(lambda text: encoding.encode(text, allowed_special=set(), disallowed_special=()), ())
+        elif (place / "tokenizer.json").is_file():
+            tokenizer = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+            _texts(lambda text: tokenizer.encode(text).ids, _patterns(tokenizer), tokenizer.decode)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except Exception:
+        os._exit(UNREADABLE)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _fault(text: str) -> None:
+    _tell(FAULT + " ".join(text.split())[:300])
+    raise SystemExit(2)
+
+
+def _templates(folder: Path) -> None:
+    _tell(TEMPLATE)
+    variables = _json(folder / "tokenizer_config.json")
+    tokens = {name: value for name, value in variables.items() if name.endswith("_token")}
+    names = {key: each.get("content") if isinstance(each, dict) else each for key, each in tokens.items()}
+    for text in _found(folder, variables):
+        if len(text) > MAX_TEMPLATE:
+            _fault(f"its chat template has {len(text):,} characters, wanted {MAX_TEMPLATE:,} at most")
+        _render_all(text, names)
+
+
+def _found(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    """The templates of the files."""
+    stated = config.get("chat_template")
+    named = stated if isinstance(stated, list) else [stated]
+    for file in files_of(folder):
+        if file.suffix == ".jinja":
+            yield file.read_text(encoding="utf-8", errors="replace")
+    for each in (*named, _json(folder / "chat_template.json").get("chat_template")):
+        text = each.get("template") if isinstance(each, dict) else each
+        if isinstance(text, str):
+            yield text
+
+
+def _render_all(text: str, names: dict[str, Any]) -> None:
+    template = _environment().from_string(text)
+    user, system = {"role": "user", "content": _WORDS * 4}, {"role": "system", "content": _WORDS}
+    turns = [user, {"role": "assistant", "content": _WORDS}, user]
+    for messages in ([user], [system, user], [system, *turns]):
+        try:
+            made = template.render(**_VARIABLES, **names, messages=messages)
+        except MemoryError:
+            raise
+        except Exception:
+            continue  # it refuses a role, or is wrong
+        if len(made) > MAX_PROMPT:
+            _fault(f"its chat template makes {len(made):,} characters of a short conversation")
+
+
+def _environment() -> Any:
+    """transformers' sandbox, without the import of transformers."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _texts(encode: Encode, patterns: Sequence[str], decode: Callable[[Any], str] | None = None) -> None:
+    """Tokenizes words, and runs of each letter: what grows, grows there."""
+    _tell(TEXT)
+    # Behind a run stands something else: patterns that end with the text try everything then.
+    runs = [letter * 64 + ("!" if letter != "!" else "a") for letter in dict.fromkeys(_LETTERS)]
+    for text in (_WORDS * 8, *runs, *(pattern * 8 for pattern in patterns)):
+        try:
+            tokens = encode(text)
+            again = decode(tokens) if decode else ""
+        except MemoryError:
+            raise
+        except BaseException as error:  # Rust's panics are no Exceptions
+            _fault(f"the tokenizer fails on a text: {error}")
+            return
+        if len(tokens) > _GROWTH * len(text) + 64 or len(again) > _GROWTH * len(text) + 64:
+            most = max(len(tokens), len(again))
+            _fault(f"the tokenizer makes {most:,} tokens or letters of {len(text)} characters")
+
+
+def _patterns(tokenizer: Any) -> list[str]:
+    """Texts that the normalizer replaces."""
+    found: list[str] = []
+    _collect(json.loads(tokenizer.normalizer.__getstate__()) if tokenizer.normalizer else None, found)
+    return found[:64]
+
+
+def _collect(value: Any, found: list[str]) -> None:
+    if isinstance(value, dict):
+        text = value.get("String")
+        if isinstance(text, str) and len(text) <= 100:
+            found.append(text)
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _collect(each, found)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

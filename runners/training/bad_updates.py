@@ -1,0 +1,157 @@
+"""Updates that were skipped because a number was not finite: counted, kept for a look, and the end of a run
+where they do not end."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.checkpoints.run_folder import BAD_BATCHES, RunFolder
+from runners.errors import NumbersError, UserError, count_in
+from runners.files.durable import new_folder, opened, remove_folder, save_arrays
+from runners.files.json_lines import to_json
+from runners.telemetry.records import completion_records
+from runners.training.rollout import Experience
+
+KEPT = 10
+_NAME = re.compile(r"update-(\d+)")
+
+
+class BadUpdates:
+    """Counts skipped updates, and writes what they were computed from."""
+
+    def __init__(self, folder: RunFolder, limit: int) -> None:
+        """`folder` is the run's; `limit` is optim.max_bad_updates: so many in a row end the run; 0: never."""
+        self._folder, self._limit = folder, limit
+        self.total = self.in_a_row = 0
+
+    def see(
+        self,
+        metrics: dict[str, Any],
+        experiences: Sequence[Experience],
+    ) -> list[str]:
+        """Takes in an update; the lines to show if it was skipped.
+
+        Args:
+            metrics: of the update; "bad_updates", those of the run so far, is added where there were any.
+            experiences: the batch steps that it is of, as far as this process has sampled them.
+        """
+        skipped = bool(metrics.get("update_skipped"))
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.total += skipped
+        if self.total:
+            metrics["bad_updates"] = self.total
+        if not skipped:
+            return []
+        why = _why(metrics)
+        line = f"update {metrics['update']} skipped: {why}; the weights are as they were"
+        if not experiences:
+            return [f"{line}; what it was computed from had been sampled before the run was resumed"]
+        try:
+            path = self._folder.write(
+                lambda folder, held: save_bad_batch(folder, why, metrics, experiences, within=held)
+            )
+        except UserError as error:  # of the disk: a record less, and no reason to stop
+            return [line, str(error)]
+        return [f"{line}; what it was computed from is in {path}"]
+
+    def check(self) -> None:
+        """Raises NumbersError where too many updates in a row were skipped."""
+        if self._limit and self.in_a_row >= self._limit:
+            raise NumbersError(
+                f"{self.in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
+                f"{self._limit}); the last good state has been saved; lower optim.learning_rate, or look into"
+                f" {self._folder.path / BAD_BATCHES}"
+            )
+
+    def facts(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"bad_updates": self.total, "bad_updates_in_a_row": self.in_a_row}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's facts; UserError where they are not what `facts` gave."""
+        self.total = count_in(facts, "bad_updates", 0)
+        self.in_a_row = count_in(facts, "bad_updates_in_a_row", 0)
+
+
+def save_bad_batch(
+    run_dir: Path,
+    why: str,
+    metrics: Mapping[str, Any],
+    experiences: Sequence[Experience],
+    *,
+    within: int | None = None,
+) -> Path:
+    """Writes `bad_batches/update-N` with batch.safetensors and batch.json; of such folders the last 10 stay.
+
+    The arrays are a rollout's, rows prompt-major: `prompts_pl` (0 behind `prompt_lengths_p`), `tokens_bt`,
+    `lengths_b`, `logp_bt`, `rewards_kb` (one row a reward; NaN: none), `rewards_pg`, `advantages_pg`.
+
+    `within` is a descriptor of `run_dir`. Raises UserError where the disk refuses.
+    """
+    folder = run_dir / BAD_BATCHES / f"update-{metrics['update']}"
+    rollout = g.join_rollouts([experience.rollout for experience in experiences])
+    longest = max(map(len, rollout.prompts))
+    arrays = {
+        "prompts_pl": mx.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in rollout.prompts]),
+        "prompt_lengths_p": mx.array([len(prompt) for prompt in rollout.prompts]),
+        "tokens_bt": rollout.tokens_bt,
+        "lengths_b": rollout.lengths_b,
+        "logp_bt": rollout.logp_bt,
+        "rewards_kb": mx.array(np.concatenate([each.values_kb for each in experiences], axis=1), mx.float32),
+        "rewards_pg": mx.array(np.concatenate([each.rewards_pg for each in experiences]), mx.float32),
+        "advantages_pg": mx.concatenate([each.advantages_pg for each in experiences]),
+    }
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+    first = metrics["batch_step"] - len(experiences) + 1
+    records = [
+        record
+        for step, each in enumerate(experiences, first)
+        for record in completion_records(each, step, metrics["update"])
+    ]
+    text, _ = to_json({"why": why, "metrics": numbers, "completions": records})
+    try:
+        with opened(run_dir, within) as held, _subfolder(held) as parent:
+            with new_folder(folder, within=parent) as temporary:
+                save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
+                (temporary / "batch.json").write_text(
+                    text + "\n", encoding="utf-8", errors="backslashreplace"
+                )
+            _prune(folder.parent, parent)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+@contextmanager
+def _subfolder(run_dir: int) -> Iterator[int]:
+    """A descriptor of `bad_batches`, made if need be, in a folder that is given by one."""
+    with suppress(FileExistsError):
+        os.mkdir(BAD_BATCHES, dir_fd=run_dir)
+    descriptor = os.open(BAD_BATCHES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=run_dir)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path, held: int) -> None:
+    found = {int(match[1]): name for name in os.listdir(held) if (match := _NAME.fullmatch(name))}
+    for number in sorted(found)[:-KEPT]:
+        remove_folder(folder / found[number], within=held)
+
+
+def _why(metrics: Mapping[str, Any]) -> str:
+    if not np.isfinite(metrics["loss"]):
+        return f"its loss is {metrics['loss']}"
+    if not np.isfinite(metrics["grad_norm"]):
+        return f"the norm of its gradient is {metrics['grad_norm']}"
+    return "the new weights would not be finite"

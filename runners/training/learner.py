@@ -1,0 +1,107 @@
+"""The functional core of a run, as its config asks for it: policies, compiled steps and the first state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
+from grpo_fn.trees import Tree
+from runners.config.config import Config
+from runners.data.stream import Plan
+from runners.errors import UserError
+from runners.machine.machine import Platform
+from runners.models.model_reading import vocabulary_rows
+from runners.models.models import LoadedModel
+from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
+
+
+@attrs.frozen(eq=False)
+class Learner:
+    """The functional core of a run: its policies, its steps, and the state before the first of them."""
+
+    policy: g.Policy
+    role: RolloutRole  # who samples
+    reference: ReferenceRole  # who anchors the KL term
+    spec: g.LossSpec
+    grad_step: g.GradStep
+    update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
+    logprob_step: Callable[[Tree, g.Batch], mx.array]
+    state: g.TrainState | None  # before the first step; None once the loop has taken it over
+    share_prompts: bool  # whether a group's prompt is computed once
+    notices: tuple[str, ...] = ()
+
+
+def build_learner(
+    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: Plan, platform: Platform
+) -> Learner:
+    """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
+    share_prompts = _shares_prompts(config, loaded, platform)
+    if config.system.grad_checkpoint:
+        checkpoint_layers(loaded.module)
+    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    params = policy.params
+    vocabulary = vocabulary_rows(loaded.module, loaded.config)
+    role, notices = make_rollout_role(config, policy, backend=platform.backend, vocabulary=vocabulary)
+    reference = make_reference_role(config, policy, backend=platform.backend)
+    policy = policy.skeleton()
+    role.full = policy
+
+    optim = config.optim
+    schedule = g.warmup_schedule(optim.schedule, optim.learning_rate, plan.updates, optim.warmup_ratio)
+    optimizer = g.adamw(
+        schedule,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        moment_dtype=getattr(mx, optim.moments),
+    )
+    state = g.init_state(
+        params,
+        optimizer,
+        key=mx.random.key(config.run.seed),
+        ref_params=reference.params(params) if spec.beta > 0 else None,
+    )
+    compile_steps = config.system.compile
+    temperature = config.rollout.temperature
+    return Learner(
+        policy=policy,
+        role=role,
+        reference=reference,
+        spec=spec,
+        grad_step=g.make_grad_step(
+            policy,
+            spec,
+            temperature=temperature,
+            max_completion_length=config.rollout.max_new_tokens,
+            ref_policy=reference.policy,
+            compile=compile_steps,
+        ),
+        update_step=g.make_update_step(
+            optimizer, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
+        ),
+        logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
+        state=role.sync(state),
+        share_prompts=share_prompts,
+        notices=(*notices, *reference.notices),
+    )
+
+
+def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
+    """Off where not asked for on a GPU: attention over a shared prompt needs an array as its mask there."""
+    wish = config.system.share_prompts
+    if wish == "never" or (wish == "auto" and platform.backend != "cpu"):
+        return False
+    # mx.checkpoint would run a block again without the prompts' keys that the first run left behind.
+    possible = can_share(loaded.module) and not config.system.grad_checkpoint
+    if wish == "always" and not possible:
+        raise UserError(
+            f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
+            "plain cache of keys and values, or system.grad_checkpoint is on; want "
+            '"auto" or "never"'
+        )
+    return possible

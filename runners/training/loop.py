@@ -1,0 +1,302 @@
+"""The loop of a run: its steps to the end, with evaluation, logs and checkpoints.
+
+It goes in steps after each of which `TrainState` and `LoopState` are all there is to know: a batch step (a
+rollout, and its gradient unless it serves several updates), or one optimizer update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from runners.checkpoints.checkpoint import Snapshot, take_snapshot
+from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.saving import Saver
+from runners.errors import NumbersError, RewardError, UserError
+from runners.evaluation.evaluate import evaluate
+from runners.machine.signals import Stopped, StopSignals
+from runners.machine.terminal import OutputLost
+from runners.memory.memory_watch import MemoryWatch
+from runners.memory.row_memory import free_memory
+from runners.models.model_writing import save_final
+from runners.telemetry.constant_rewards import ConstantRewards
+from runners.telemetry.log import MetricsLog
+from runners.telemetry.records import completion_records, header, summary
+from runners.telemetry.report import Report
+from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
+from runners.telemetry.run_watch import Condition, Watch
+from runners.tokenization.prompt_settings import PromptSettings
+from runners.training.bad_updates import BadUpdates
+from runners.training.loop_state import LoopState
+from runners.training.setup import Run
+from runners.training.steps import TrainSteps
+
+
+@attrs.frozen(eq=False)
+class RunResult:
+    """What a finished run leaves in the caller's hands."""
+
+    folder: Path
+    state: g.TrainState
+    first_em: float | None  # exact match before the first step; None: not measured
+    last_em: float | None
+    updates: int
+    seconds: float
+
+
+class Loop:
+    """A run on its way: its steps, and what is said, measured and saved around them."""
+
+    def __init__(
+        self,
+        run: Run,
+        state: g.TrainState,
+        at: LoopState,
+        *,
+        folder: RunFolder,
+        log: MetricsLog,
+        report: Report,
+        saver: Saver,
+        signals: StopSignals,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """`state` is what to go on from, `at` where that is, `facts` what every trainer_state.json holds."""
+        self.folder, self._here = folder, folder.path  # held open, and the path that it had last
+        self.log, self.report, self.saver, self.signals = log, report, saver, signals
+        self.run, self.config, self.facts = run, run.config, facts
+        self.prompt = PromptSettings.of(run.config.to_dict())
+        self.steps, self.at = TrainSteps(run, state, at, report.note), at
+        self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
+        self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
+        self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
+        conditions = [Condition.parse(text) for text in self.config.stop.when]
+        self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self._told: str | None = None  # what was last said of the log
+        self.started = self.update_started = time.perf_counter()
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Goes on with what a checkpoint's facts say of budgets, warnings and skipped updates.
+
+        Raises UserError where they say something else than a run saves.
+        """
+        for part in (self.steps, self.bad_updates, self.watch, self.constant):
+            part.restore(facts)
+
+    def run_to_end(self) -> RunResult:
+        """All steps that are left, then the final evaluation and model."""
+        config, at, steps = self.config, self.at, self.steps
+        self.report.start(self.run.plan.updates, header(self.run), done=at.update, scores=at.scores)
+        if config.eval.at_start and at.evaluated_at < 0:
+            self._evaluate("before training")
+        self._heed_signals()
+        while steps.update_due() or (at.batch_step < self.run.plan.batch_steps and not self.watch.reached):
+            self._step()
+            self._heed_numbers()
+            every = config.checkpoint.every
+            if every and at.batch_step % every == 0 and not steps.update_due():
+                self.saver.save(self._snapshot, self._place())
+            self._heed_signals()
+        if self.watch.reached:
+            self.report.note(f"the run ends early: {self.watch.reached}")
+        if at.evaluated_at != at.update:
+            self._evaluate("at the end")
+        self.saver.settle()
+        self.report.status("saving the final model")
+        try:
+            final = self._save_final()
+        except UserError:
+            # Other programs have filled the disk. A checkpoint may be smaller, or go where room was made.
+            with suppress(UserError):
+                self._save_to_stop("the final model was not saved, but the training is: ")
+            raise
+        first = at.scores[0] if config.eval.at_start and at.scores else None
+        last = at.scores[-1] if at.scores else None
+        shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
+        if self.watch.reached:
+            shown["ended early"] = self.watch.reached
+        if self.bad_updates.total:
+            shown["updates skipped"] = self.bad_updates.total
+        self.report.finish(shown)
+        return RunResult(final.parent, steps.state, first, last, at.update, self._elapsed())
+
+    def _step(self) -> None:
+        """An update where one is due, else a batch step."""
+        self.saver.poll()
+        if self.steps.update_due():
+            self._update()
+        else:
+            self._batch_step()
+        self._heed_log()
+        self._heed_folder()
+
+    def _batch_step(self) -> None:
+        """One rollout, what is worth saying of it, and its gradient."""
+        self.report.status("sampling")
+        try:
+            experience = self.steps.roll_out()
+        except RewardError:
+            self._save_to_stop("before the reward failed: ")
+            raise
+        for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
+            self.report.note(problem)
+        self.log.completions(completion_records(experience, self.at.batch_step, self.at.update + 1))
+        self.report.status("learning")
+        self.steps.learn(experience)
+
+    def _update(self) -> None:
+        """One optimizer update, its log line, and the evaluation that may be due."""
+        at = self.at
+        stats, update = self.steps.update(self._make_way)
+        metrics = self._metrics(stats, update, time.perf_counter() - self.update_started)
+        at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
+        notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
+        last = at.update == self.run.plan.updates or self.watch.reached
+        if at.update % self.config.log.every == 0 or last:
+            self.log.log(metrics)
+        self.report.step(metrics)
+        for line in notes:
+            self.report.note(line)
+        every = self.config.eval.every
+        if every and at.update % every == 0:
+            self._evaluate(f"after update {at.update}")
+        self.update_started = time.perf_counter()
+        self.steps.turn()
+
+    def _make_way(self) -> None:
+        """Before new weights are made: a checkpoint that memory has no room for beside them is waited for."""
+        self.saver.make_way(lambda: free_memory(self.config.system.memory_limit_gb))
+
+    def _metrics(self, stats: g.LossStats, update: g.UpdateStats, seconds: float) -> dict[str, Any]:
+        at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
+        timed = {
+            f"time/{name}": sum(tally.seconds[name] for tally in at.tallies) for name in ("rollout", "reward")
+        }
+        memory, warning = self.memory.read()
+        if warning:
+            self.report.note(warning)
+        return {
+            "update": at.update,
+            "batch_step": at.batch_step,
+            "epoch": round(self.run.stream.epoch, 4),
+            **rollout_metrics(at.tallies, rewards, baseline=self.config.loss.baseline),
+            **penalty_metrics(at.tallies, self.config),
+            **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
+            **self.steps.role.metrics(),
+            "num_tokens": at.sampled_tokens,
+            "step_time": seconds,
+            "tokens_per_second": sum(tally.sampled_tokens for tally in at.tallies)
+            / max(timed["time/rollout"], 1e-9),
+            **timed,
+            "time/checkpoint": self.saver.stopped_seconds(),
+            **memory,
+        }
+
+    def _evaluate(self, name: str) -> None:
+        """Exact match of the learner's weights, in the log and on the display."""
+        config, at = self.config, self.at
+        self.report.status("evaluating")
+        result = evaluate(
+            self.run.learner.policy,
+            self.steps.state.params,
+            self.run.data.evaluation,
+            decoder=self.run.decoder,
+            nudge=config.data.nudge,
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            eos_ids=self.run.loaded.eos_ids,
+            find_stop=self.run.find_stop,
+            max_batch=config.rollout.max_batch,
+            launch=config.rollout.launch,
+        )
+        at.scores, at.evaluated_at = (*at.scores, result.score), at.update
+        record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
+        record |= {"em_subset": result.total, "time/eval": result.seconds}
+        self.log.log(record)
+        self.watch.see({name: record[name] for name in ("em", "time/eval")})
+        self.report.eval(name, result.score, result.correct, result.total, result.seconds)
+
+    def _snapshot(self) -> Snapshot:
+        """All that the run is now. UserError where the log is not on the disk as far as this."""
+        at = self.at
+        facts = {
+            **self.facts,
+            "em": at.scores[-1] if at.scores else None,
+            "reward": at.reward,
+            **self.steps.facts(),
+            **self.bad_updates.facts(),
+            **self.watch.facts(),
+            **self.constant.facts(),
+            "logs": self.log.positions(),
+            "loop": {**at.plain(), "elapsed": self._elapsed()},
+        }
+        trees = {**at.trees(), "anchor": self.steps.role.anchor}
+        return take_snapshot(
+            at.batch_step, self.steps.state, self.run.loaded, facts, trees, prompt=self.prompt
+        )
+
+    def _heed_numbers(self) -> None:
+        """Where too many updates in a row were skipped: saves, and raises NumbersError."""
+        try:
+            self.bad_updates.check()
+        except NumbersError:
+            self.report.status("saving")
+            self.saver.save(self._snapshot, self._place(), "the last good state: ", strict=True)
+            raise
+
+    def _heed_signals(self) -> None:
+        """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
+        OutputLost."""
+        fault, number = getattr(self.report, "fault", None), self.signals.received
+        end = Stopped(number) if number is not None else OutputLost(fault) if fault is not None else None
+        if end is None:
+            return
+        if isinstance(end, OutputLost):
+            self.report.note(f"{end}: the run ends")
+        self._save_to_stop("interrupted: ")
+        raise end
+
+    def _save_to_stop(self, why: str) -> None:
+        """Saves what has been done since the last checkpoint, before the run ends early."""
+        self.saver.settle()
+        if self.at.batch_step and self.saver.done != self._place():
+            self.report.status("saving")
+            self.saver.save(self._snapshot, self._place(), why, strict=True)
+
+    def _place(self) -> tuple[int, int]:
+        return self.at.batch_step, self.at.update
+
+    def _heed_log(self) -> None:
+        """Tells, once, of a line of the log that the disk does not take; it is written when there is room."""
+        fault = self.log.fault()
+        if fault and fault != self._told:
+            self.saver.failed(UserError(fault))
+        self._told = fault
+
+    def _heed_folder(self) -> None:
+        """Tells, once, that the run's folder was renamed. Where it is gone, the next save tells."""
+        with suppress(FolderGone):
+            if (here := self.folder.here()) != self._here:
+                self.report.note(f"{self._here} was renamed to {here}; the run goes on there")
+                self._here = here
+
+    def _save_final(self) -> Path:
+        """Writes the final model; where the run's folder is gone, into a new one."""
+        steps, loaded = self.steps, self.run.loaded
+
+        def save(folder: Path, held: int) -> Path:
+            return save_final(folder, steps.state, loaded, self.prompt, within=held)
+
+        try:
+            return self.folder.write(save)
+        except FolderGone:
+            with self.folder.anew() as folder:
+                return folder.write(save)
+
+    def _elapsed(self) -> float:
+        """Seconds that the run has taken, those before a resume among them."""
+        return self.at.elapsed + time.perf_counter() - self.started

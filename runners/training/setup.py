@@ -1,0 +1,222 @@
+"""What a run needs before its first step, built in the order in which it can fail most cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
+from grpo_fn.checks import check_token_ids
+from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.trees import Tree
+from runners.config.config import Config
+from runners.data.datasets import load_rows
+from runners.data.prompts import Example, build_examples, reward_columns, template_notices
+from runners.data.stream import Plan, PromptStream
+from runners.errors import UserError
+from runners.evaluation.evaluate import held_out
+from runners.machine.machine import Platform
+from runners.memory.micro_batch import settle_micro_batch
+from runners.memory.plan import outlook, sizes_if_it_can_fit
+from runners.models.model_reading import vocabulary_rows
+from runners.models.models import LoadedModel, load_model
+from runners.rewards.functions import Reward, check_columns, resolve_rewards
+from runners.rewards.scoring import Scorer
+from runners.telemetry.run_watch import Condition
+from runners.tokenization.text import TextDecoder
+from runners.training.learner import Learner, build_learner
+from runners.training.rollout import Collector
+from runners.tuning.auto_quantization import settle_quantization
+from runners.tuning.launching import keywords
+from runners.tuning.quantization_choice import Trial
+from runners.tuning.tuning import tuned
+from runners.tuning.workload import Workload, sampler_of
+
+Say = Callable[[str], None]
+
+
+@attrs.frozen(eq=False)
+class Data:
+    """The examples of a run."""
+
+    train: list[Example]
+    evaluation: list[Example]
+    notices: tuple[str, ...]  # rows and prompts that were left out, and a missing chat template
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """A run ready to start."""
+
+    config: Config  # checked: [loss] complete
+    folder: Path  # OUTPUT_DIR/NAME
+    loaded: LoadedModel
+    data: Data
+    plan: Plan
+    stream: PromptStream
+    learner: Learner
+    collector: Collector
+    decoder: TextDecoder
+    find_stop: FindStop | None
+    on_gpu: bool
+    memory_key: str  # the config's key that lowers the peak
+    notices: tuple[str, ...]
+    trial: Trial | None  # what rollout.quantization = "auto" measured
+
+
+def build_run(
+    config: Config,
+    platform: Platform,
+    say: Say = lambda text: None,
+    decided: Mapping[str, Any] | None = None,
+) -> Run:
+    """Everything that `train` needs.
+
+    Rewards, then data, then the model: a misspelt name costs no waiting. `say` is told what goes on.
+    `decided` has what an earlier process measured for [rollout]: nothing is measured then.
+
+    Raises UserError or ConfigError, in one line, for whatever is wrong.
+    """
+    config = config.check()
+    spec = config.loss_spec()
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    say("reading the data")
+    rows = load_rows(config.data, config.folders)
+    check_columns(rewards, reward_columns(rows[0]))
+    say(f"loading the model {config.model.path}")
+    sizes = sizes_if_it_can_fit(config, platform)
+    loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+    data = _examples(config, rows, loaded)
+    longest = max(len(example.tokens) for example in data.train)
+    config = settle_micro_batch(config, sizes, platform, longest)
+    foretold = outlook(config, platform, sizes, longest)
+    decoder = TextDecoder(loaded.tokenizer)
+    find_stop = decoder.find_stop(config.rollout.stop)
+    plan = Plan.of(config, len(data.train))
+    stream, trial = PromptStream(data.train, config.run.seed), None
+    if decided is not None:
+        config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
+    if config.rollout.quantization == "auto":
+        say("measuring quantized samplers")
+        first = attrs.evolve(stream).take(config.optim.batch_size)
+        config, trial = settle_quantization(config, loaded, [example.tokens for example in first], platform)
+    learner = build_learner(config, spec, loaded, plan, platform)
+    state = learner.state
+    assert state is not None
+    choice: tuple[str, ...] = ()
+    if decided is None:
+        config, choice = tuned(
+            config,
+            Workload.of(config, learner.role.policy, state.old_params, data.train),
+            model_config=loaded.config,
+            state=state,
+            batch_steps=plan.batch_steps,
+            platform=platform,
+            say=say,
+        )
+    return Run(
+        config=config,
+        folder=Path(config.run.output_dir) / config.run.name,
+        loaded=loaded,
+        data=data,
+        plan=plan,
+        stream=stream,
+        learner=learner,
+        collector=_collector(config, learner, rewards, decoder, find_stop, loaded),
+        decoder=decoder,
+        find_stop=find_stop,
+        on_gpu=platform.backend != "cpu",
+        memory_key=foretold.key,
+        notices=(
+            *data.notices,
+            *loaded.notices,
+            *learner.notices,
+            *_warnings(config, learner),
+            *foretold.notices,
+            *choice,
+        ),
+        trial=trial,
+    )
+
+
+def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
+    notices = []
+    built = []
+    vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
+    for name, part in zip(("train", "eval"), rows, strict=True):
+        examples, too_long = build_examples(part, config.data, loaded.tokenizer)
+        try:
+            check_token_ids([example.tokens for example in examples], vocabulary)
+        except ValueError as error:
+            raise UserError(f"{name} data, {loaded.path}: {error}") from error
+        built.append(examples)
+        notices += part.notices(name, too_long, config.data.max_prompt_length)
+    notices += template_notices(loaded.tokenizer)
+    return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
+
+
+def _collector(
+    config: Config,
+    learner: Learner,
+    rewards: Sequence[Reward],
+    decoder: TextDecoder,
+    find_stop: FindStop | None,
+    loaded: LoadedModel,
+) -> Collector:
+    rollout, sampler = config.rollout, sampler_of(config)
+
+    role = learner.role  # the learner itself would keep its first state alive
+
+    def generate(params: Tree, examples: Sequence[Example], key: mx.array) -> g.Rollout:
+        def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+            return g.generate(
+                policy,
+                params,
+                [example.tokens for example in examples],
+                key=key,
+                num_generations=rollout.num_generations,
+                max_new_tokens=rollout.max_new_tokens,
+                sampler=sampler,
+                eos_ids=loaded.eos_ids,
+                find_stop=find_stop,
+                max_batch=rollout.max_batch,
+                check_every=rollout.check_every,
+                **keywords(rollout.launch),
+            )
+
+        return role.draw(sample, params)
+
+    scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
+    return Collector(generate, scorer, decoder, config)
+
+
+def _warnings(config: Config, learner: Learner) -> list[str]:
+    """What is allowed but seldom meant."""
+    rollout, spec = config.rollout, learner.spec
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    warnings = []
+    if (truncated or learner.role.transform is not None) and spec.correction == "none":
+        cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
+        warnings.append(
+            f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
+            'difference, or set loss.correction = "token_truncate"'
+        )
+    silent = {"kl": "with loss.beta > 0 alone"} if spec.beta == 0 else {}
+    if CLIPPED_SIDES.get(spec.surrogate) != ("low", "high"):
+        silent |= dict.fromkeys(
+            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+            "with the surrogates clip and dual_clip alone",
+        )
+    if spec.surrogate != "cispo":
+        silent["cispo_clip_ratio"] = "with the surrogate cispo alone"
+    for text in config.stop.when:
+        condition = Condition.parse(text)
+        if condition and condition.metric in silent:
+            when = f"{condition.metric} is logged {silent[condition.metric]}"
+            warnings.append(f"stop.when: {condition} never comes true, as {when}")
+    return warnings

@@ -1,0 +1,157 @@
+"""The steps of a run: rollout → reward → gradient → update → sync, each from the two states to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from grpo_fn.prng import ROLLOUTS, stream_key
+from runners.rewards.trl_arguments import TrainerState
+from runners.telemetry.run_statistics import Tally
+from runners.training.gradients import Gradients
+from runners.training.loop_state import LoopState
+from runners.training.rollout import Experience
+from runners.training.setup import Run
+
+
+class TrainSteps:
+    """A run's two states, `state` and `at`, and the functions that move them on."""
+
+    def __init__(self, run: Run, state: g.TrainState, at: LoopState, note: Callable[[str], None]) -> None:
+        """`state` is what to go on from, `at` where that is; `note` takes lines."""
+        self.run, self.config, self.note = run, run.config, note
+        self.state, self.at = state, at
+        self.role = run.learner.role
+        learner, optim = run.learner, self.config.optim
+        self.gradients = Gradients(
+            learner.grad_step, learner.logprob_step, self.config.system.micro_batch_tokens, note
+        )
+        self.uses = optim.num_iterations * optim.minibatches  # updates that each rollout serves
+        self.experiences: list[Experience] = []  # of the batch steps since the last update; not saved
+
+    def update_due(self) -> bool:
+        """Whether the batch steps gathered are as many as an update takes."""
+        enough = self.at.batch_step % self.config.optim.gradient_accumulation_steps == 0
+        return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.plan.batch_steps)
+
+    def roll_out(self) -> Experience:
+        """The rollout of the next batch step, scored.
+
+        Where it raises (RewardError, for one) no batch step was taken: `state` and `at` can be saved.
+        """
+        at, plan, stream = self.at, self.run.plan, self.run.stream
+        key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
+        progress = TrainerState(at.update, plan.updates, stream.epoch, self.config.optim.num_epochs)
+        try:
+            experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
+        finally:
+            self._heed_role()
+        at.batch_step += 1
+        at.position = stream.position
+        at.sampled_tokens += experience.sampled_tokens
+        at.tallies.append(Tally.of(experience))
+        self.experiences.append(experience)
+        return experience
+
+    def learn(self, experience: Experience) -> None:
+        """The gradient of a rollout; kept for later where the rollout serves several updates."""
+        parts = self._micro_batches(experience)
+        if self.uses > 1:
+            self.at.waiting.append(parts)
+        else:
+            self._grad(parts[0])
+
+    def update(self, make_way: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
+        """One optimizer update of the batch steps gathered, which `turn` has to follow.
+
+        `make_way` is called before the new weights are made.
+        """
+        at = self.at
+        if self._syncs():
+            # The next rollout takes the new weights: the old ones need not live through the update.
+            self.state, self.role.anchor = attrs.evolve(self.state, old_params=None), None
+        for parts in at.waiting:
+            self._grad(parts[at.reused % len(parts)])
+        make_way()
+        self.state, update = self.run.learner.update_step(self.state)
+        g.materialize(self.state, update)
+        self.gradients.applied()
+        at.update += 1
+        stats, at.stats = g.merge_stats(at.stats), []
+        self.role.judge(stats)
+        return stats, update
+
+    def turn(self) -> None:
+        """After an update: where it was the last that its rollouts serve, on to the next rollout."""
+        at, loss = self.at, self.config.loss
+        at.reused += 1
+        if at.reused < self.uses:
+            return
+        sync = self._syncs()
+        at.reused, at.tallies, at.waiting, at.stale = 0, [], [], not sync
+        self.experiences = []
+        self._heed_role()
+        if sync:
+            self.state = self.role.sync(self.state)
+            g.materialize(self.state.old_params)
+            at.synced_at = at.batch_step
+        every = loss.ref_sync_every
+        if every and self.state.ref_params is not None and at.batch_step - at.ref_synced_at >= every:
+            self.state = g.sync_ref(self.state, loss.ref_mixup, self.run.learner.reference.transform)
+            at.ref_synced_at = at.batch_step
+
+    def facts(self) -> dict[str, Any]:
+        """For a checkpoint, beside the two states."""
+        return {**self.role.facts(), **self.gradients.facts()}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Goes on with the budget that a checkpoint's facts hold; UserError where that is none."""
+        self.gradients.restore(facts)
+
+    def _syncs(self) -> bool:
+        """Whether the sampler takes the learner's weights after this update."""
+        return self.at.batch_step - self.at.synced_at >= self.config.loss.sync_every
+
+    def _heed_role(self) -> None:
+        """What the sampler has become is said, and what it samples from follows."""
+        for line in self.role.news():
+            self.note(line)
+        self.state = self.role.settle(self.state)
+
+    def _grad(self, pieces: Sequence[g.Batch]) -> None:
+        self.at.stats.append(self.gradients.add(self, pieces))
+
+    def _micro_batches(self, experience: Experience) -> list[list[g.Batch]]:
+        """A batch step's micro-batches, for each of its minibatches."""
+        config = self.config
+        batch = g.make_batch(
+            experience.rollout,
+            experience.advantages_pg,
+            mask_truncated=config.loss.mask_truncated_completions,
+            top_entropy_quantile=config.loss.top_entropy_quantile,
+        )
+        ready = []
+        for part in g.minibatches(batch, config.optim.minibatches):
+            part = g.drop_inactive(part, self.run.learner.spec)
+            pieces = g.split_batch(
+                part,
+                max_tokens=self.gradients.max_tokens,
+                share_prompts=self.run.learner.share_prompts,
+                known=self.at.shapes,
+                new_shape_tokens=self._new_shape_tokens(),
+            )
+            self.at.shapes |= {g.shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
+            if self.uses > 1 or self.at.stale:
+                # By the time this is read π_θ has left π_old: its log-probs are taken now.
+                pieces = self.gradients.with_old_logp(self.role.anchor, pieces)
+            ready.append(pieces)
+        return ready
+
+    def _new_shape_tokens(self) -> int:
+        """What a shape that has to be compiled is worth in padding: more where that takes long, and nearly
+        anything once an epoch has shown what lengths there are."""
+        first_epoch = 3_000 if self.run.on_gpu else 300
+        return first_epoch if self.run.stream.epoch < 1 else 1_000_000

@@ -1,0 +1,138 @@
+"""A run from its config, or from a checkpoint, to its final model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from runners.checkpoints.resume import (
+    Origin,
+    check_differences,
+    check_free,
+    data_digest,
+    decided,
+    decisions,
+    differences,
+    find_origin,
+    restore,
+)
+from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
+from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
+from runners.checkpoints.saving import Saver
+from runners.config.config import Config, write_resolved
+from runners.errors import UserError
+from runners.files.disk_room import disk_room
+from runners.machine import machine as platform
+from runners.machine.arithmetic import arithmetic
+from runners.machine.signals import StopSignals
+from runners.telemetry.dashboards import check_installed
+from runners.telemetry.log import MetricsLog
+from runners.telemetry.report import Report, make_report
+from runners.training.loop import Loop, RunResult
+from runners.training.loop_state import LoopState
+from runners.training.setup import build_run
+
+__all__ = ["RunResult", "run_training"]
+
+
+def run_training(
+    config: Config,
+    *,
+    report: Report | None = None,
+    resume: Path | bool = False,
+    allow_config_change: bool = False,
+    overwrite: bool = False,
+) -> RunResult:
+    """Train as the config says; everything is written to OUTPUT_DIR/NAME.
+
+    Args:
+        config: see `load_config`.
+        report: what is shown while it goes on; by default on the terminal.
+        resume: go on from the last whole checkpoint of the run's folder, or from the one in this folder. A
+            run without a checkpoint begins anew.
+        allow_config_change: go on with a config on which the weights depend, and which differs.
+        overwrite: begin anew where the run's folder holds an interrupted run, too: its checkpoints go.
+            run.overwrite replaces a finished run alone.
+
+    Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
+    SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
+    too many updates in a row had to be skipped: each when the state is saved.
+    """
+    machine = platform.prepare(config.system.memory_limit_gb)
+    config = config.check()
+    check_installed(config.log)
+    folder = Path(config.run.output_dir) / config.run.name
+    where = config.where("run.name")
+    with report or make_report(every=config.log.every) as shown, locked(folder, where) as held:
+        origin = None
+        if resume is not False:
+            origin = find_origin(folder, None if resume is True else resume, shown.note)
+        elsewhere = origin and origin.folder.resolve().parent != folder.resolve()
+        if not overwrite and (resume is False or elsewhere):
+            check_free(folder, where, replace_finished=config.run.overwrite)
+        known = None
+        if origin is not None:
+            found = differences(config, origin)
+            if found:
+                shown.table(f"the config, against {origin.folder}", ("key", "was", "is"), found)
+            if not allow_config_change:
+                check_differences(found, origin)
+            known = decided(config, origin)
+        run, at = build_run(config, machine, shown.status, known), LoopState()
+        state = run.learner.state
+        inputs, computing = run_inputs(run), arithmetic(machine)
+        if origin is not None:
+            if not allow_config_change:
+                check_inputs(inputs, origin)
+            shown.status("loading the checkpoint")
+            state, at = restore(run, origin, changed=allow_config_change)
+            shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
+            tell_differences(inputs, computing, origin, shown.note)
+        assert state is not None
+        if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
+            raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
+        anew = origin is None or origin.folder.resolve().parent != folder.resolve()
+        room = disk_room(folder, state, run.loaded)
+        left = run.plan.batch_steps - at.batch_step
+        scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
+        keep = _make_room(held, origin, shown)
+        write_resolved(run.config)
+        if run.trial:
+            shown.table(run.trial.title, *run.trial.table())
+        for notice in (*run.notices, *scarce):
+            shown.note(notice)
+        facts = {
+            "config": config.to_dict(),
+            "decided": decisions(run.config),
+            "data": data_digest(run.data.train),
+            "inputs": inputs,
+            "arithmetic": computing,
+        }
+        settings = run.config
+        with (
+            MetricsLog(
+                folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
+            ) as log,
+            Saver(held, settings.checkpoint, log.names, shown.note, room) as saver,
+            StopSignals(shown.alert) as signals,
+        ):
+            # Left where they are, the first weights and moments would stay in memory beside the current ones.
+            run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+            loop = Loop(
+                run, state, at, folder=held, log=log, report=shown, saver=saver, signals=signals, facts=facts
+            )
+            del state
+            if origin is not None:
+                loop.restore(origin.facts)
+            return loop.run_to_end()
+
+
+def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
+    """Clears what the run does not go on from; how much of the logs it does, None for nothing."""
+    if origin is None or origin.folder.resolve().parent != folder.path.resolve():
+        clear(folder)
+        return None
+    for name, aside in set_aside(folder, origin.step):
+        shown.note(f"{name} is of a later step: renamed to {aside}")
+    return {name: size for name, size in origin.table("logs").items() if isinstance(size, int)}

@@ -1,0 +1,238 @@
+"""`rollout.quantization = "auto"`: measure the formats on the run's own model and prompts, take what pays.
+
+Every candidate is packed: rounded weights that are unpacked once a sync give the same numbers at the speed of
+full precision, and take more memory than it, so that they never win.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.policy.quantized_role import is_quantized
+from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
+from grpo_fn.trees import Tree, arrays_of
+from runners.config.config import Config
+from runners.errors import UserError
+from runners.machine import machine as platform
+from runners.machine.machine import Platform
+from runners.models.models import LoadedModel
+from runners.training.roles import make_role
+from runners.tuning.launching import usual
+from runners.tuning.quantization_choice import Measured, Trial, choose
+
+BUDGET = 18.0  # seconds for all of it, with a margin to the twenty that are promised
+CANDIDATES = ("affine-8", "affine-4", "mxfp8", "affine-6", "mxfp4", "nvfp4", "affine-3")
+_TRIAL_TOKENS = 16  # new tokens of a timed rollout, fewer where the run's own are
+_KL_LOGITS = 2**22  # logits of a model held for the KL
+
+Clock = Callable[[], float]
+
+
+@attrs.frozen(eq=False)
+class _Bench:
+    """What every candidate is measured with."""
+
+    config: Config
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: int  # new ones of a timed rollout
+    launch: dict[str, Any]  # keywords of `generate`
+    clock: Clock
+
+    def sample(self, policy: g.Policy, params: Tree, prompts: int, tokens: int) -> tuple[g.Rollout, float]:
+        """A rollout that no end token shortens, and its seconds."""
+        rollout = self.config.rollout
+        started = self.clock()
+        drawn = g.generate(
+            policy,
+            params,
+            self.prompts[:prompts],
+            key=stream_key(mx.random.key(self.config.run.seed), QUANTIZATION_TRIAL),
+            num_generations=rollout.num_generations,
+            max_new_tokens=tokens,
+            sampler=g.Sampler(temperature=rollout.temperature),
+            max_batch=rollout.max_batch,
+            **self.launch,
+        )
+        mx.eval(drawn.tokens_bt, drawn.logp_bt)
+        return drawn, self.clock() - started
+
+    def rate(self, policy: g.Policy, params: Tree) -> float:
+        """Tokens/s of full-length completions, from prefill and decode step timed apart."""
+        count = len(self.prompts)
+        rows, full = count * self.config.rollout.num_generations, self.config.rollout.max_new_tokens
+        _, short = self.sample(policy, params, count, 1)
+        _, long = self.sample(policy, params, count, 1 + self.tokens)
+        step = max(long - short, long / 10) / self.tokens  # a tenth: one hiccup must not look like speed
+        return rows * full / max(short + full * step, 1e-9)
+
+
+def settle_quantization(
+    config: Config,
+    loaded: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    machine: Platform,
+    *,
+    clock: Clock = time.perf_counter,
+) -> tuple[Config, Trial]:
+    """The config with the chosen format in place of "auto", and the measurements behind it.
+
+    Args:
+        config: checked, with rollout.quantization = "auto".
+        loaded: the model, with its weights.
+        prompts: token ids of the run's first prompts.
+        machine: where it runs.
+        clock: seconds; all measurements end within twenty of them where full precision takes less.
+    """
+    if is_quantized(loaded.module):
+        trial = Trial((), "none", "the model's weights are quantized already, for sampler and learner alike")
+    else:
+        trial = _measure_all(config, loaded, tuple(tuple(prompt) for prompt in prompts), machine, clock)
+    storage = config.rollout.storage if trial.choice == "none" else "packed"
+    rollout = attrs.evolve(config.rollout, quantization=trial.choice, storage=storage)
+    return attrs.evolve(config, rollout=rollout), trial
+
+
+def _measure_all(
+    config: Config, loaded: LoadedModel, prompts: tuple[tuple[int, ...], ...], machine: Platform, clock: Clock
+) -> Trial:
+    end = clock() + BUDGET
+    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    params = policy.params
+    bench = _Bench(config, prompts[:1], 1, usual(machine), clock)
+    bench.sample(policy, params, 1, 2)  # loads and compiles what all candidates share
+    started = clock()
+    _, probe = bench.sample(policy, params, 1, 2)
+    # As many prompts as full precision decodes in a tenth of the time, were each of them to cost the same.
+    count = max(1, min(len(prompts), int(BUDGET / 10 / max(probe, 1e-6))))
+    tokens = max(1, min(_TRIAL_TOKENS, config.rollout.max_new_tokens - 1))
+    bench = attrs.evolve(bench, prompts=prompts[:count], tokens=tokens)
+    sampled, _ = bench.sample(policy, params, min(count, 2), tokens)
+    log_pv, answers_n = _distribution(policy, params, sampled, config, None)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    rows = [
+        Measured(
+            quantization="none",
+            tokens_per_second=bench.rate(policy, params),
+            memory=mx.get_peak_memory() - before,
+            kl=0.0,
+            difference=0.0,
+        )
+    ]
+    now = clock()
+    whole = longest = now - started
+    for name in CANDIDATES:
+        if end - now < 1.5 * longest:
+            rows.append(Measured(quantization=name, verdict="no time left to measure it"))
+            continue
+        patience = (end - now) / whole
+        rows.append(_measure(bench, policy, name, machine, (log_pv, answers_n), sampled, probe, patience))
+        before_it, now = now, clock()
+        longest = max(longest, now - before_it)
+    limit = config.system.memory_limit_gb * 1e9 or platform.memory().total
+    # The optimizer's, which come with the first update.
+    moments = 2 * getattr(mx, config.optim.moments).size * sum(leaf.size for leaf in arrays_of(params))
+    room, tried = limit - before - moments, {"none"}
+    trial = choose(rows, room, config.rollout.auto_kl_limit)
+    # On a machine that does other things too one measurement of each is no comparison.
+    while trial.choice not in tried and end - clock() > 4 * longest:
+        tried.add(trial.choice)
+        rows = _measured_again(bench, policy, trial.choice, machine, rows)
+        trial = choose(rows, room, config.rollout.auto_kl_limit)
+    return trial
+
+
+def _measure(
+    bench: _Bench,
+    policy: g.Policy,
+    name: str,
+    machine: Platform,
+    full: tuple[mx.array, mx.array],
+    sampled: g.Rollout,
+    probe: float,
+    patience: float,
+) -> Measured:
+    """One candidate; given up after its probe where it is more than `patience` times as slow as `probe`."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    try:
+        role = make_role(
+            bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
+        )
+    except UserError as error:
+        return Measured(quantization=name, verdict=str(error).rpartition(": ")[2])
+    params = role.transform(policy.params)
+    g.materialize(params, role.policy.frozen)
+    mx.reset_peak_memory()
+    _, seconds = bench.sample(role.policy, params, 1, 2)
+    if seconds > patience * probe:
+        return Measured(
+            quantization=name, verdict=f"{seconds / probe:.0f} times as slow: not measured further"
+        )
+    log_pv, answers_n = full
+    log_qv, _ = _distribution(role.policy, params, sampled, bench.config, answers_n)
+    kl = float((mx.exp(log_qv) * (log_qv - log_pv)).sum(axis=-1).mean())
+    difference = mx.take_along_axis(log_qv - log_pv, answers_n[:, None], axis=-1)
+    mx.reset_peak_memory()
+    rate = bench.rate(role.policy, params)
+    return Measured(
+        quantization=name,
+        tokens_per_second=rate,
+        memory=mx.get_peak_memory() - before,
+        kl=kl if math.isfinite(kl) else math.inf,
+        difference=float(mx.abs(difference).mean()),
+    )
+
+
+def _measured_again(
+    bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[Measured]
+) -> list[Measured]:
+    """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
+    role = make_role(bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend)
+    sides = {"none": (policy, policy.params), name: (role.policy, role.transform(policy.params))}
+    g.materialize(sides[name][1])
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for side in ("none", name, name, "none"):
+        rates[side].append(bench.rate(*sides[side]))
+    return [
+        attrs.evolve(row, tokens_per_second=max(rates[row.quantization]))
+        if row.quantization in rates
+        else row
+        for row in rows
+    ]
+
+
+def _distribution(
+    policy: g.Policy, params: Tree, sampled: g.Rollout, config: Config, known_n: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """Log-probs [N,V] of all tokens after the prompts of a rollout, and the tokens [N] that it drew there."""
+    rows, answers = [], []
+    size = sampled.num_generations
+    for number, prompt in enumerate(sampled.prompts):
+        part_bt = sampled.tokens_bt[number * size : (number + 1) * size]
+        whole_bl = mx.concatenate([mx.broadcast_to(mx.array([prompt]), (size, len(prompt))), part_bt], axis=1)
+        hidden_btd = policy.hidden(params, whole_bl)[:, len(prompt) - 1 : -1]
+        rows.append(hidden_btd.reshape(-1, hidden_btd.shape[-1]))
+        answers.append(part_bt.reshape(-1))
+    head = policy.head(params)
+    hidden_nd, answers_n = mx.concatenate(rows), mx.concatenate(answers)
+    vocabulary = head.function(head.params, hidden_nd[:1]).shape[-1]
+    # Spread over all rows: the first completion alone would say little.
+    count = max(1, min(hidden_nd.shape[0], _KL_LOGITS // vocabulary))
+    index = mx.array(np.linspace(0, hidden_nd.shape[0] - 1, count).astype(np.int32))
+    z_nv = head.function(head.params, hidden_nd[index]).astype(mx.float32) / config.rollout.temperature
+    log_nv = z_nv - mx.logsumexp(z_nv, axis=-1, keepdims=True)
+    answers_n = answers_n[index] if known_n is None else known_n
+    mx.eval(log_nv, answers_n)
+    return log_nv, answers_n
