@@ -1,4 +1,4 @@
-"""What the kernel of `grpo_fn.backends.cuda.prefix_attention` has to do, in NumPy: its specification, and a stand-in."""
+"""What the kernel of `backends/cuda/prefix_attention` has to do, in NumPy: specification and stand-in."""
 
 from collections.abc import Sequence
 

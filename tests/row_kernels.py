@@ -1,4 +1,4 @@
-"""What the kernels of `grpo_fn.backends.cuda.logit_kernels` do, in NumPy float64: their specification, and stand-ins."""
+"""What the kernels of `backends/cuda/logit_kernels` do, in NumPy float64: their specification, stand-ins."""
 
 import mlx.core as mx
 import numpy as np

@@ -82,7 +82,7 @@ def test_the_import_check_sees_what_is_there():
 
 @pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
 def test_the_tested_range_is_the_declared_one(name):
-    """runners/machine/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
+    """machine/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
     wanted = SpecifierSet(versions.TESTED[name])
     assert declared()[name].specifier == wanted
     assert {"<", ">="} == {each.operator for each in wanted}

@@ -1,4 +1,4 @@
-"""The probe of `runners.tokenization.tokenizer_probe` on a system that does not limit the memory of a process."""
+"""`runners.tokenization.tokenizer_probe` on a system that does not limit the memory of a process."""
 
 from runners.machine import bounded
 from runners.tokenization import tokenizer_probe

@@ -82,8 +82,8 @@ def take_snapshot(
 def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = None) -> Path:
     """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
 
-    A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.files.durable`. Raises
-    UserError where the disk refuses: what was there is still there.
+    A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.files.durable`.
+    Raises UserError where the disk refuses: what was there is still there.
     """
     target = run_dir / f"checkpoint-{snapshot.step}"
     with new_folder(target, within=within) as folder:

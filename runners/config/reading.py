@@ -18,7 +18,7 @@ import attrs
 from runners.config import flat_keys, rules
 from runners.errors import ConfigError, did_you_mean, nearest, show
 
-PRESET_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty

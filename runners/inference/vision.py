@@ -101,8 +101,8 @@ def stream_images(
 ) -> Iterator[str | Completion]:
     """An answer to messages with images (files, in their order, before the last message's text).
 
-    Pieces, then the whole Completion, as `runners.inference.generation.stream` gives them. Raises UserError for a file
-    that is no image, and where the model refuses the prompt.
+    Pieces, then the whole Completion, as `runners.inference.generation.stream` gives them. Raises UserError
+    for a file that is no image, and where the model refuses the prompt.
     """
     from mlx_vlm import stream_generate  # pyright: ignore[reportMissingImports]
     from mlx_vlm.prompt_utils import apply_chat_template  # pyright: ignore[reportMissingImports]

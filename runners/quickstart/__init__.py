@@ -1,6 +1,6 @@
 """The model and the dataset that ship with the package: where they lie, nothing more.
 
-`runners.quickstart.make.__main__` rebuilds both from nothing; importing this module loads nothing heavy.
+`runners.quickstart.make` rebuilds both from nothing; importing this module loads nothing heavy.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The first use of a tokenizer and its chat template, in a process of its own: `runners.machine.bounded` runs it.
+"""The first use of a tokenizer and its chat template, in a process of its own (`runners.machine.bounded`).
 
 It imports the libraries that do the work and little else, as it stands before a model's first use. What it
 prints: the phase that begins, and a line that starts with FAULT where something is wrong.

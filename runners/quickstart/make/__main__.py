@@ -1,4 +1,4 @@
-"""Make the embedded dataset and model from nothing: `python -m runners.quickstart.make.__main__ [--out DIR] [--seed N]`.
+"""Make the embedded dataset and model anew: `python -m runners.quickstart.make [--out DIR] [--seed N]`.
 
 What the model can do: read a word problem worded like one of the twenty templates, with numbers below a
 hundred that it has not seen together, choose the operations, work them out step by step, and answer in
