@@ -1,0 +1,510 @@
+"""Files as nobody means them: mutated and invented, through the functions that read them.
+
+    python -m tests.campaigns.fuzz --inputs 10000 [--target NAME] [--seed N]
+    python -m tests.campaigns.fuzz --target toml --atheris  the same by coverage, with `pip install atheris`
+
+Whatever a file holds, reading it gives a value or a UserError: any other exception, a crash, more than ten
+seconds, or a file touched outside of the input's own folder is a failure. Each kind of file is read in a
+process of its own, so that one which MLX or Python cannot survive is found too, with the input that did it.
+The long form has 100,000 inputs; those of chat templates need a process each, and so some hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copyreg
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from runners.machine.machine import load_blas
+
+load_blas()
+
+from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
+from runners.errors import UserError  # noqa: E402
+from runners.models.model_files import read_json  # noqa: E402
+from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
+from tests.campaigns.fuzz_inputs import JSON, Target, changed_json, dumped, mutated  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 10.0  # for one input
+MEMORY = 8 << 30  # bytes of a process's address space
+_WRITING = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate")
+_RUNNING = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+    "socket.getaddrinfo",
+)
+
+
+class Toml(Target):
+    """Configs: the packaged ones mutated, and known keys with any values."""
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        from runners.config.config import KEYS
+        from runners.config.flat_keys import FLAT_KEYS
+
+        valid = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
+        names = sorted({".".join(key) for key in KEYS} | set(FLAT_KEYS) | {"stop.when", "nonsense"})
+        scalar = JSON.map(lambda value: json.dumps(value).encode("utf-8", "replace"))
+        line = st.tuples(st.sampled_from(names).map(str.encode), scalar).map(b" = ".join)
+        return mutated(valid) | st.lists(line, max_size=4).map(
+            lambda rows: b'model.path = "embedded"\n' + b"\n".join(rows)
+        )
+
+    def feed(self, value: bytes) -> None:
+        from runners.config.config import load_config
+
+        (self.folder / "train.toml").write_bytes(value)
+        load_config(str(self.folder / "train.toml")).check()
+
+    def warm(self) -> None:
+        self.feed(b'model.path = "embedded"\n')
+
+
+class Rows(Target):
+    """Data files of each format, whole and row by row."""
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [{"question": f"What is {i}?", "answer": f"#### {i}", "level": i} for i in range(4)]
+        lines = b"\n".join(map(dumped, rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), self.folder / "made.parquet")
+        parquet = (self.folder / "made.parquet").read_bytes()
+        csv = b"question,answer\r\n" + b"".join(b'"What is %d?",%d\r\n' % (i, i) for i in range(4))
+        any_rows = st.lists(changed_json(rows[0]), max_size=4)
+        return st.one_of(
+            st.tuples(st.just("jsonl"), mutated([lines])),
+            st.tuples(st.just("jsonl"), any_rows.map(lambda found: b"\n".join(map(dumped, found)))),
+            st.tuples(st.just("json"), mutated([dumped(rows), lines]) | any_rows.map(dumped)),
+            st.tuples(st.just("csv"), mutated([csv])),
+            st.tuples(st.just("parquet"), mutated([parquet])),
+        )
+
+    def feed(self, value: tuple[str, bytes]) -> None:
+        from runners.config.sections import DataConfig
+        from runners.data.datasets import load_rows
+        from runners.data.prompts import reward_columns
+
+        path = self.folder / f"rows.{value[0]}"
+        path.write_bytes(value[1])
+        with contextlib.suppress(UserError):
+            load_rows(DataConfig(source=str(path)))
+        reward_columns(load_rows(DataConfig(source=str(path), on_bad_row="skip"))[0])
+
+    def warm(self) -> None:
+        self.feed(("jsonl", b'{"question": "1", "answer": 2}\n' * 3))
+
+
+class Weights(Target):
+    """A model folder whose safetensors header, or config.json, or index has been changed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        from tests.support.tiny_models import make_model_folder
+
+        self.model = make_model_folder(folder / "model")
+        self.kept = {path.name: path.read_bytes() for path in self.model.iterdir()}
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        weights = self.kept["model.safetensors"]
+        (length,) = struct.unpack("<Q", weights[:8])
+        header = json.loads(weights[8 : 8 + length])
+        few = {name: header[name] for name in list(header)[:2]}
+        body = weights[8 + length :]
+
+        def packed(part: Any) -> bytes:
+            whole = {**header, **part} if isinstance(part, dict) else part
+            text = dumped(whole)
+            return struct.pack("<Q", len(text)) + text + body
+
+        config = json.loads(self.kept["config.json"])
+        index = {"metadata": {}, "weight_map": {"a": "model.safetensors"}}
+        return st.one_of(
+            st.tuples(st.just("model.safetensors"), mutated([weights])),
+            st.tuples(st.just("model.safetensors"), changed_json(few).map(packed)),
+            st.tuples(st.just("config.json"), changed_json(config).map(dumped)),
+            st.tuples(st.just("model.safetensors.index.json"), changed_json(index).map(dumped)),
+        )
+
+    def feed(self, value: tuple[str, bytes]) -> None:
+        from runners.models.model_files import resolve_model
+        from runners.models.model_reading import read_model
+
+        name, content = value
+        try:
+            (self.model / name).write_bytes(content)
+            read_model(resolve_model(str(self.model)))
+        finally:
+            (self.model / name).unlink()
+            if name in self.kept:
+                (self.model / name).write_bytes(self.kept[name])
+
+    def warm(self) -> None:
+        self.feed(("config.json", self.kept["config.json"]))
+
+
+class Checkpoint(Target):
+    """trainer_state.json, the manifest, and the header of optimizer.safetensors of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        import mlx.core as mx
+
+        import grpo_fn as g
+        from runners.checkpoints.state_files import pack_state, save_state
+        from runners.config.sections import WatchConfig
+        from runners.files.durable import save_arrays
+        from runners.telemetry.run_watch import Watch
+        from runners.training.bad_updates import BadUpdates
+        from runners.training.gradients import Gradients
+        from runners.training.loop_state import LoopState
+        from tests.support.folders import held
+
+        self.checkpoint = folder / "run" / "checkpoint-1"
+        self.checkpoint.mkdir(parents=True)
+        params = {"a": {"weight": mx.ones((3, 2))}, "b": [mx.zeros((4,))]}
+        state = g.init_state(params, g.adamw(0.1), key=mx.random.key(0))
+        weights = {"a.weight": params["a"]["weight"]}
+        save_arrays(self.checkpoint / "model.safetensors", weights, {"format": "mlx"})
+        at = LoopState(batch_step=1, update=1, scores=(0.5,))
+        save_state(self.checkpoint, pack_state(state, weights, {**at.trees(), "anchor": params}))
+        step: Any = None
+        self.parts = (BadUpdates(held(folder), 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
+        self.facts = {"step": 1, "em": 0.25, "reward": 1.5, "loop": {**at.plain(), "elapsed": 0.0}}
+        for part in self.parts:
+            self.facts |= part.facts()
+        (self.checkpoint / "trainer_state.json").write_bytes(dumped(self.facts))
+        write_manifest(self.checkpoint)
+        self.kept = {path.name: path.read_bytes() for path in self.checkpoint.iterdir()}
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        state = self.kept["optimizer.safetensors"]
+        (length,) = struct.unpack("<Q", state[:8])
+        header, body = json.loads(state[8 : 8 + length]), state[8 + length :]
+        structure = json.loads(header["__metadata__"]["structure"])
+        manifest = json.loads(self.kept[MANIFEST])
+
+        def packed(structure: Any) -> bytes:
+            metadata = {**header["__metadata__"], "structure": json.dumps(structure)}
+            text = dumped({**header, "__metadata__": metadata})
+            return struct.pack("<Q", len(text)) + text + body
+
+        return st.one_of(
+            st.tuples(st.just("trainer_state.json"), changed_json(self.facts).map(dumped)),
+            st.tuples(st.just("trainer_state.json"), mutated([dumped(self.facts)])),
+            st.tuples(st.just("optimizer.safetensors"), mutated([state])),
+            st.tuples(st.just("optimizer.safetensors"), changed_json(structure).map(packed)),
+            st.tuples(st.just(MANIFEST), changed_json(manifest).map(dumped)),
+        )
+
+    def feed(self, value: tuple[str, bytes]) -> None:
+        from runners.checkpoints.checkpoint import list_checkpoints, prune_checkpoints
+        from runners.checkpoints.resume import find_origin
+        from runners.checkpoints.state_files import load_trees
+        from runners.training.loop_state import LoopState
+
+        name, content = value
+        file = self.checkpoint / name
+        file.write_bytes(content)
+        try:
+            prune_checkpoints(self.folder / "run", keep_last=1, keep_best=1)
+            assert list_checkpoints(self.folder / "run") == [self.checkpoint]
+            with contextlib.suppress(UserError):
+                find_origin(self.folder / "run", None, str)
+            _, trees = load_trees(self.checkpoint)
+            facts = read_json(self.checkpoint / "trainer_state.json")
+            for part in self.parts:
+                part.restore(facts)
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, AttributeError
+            ):  # as runners.checkpoints.resume
+                LoopState.of(facts.get("loop", {}), trees)
+        finally:
+            file.unlink()
+            if name in self.kept:
+                file.write_bytes(self.kept[name])
+
+
+class Prompt(Target):
+    """grpo_prompt.json in a model folder."""
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        self.warm()
+        valid = (self.folder / "grpo_prompt.json").read_bytes()
+        return mutated([valid]) | changed_json(json.loads(valid)).map(dumped)
+
+    def feed(self, value: bytes) -> None:
+        from runners.tokenization.prompt_settings import read_prompt
+
+        (self.folder / "grpo_prompt.json").write_bytes(value)
+        found = read_prompt(self.folder)
+        assert found is not None
+        found.overrides()
+
+    def warm(self) -> None:
+        from runners.config.config import load_config
+        from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+
+        settings = PromptSettings.of(load_config("quickstart").to_dict())
+        write_prompt(self.folder, settings)
+        self.feed((self.folder / "grpo_prompt.json").read_bytes())
+
+
+_STATE = {
+    "name": "n",
+    "pat_str": "[a-z]+|.",
+    "mergeable_ranks": {bytes([i]): i for i in range(256)},
+    "special_tokens": {"<|bos|>": 256},
+}
+
+
+class Tokenizer(Target):
+    """tokenizer.pkl: real ones mutated, and opcodes in any order around the names that are admitted."""
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        valid = [_pickled(_STATE, protocol) for protocol in (2, 3, 4, 5)]
+        pieces = st.sampled_from(
+            [
+                *(bytes([code]) for code in range(256)),
+                b"ctiktoken.core\nEncoding\n",
+                b"c_codecs\nencode\n",
+                b"cos\nsystem\n",
+                b"\x8c\x02os\x8c\x06system\x93",
+                b"U\x09touch ran\x85R",
+                b")\x81",
+                b"}b",
+                b"h\x00\x86\x94",
+                b"r\xff\xff\xff\xff",
+                b"S'latin1'\n",
+                b"\x8c\x06latin1",
+            ]
+        )
+        return mutated(valid) | st.lists(pieces, max_size=20).map(
+            lambda parts: b"\x80\x04" + b"".join(parts) + b"."
+        )
+
+    def feed(self, value: bytes) -> None:
+        from runners.tokenization.tokenizer_pickle import read_encoding
+
+        (self.folder / "tokenizer.pkl").write_bytes(value)
+        read_encoding(self.folder / "tokenizer.pkl")
+
+    def warm(self) -> None:
+        self.feed(_pickled(_STATE, 4))
+
+
+TARGETS: dict[str, type[Target]] = {
+    "toml": Toml,
+    "rows": Rows,
+    "weights": Weights,
+    "checkpoint": Checkpoint,
+    "tokenizer": Tokenizer,
+    "prompt": Prompt,
+    **FAMILIES,
+}
+
+
+class _Encoding:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (_Encoding,), self.state
+
+
+def _pickled(state: Any, protocol: int) -> bytes:
+    """A pickle of tiktoken's Encoding with this state."""
+    module, name = _Encoding.__module__, _Encoding.__qualname__
+    data = pickle.dumps(_Encoding(state), protocol)
+    if protocol < 4:
+        return data.replace(f"c{module}\n{name}\n".encode(), b"ctiktoken.core\nEncoding\n")
+    old = b"\x8c" + bytes([len(module)]) + module.encode() + b"\x94\x8c" + bytes([len(name)]) + name.encode()
+    # Without its frame, whose length would be another: frames are optional.
+    return (data[:2] + data[11:]).replace(old, b"\x8c\x0dtiktoken.core\x94\x8c\x08Encoding")
+
+
+class Watchdog:
+    """Notes every file that is written, made or removed outside of a folder, and all that is run but the
+    processes in which a tokenizer is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.allowed = (str(folder.resolve()), "/dev/", str(ROOT / ".hypothesis"))
+        self.found: list[str] = []
+        self.on = False
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event in _RUNNING:
+            if event == "subprocess.Popen" and "tokenizer_probe" in repr(arguments[1]):
+                return
+            self.found.append(f"{event} {arguments!r:.200}")
+        elif event in _WRITING:
+            path, *rest = arguments
+            if not isinstance(path, str | bytes | os.PathLike):
+                return
+            if event == "open" and not _writes(rest):
+                return
+            whole = os.path.realpath(os.fsdecode(path))
+            if not whole.startswith(self.allowed) and "__pycache__" not in whole:
+                self.found.append(f"{event} {whole}")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block; what was found is an error at its end."""
+        self.found, self.on = [], True
+        try:
+            yield
+        finally:
+            self.on = False
+        if self.found:
+            raise AssertionError(f"outside of the folder: {self.found}")
+
+
+def _writes(rest: list[Any]) -> bool:
+    mode, flags = (*rest, None, None)[:2]
+    if isinstance(mode, str):
+        return bool(set(mode) & set("wax+"))
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+class TooLong(BaseException):
+    """An input took too long; no Exception, as those of other people's code become a UserError."""
+
+
+def _too_long(*_: object) -> None:
+    raise TooLong
+
+
+def run_target(name: str, inputs: int, number: int, folder: Path, *, guided: bool = False) -> None:
+    """Feeds so many inputs to one target, in this process; raises at the first that fails, made small.
+
+    `guided`: atheris chooses them by what of the code they reach, and ends the process, with code 0 or 77.
+    """
+    place = folder / "input"
+    place.mkdir(parents=True)
+    os.environ["GRPO_FN_CACHE"] = str(folder / "cache")
+    last = folder / "last"
+    counts = {"taken": 0, "refused": 0}
+    with _instrumented() if guided else contextlib.nullcontext():
+        target = TARGETS[name](place)
+        strategy = target.inputs()
+        target.warm()
+    watchdog = Watchdog(folder)
+    signal.signal(signal.SIGALRM, _too_long)
+
+    @seed(number)
+    @settings(
+        max_examples=inputs,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(strategy)
+    def feed(value: Any) -> None:
+        last.write_bytes(repr(value).encode("utf-8", "backslashreplace"))
+        signal.setitimer(signal.ITIMER_REAL, SECONDS * target.patience)
+        try:
+            with watchdog.watching():
+                target.feed(value)
+            counts["taken"] += 1
+        except UserError as error:
+            assert str(error).strip() and "Traceback" not in str(error)
+            counts["refused"] += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    if guided:
+        import atheris
+
+        options = [f"-atheris_runs={inputs}", f"-artifact_prefix={folder}/", f"-seed={number + 1}"]
+        atheris.Setup([sys.argv[0], *options], feed.hypothesis.fuzz_one_input)  # pyright: ignore
+        atheris.Fuzz()
+    feed()
+    print(
+        f"{name}: {sum(counts.values()):,} inputs, {counts['taken']:,} taken, {counts['refused']:,} refused"
+    )
+
+
+def _instrumented() -> contextlib.AbstractContextManager[None]:
+    import atheris
+
+    return atheris.instrument_imports(include=["runners", "tomllib"])
+
+
+def fuzz(groups: list[list[str]], inputs: int, number: int, tell: Callable[[str], None] = print) -> list[str]:
+    """Each group of targets in a process of its own, so many inputs a target; the failures, a text each."""
+    failures = []
+    for group in groups:
+        folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        command = [sys.executable, "-m", "tests.campaigns.fuzz", "--inside", str(folder)]
+        chosen = [part for name in group for part in ("--target", name)]
+        try:
+            done = subprocess.run(
+                [*command, *chosen, "--inputs", str(inputs), "--seed", str(number)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=600 + inputs * sum(TARGETS.get(name, Target).patience for name in group),
+            )
+            died, output = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            died, output = -signal.SIGKILL, "no end"
+        if died:
+            lasts = [last for name in group if (last := folder / name / "last").is_file()]  # in their turn
+            said = lasts[-1].read_text()[:2000] if lasts else "none"
+            failures.append(f"{group}: exit code {died}; last input {said}\n{output[-6000:]}")
+        tell(failures[-1] if died else output.strip())
+        shutil.rmtree(folder, ignore_errors=True)
+    return failures
+
+
+def main() -> int:
+    """The command; exit code 1 where anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--inputs", type=int, default=10_000, help="in all, shared out among the targets")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="one or more; all if left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--atheris", action="store_true", help="let atheris choose the inputs of one target")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    values = parser.parse_args()
+    if values.inside:
+        if sys.platform == "linux":  # an input that asks for more is refused, or ends this process alone
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        for name in values.target:
+            run_target(name, values.inputs, values.seed, Path(values.inside) / name)
+        return 0
+    targets = values.target or list(TARGETS)
+    if values.atheris:
+        folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        run_target(targets[0], values.inputs, values.seed, folder, guided=True)
+    return bool(fuzz([[name] for name in targets], -(-values.inputs // len(targets)), values.seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

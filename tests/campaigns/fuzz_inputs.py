@@ -1,0 +1,87 @@
+"""What the campaign of `fuzz.py` makes its inputs of: any JSON, mutated files, values with one change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["../x", "/etc/passwd", "\x1b[31m", "\ud800", "F32", "model.safetensors", "a" * 300]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mutated(draw: Any, valid: list[bytes]) -> bytes:
+    """A valid file with a few bytes overwritten, cut out, put in, doubled, or the end cut off."""
+    data = bytearray(draw(st.sampled_from(valid)))
+    for _ in range(draw(st.integers(1, 4))):
+        # Most of what a parser minds stands at the beginning.
+        end = min(len(data), draw(st.sampled_from([16, 200, 3000, len(data)])))
+        place = draw(st.integers(0, end))
+        width = draw(st.integers(1, 8))
+        new = draw(
+            st.binary(min_size=1, max_size=6) | st.sampled_from([b"\xff" * 4, b'"', b"[", b"{", b"-1", b"\0"])
+        )
+        match draw(st.sampled_from(["over", "cut", "in", "twice", "end"])):
+            case "over":
+                data[place : place + len(new)] = new
+            case "cut":
+                del data[place : place + width]
+            case "in":
+                data[place:place] = new
+            case "twice":
+                data[place:place] = data[place : place + width * 20]
+            case "end":
+                del data[place:]
+    return bytes(data)
+
+
+def changed_json(value: Any) -> st.SearchStrategy[Any]:
+    """A JSON value in which one place, at any depth, is replaced by any other value, or left out."""
+    if isinstance(value, dict) and value:
+        inner = st.sampled_from(sorted(value)).flatmap(
+            lambda key: changed_json(value[key]).map(lambda new: {**value, key: new})
+        )
+        less = st.sampled_from(sorted(value)).map(lambda key: {k: v for k, v in value.items() if k != key})
+        more = st.tuples(st.text(max_size=5), JSON).map(lambda pair: {**value, pair[0]: pair[1]})
+        return inner | less | more | JSON
+    if isinstance(value, list) and value:
+        inner = st.integers(0, min(len(value), 5) - 1).flatmap(
+            lambda i: changed_json(value[i]).map(lambda new: [*value[:i], new, *value[i + 1 :]])
+        )
+        return inner | JSON
+    return JSON
+
+
+def dumped(value: Any) -> bytes:
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+class Target:
+    """One kind of file: what is fed, and what reads it."""
+
+    patience = 1  # times ten seconds for an input
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def inputs(self) -> st.SearchStrategy[Any]:
+        """Valid ones changed, and invented ones."""
+        raise NotImplementedError
+
+    def feed(self, value: Any) -> None:
+        """Writes the input into the folder and reads it."""
+        raise NotImplementedError
+
+    def warm(self) -> None:
+        """Reads a valid file: imports write caches, which is nothing that an input did."""

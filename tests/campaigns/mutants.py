@@ -1,0 +1,468 @@
+"""Breaks the code in one place at a time, and checks that the tests notice: `-m tests.campaigns.mutants`.
+
+Each mutant replaces one piece of text, which must occur exactly once, in a temporary copy of the package,
+and runs the tests of the algebra, or those that it names, on that copy. Names given on the command line
+choose mutants. Exit status 1: a mutant survived, or the tests are red without any.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("grpo_fn", "runners", "tests", "pyproject.toml")
+# The quickest first: most mutants fall to the golden cases.
+TESTS = ("golden", "kl", "loss_spec", "advantages", "policy_loss", "loss_properties")
+
+
+class Mutant(NamedTuple):
+    """One wrong line."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...] = TESTS  # of tests/grpo_fn, that have to notice it
+
+
+MUTANTS = [
+    Mutant("k1-sign", "algorithm/kl", "return -y", "return y"),
+    Mutant("k2-half", "algorithm/kl", "near * (y - near / 2)", "near * (2 * y - near)"),
+    Mutant("k2-flat-beyond", "algorithm/kl", "near * (y - near / 2)", "near * near / 2"),
+    Mutant("k3-sign", "algorithm/kl", "(1 + (y - near)) - y - 1", "(1 + (y - near)) + y - 1"),
+    Mutant("k3-unbounded", "algorithm/kl", "near = mx.minimum(y, K3_LINEAR_FROM)", "near = y"),
+    Mutant("k3-flat-beyond", "algorithm/kl", "(1 + (y - near)) - y - 1", "- near - 1"),
+    Mutant("kl-direction", "algorithm/kl", "mx.clip(ref_logp - logp,", "mx.clip(logp - ref_logp,"),
+    Mutant(
+        "kl-of-the-impossible", "algorithm/kl", "mx.clip(ref_logp - logp, -LIMIT, LIMIT)", "ref_logp - logp"
+    ),
+    Mutant("clamp-at-40", "checks", "LOG_RATIO_LIMIT = 20.0", "LOG_RATIO_LIMIT = 40.0"),
+    Mutant("ratio-unclamped", "algorithm/ratios", "exp(clamp_log(log_ratio))", "exp(log_ratio)"),
+    Mutant("ratio-inverted", "algorithm/ratios", "logp_bt - old_logp_bt", "old_logp_bt - logp_bt"),
+    Mutant(
+        "sequence-product",
+        "algorithm/ratios",
+        "sequence_sum(values_bt, mask_bt) / length",
+        "sequence_sum(values_bt, mask_bt)",
+    ),
+    Mutant(
+        "sequence-mean-over-padding",
+        "algorithm/ratios",
+        "mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)",
+        "mask_bt.shape[1]",
+    ),
+    Mutant(
+        "tis-no-floor",
+        "algorithm/ratios",
+        "mx.clip(ratio_bt, spec.correction_floor,",
+        "mx.clip(ratio_bt, 0.0,",
+    ),
+    Mutant(
+        "tis-no-cap",
+        "algorithm/ratios",
+        "mx.clip(ratio_bt, spec.correction_floor, spec.correction_cap)",
+        "mx.maximum(ratio_bt, spec.correction_floor)",
+    ),
+    Mutant("product-always", "algorithm/ratios", 'spec.sequence_ratio == "product"', "True"),
+    Mutant("product-never", "algorithm/ratios", 'spec.sequence_ratio == "product"', "False"),
+    Mutant(
+        "sequence-untruncated",
+        "algorithm/ratios",
+        "mx.clip(q_b1, spec.correction_floor, spec.correction_cap)",
+        "q_b1",
+    ),
+    Mutant(
+        "sequence-weight-forgotten",
+        "algorithm/ratios",
+        "weight_bt = weight_bt * q_b1",
+        "weight_bt = weight_bt",
+    ),
+    Mutant("icepop-one-sided", "algorithm/ratios", "(ratio_bt >= low) & (ratio_bt", "(ratio_bt"),
+    Mutant(
+        "icepop-unweighted", "algorithm/ratios", "(ratio_bt <= high), ratio_bt", "(ratio_bt <= high), 1.0"
+    ),
+    Mutant("sequence-mask-either", "algorithm/ratios", "(q_b1 >= low) & (q_b1", "(q_b1 >= low) | (q_b1"),
+    Mutant(
+        "correction-inverted",
+        "algorithm/ratios",
+        "old_logp_bt - rollout_logp_bt",
+        "rollout_logp_bt - old_logp_bt",
+    ),
+    Mutant(
+        "clip-sides-swapped",
+        "algorithm/surrogates",
+        "1 - spec.epsilon_low, 1 + spec.upper_epsilon",
+        "1 - spec.upper_epsilon, 1 + spec.epsilon_low",
+    ),
+    Mutant("clip-optimist", "algorithm/surrogates", "-mx.minimum(bounded", "-mx.maximum(bounded"),
+    Mutant("clip-sign", "algorithm/surrogates", "-mx.minimum(bounded", "mx.minimum(bounded"),
+    Mutant("clip-only", "algorithm/surrogates", "-mx.minimum(bounded", "-mx.minimum(clipped"),
+    Mutant(
+        "delta-from-below",
+        "algorithm/surrogates",
+        "mx.minimum(ratio, spec.delta)",
+        "mx.maximum(ratio, spec.delta)",
+    ),
+    Mutant("dual-clip-side", "algorithm/surrogates", "mx.where(advantage < 0", "mx.where(advantage > 0"),
+    Mutant("dual-clip-floor", "algorithm/surrogates", "mx.minimum(loss,", "mx.maximum(loss,"),
+    Mutant("dual-clip-sign", "algorithm/surrogates", "-spec.dual_clip * adv", "spec.dual_clip * adv"),
+    Mutant(
+        "cispo-gradient-through-weight",
+        "algorithm/surrogates",
+        "mx.stop_gradient(mx.minimum(ratio, 1 + spec.upper_epsilon))",
+        "mx.minimum(ratio, 1 + spec.upper_epsilon)",
+    ),
+    Mutant(
+        "cispo-cap-as-trl",
+        "algorithm/surrogates",
+        "mx.minimum(ratio, 1 + spec.upper",
+        "mx.minimum(ratio, spec.upper",
+    ),
+    Mutant("cispo-sign", "algorithm/surrogates", "-weight * advantage", "weight * advantage"),
+    Mutant(
+        "sapo-one-tau",
+        "algorithm/surrogates",
+        "spec.sapo_tau_pos, spec.sapo_tau_neg",
+        "spec.sapo_tau_pos, 1.0",
+    ),
+    Mutant("sapo-unscaled", "algorithm/surrogates", "-(4 / tau)", "-4"),
+    Mutant("sapo-off-centre", "algorithm/surrogates", "tau * (ratio - 1)", "tau * ratio"),
+    Mutant("none-with-ratio", "algorithm/surrogates", "-exp(logp - mx.stop_gradient(logp))", "-ratio"),
+    Mutant(
+        "old-not-held", "algorithm/loss", "mx.stop_gradient(logp_bt if old_logp_bt", "(logp_bt if old_logp_bt"
+    ),
+    Mutant(
+        "old-differentiated",
+        "algorithm/loss",
+        "mx.stop_gradient(logp_bt if old_logp_bt is None",
+        "(mx.stop_gradient(logp_bt) if old_logp_bt is None",
+    ),
+    Mutant(
+        "ref-differentiated", "algorithm/loss", "mx.stop_gradient(clean(ref_logp_bt))", "clean(ref_logp_bt)"
+    ),
+    Mutant(
+        "advantage-differentiated", "algorithm/loss", "adv_b1 = mx.stop_gradient(adv_b1)", "adv_b1 = adv_b1"
+    ),
+    Mutant(
+        "masked-after-exp",
+        "algorithm/loss",
+        "mx.where(counted_bt, array.astype(mx.float32), 0.0)",
+        "array.astype(mx.float32)",
+    ),
+    Mutant("half-precision", "algorithm/loss", "counted_bt, array.astype(mx.float32)", "counted_bt, array"),
+    Mutant(
+        "advantage-of-empty-row",
+        "algorithm/loss",
+        "mx.where(length_b > 0, adv_b",
+        "mx.where(length_b >= 0, adv_b",
+    ),
+    Mutant("mask-ignored-in-sum", "algorithm/loss", "(mask_bt * term_bt).sum", "(term_bt).sum"),
+    Mutant("length-bias-lost", "algorithm/loss", "summed_b / mx.maximum(length_b, 1)", "summed_b"),
+    Mutant("token-mean-over-rows", "algorithm/loss", "        return tokens\n", "        return sequences\n"),
+    Mutant(
+        "constant-over-tokens",
+        "algorithm/loss",
+        "sequences * max_completion_length",
+        "tokens * max_completion_length",
+    ),
+    Mutant(
+        "empty-rows-uncounted",
+        "algorithm/loss",
+        "mx.array(float(shape[0])) if",
+        "(length_b > 0).astype(mx.float32).sum() if",
+    ),
+    Mutant("correction-forgotten", "algorithm/loss", "mismatch.weight_bt * SURROGATES", "SURROGATES"),
+    Mutant("keep-forgotten", "algorithm/loss", "mx.where(keep_bt.astype(mx.bool_), term_bt, 0.0)", "term_bt"),
+    Mutant(
+        "bias-correction-always",
+        "algorithm/loss",
+        "if spec.kl_bias_corrected else kl_bt",
+        "if True else kl_bt",
+    ),
+    Mutant(
+        "bias-correction-never",
+        "algorithm/loss",
+        "if spec.kl_bias_corrected else kl_bt",
+        "if False else kl_bt",
+    ),
+    Mutant("kl-sign", "algorithm/loss", "term_bt + spec.beta", "term_bt - spec.beta"),
+    Mutant("entropy-sign", "algorithm/loss", "term_bt - spec.entropy_coef", "term_bt + spec.entropy_coef"),
+    Mutant(
+        "clip-low-of-gains",
+        "algorithm/loss",
+        "spec.epsilon_low) & (adv_b1 < 0)",
+        "spec.epsilon_low) & (adv_b1 > 0)",
+    ),
+    Mutant(
+        "clip-high-by-low",
+        "algorithm/loss",
+        "ratio_bt > 1 + spec.upper_epsilon",
+        "ratio_bt > 1 + spec.epsilon_low",
+    ),
+    Mutant("clip-reported-by-all", "algorithm/loss", ' & ("low" in sides)', ""),
+    Mutant("clip-share-of-tokens", "algorithm/loss", 'rows if spec.level == "sequence" else seen', "seen"),
+    Mutant("clip-of-places", "algorithm/loss", 'clipped_bt.any(axis=1) if spec.level == "sequence" else', ""),
+    Mutant("mismatch-k1-sign", "algorithm/loss", "mean(-d_bt)", "mean(d_bt)"),
+    Mutant("mismatch-clamped", "algorithm/loss", "mean(mx.abs(difference_bt))", "mean(mx.abs(d_bt))"),
+    Mutant("ess-unsquared", "algorithm/loss", "mean(mx.square(is_ratio_bt))", "mean(is_ratio_bt)"),
+    Mutant(
+        "merge-by-rows", "algorithm/diagnostics", "(column * tokens).sum()", "(column * denominator).sum()"
+    ),
+    Mutant(
+        "merge-clip-by-tokens", "algorithm/diagnostics", 'ratios = columns["num_ratios"]', "ratios = tokens"
+    ),
+    Mutant("std-biased", "algorithm/advantages", "keepdims=True) - 1, 1)", "keepdims=True), 1)"),
+    Mutant("std-floor", "algorithm/advantages", "STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6"),
+    Mutant(
+        "leave-one-out-of-all",
+        "algorithm/advantages",
+        "mx.maximum(count_p1 - 1, 1)",
+        "mx.maximum(count_p1, 1)",
+    ),
+    Mutant(
+        "baseline-forgotten", "algorithm/advantages", "adv_pg = rewards_pg - base_pg", "adv_pg = rewards_pg"
+    ),
+    Mutant("zero-variance-noise", "algorithm/advantages", "given_pg & _varies(*compared)", "given_pg"),
+    Mutant("gdpo-noise", "algorithm/advantages", "given_pg & _varies(values_pg, given_pg)", "given_pg"),
+    Mutant(
+        "gdpo-mean-noise",
+        "algorithm/advantages",
+        "mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)",
+        "mean_11",
+    ),
+    Mutant(
+        "batch-baseline-by-group",
+        "algorithm/advantages",
+        'batch_11 if baseline == "batch_mean" else (rewards_pg, given_pg)',
+        "(rewards_pg, given_pg)",
+    ),
+    Mutant(
+        "invalid-completions-count",
+        "algorithm/advantages",
+        "given_pg = given_pg & valid",
+        "given_pg = given_pg | valid",
+    ),
+    Mutant(
+        "scale-batch-by-group",
+        "algorithm/advantages",
+        "adv_pg / (_std(*batch_11)",
+        "adv_pg / (_std(rewards_pg, given_pg)",
+    ),
+    Mutant(
+        "overlong-endless",
+        "algorithm/advantages",
+        "mx.maximum(penalty_b, -1.0)",
+        "mx.maximum(penalty_b, -2.0)",
+    ),
+    Mutant(
+        "overlong-reward",
+        "algorithm/advantages",
+        "(free - lengths_b.astype(mx.float32))",
+        "(lengths_b.astype(mx.float32) - free)",
+    ),
+    Mutant(
+        "overlong-from-the-limit", "algorithm/advantages", "free = max_length - buffer", "free = max_length"
+    ),
+    Mutant(
+        "reward-weights-forgotten",
+        "algorithm/advantages",
+        "(values_kb * weights_k",
+        "(values_kb + 0 * weights_k",
+    ),
+    Mutant(
+        "dapo-clips-like-grpo", "algorithm/spec", "LossSpec(epsilon_high=0.28", "LossSpec(epsilon_high=0.2"
+    ),
+    Mutant("delta-anywhere", "algorithm/spec", "self.delta > 1 + self.upper_epsilon", "self.delta > 0"),
+    Mutant(
+        "floor-anywhere",
+        "algorithm/spec",
+        "0 <= self.correction_floor < self.correction_cap",
+        "0 <= self.correction_floor",
+    ),
+    Mutant("covers-any-length", "learner/packing", "self.length >= other.length", "True", ("packing",)),
+    Mutant("covers-any-width", "learner/packing", "and self.width >= other.width", "", ("packing",)),
+    Mutant("covers-any-rows", "learner/packing", "and self.rows >= other.rows", "", ("packing",)),
+    Mutant("covers-any-kept", "learner/packing", "and self.kept >= other.kept", "", ("packing",)),
+    Mutant("covers-any-prompts", "learner/packing", "and self.prompts >= other.prompts", "", ("packing",)),
+    Mutant(
+        "entropy-of-masked-tokens",
+        "learner/batch",
+        "mx.where(mask_bt, entropy_bt, -mx.inf)",
+        "entropy_bt",
+        ("batches",),
+    ),
+    Mutant(
+        "entropy-share-of-all-tokens",
+        "learner/batch",
+        "counted = sum(map(sum, on_host(mask_bt)))",
+        "counted = (entropy_bt > 0).sum().item()",
+        ("batches",),
+    ),
+    Mutant(
+        "shared-rounded-twice",
+        "rollout/shared_prefix",
+        "a, b = a.astype(mx.float32), b.astype(mx.float32)",
+        "pass",
+        ("decode_step",),
+    ),
+    Mutant(
+        "keys-from-nowhere",
+        "rollout/shared_prefix",
+        "all(cache.attended for cache in forked)",
+        "True",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "ragged-always",
+        "policy/kv_caches",
+        "not shares_keys(model) or _ragged_is_right(model)",
+        "True",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "without-caches",
+        "policy/head",
+        "over_caches=needs_caches(module)",
+        "over_caches=False",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "shared-keys-shared",
+        "learner/shared_prompts",
+        "plain and not shares_keys(module)",
+        "plain",
+        ("unusual_models",),
+    ),
+    Mutant(
+        "unpacked-kept",
+        "policy/quantized_layers",
+        "_unpacked(anew(packed, cotangent),",
+        "_unpacked(packed,",
+        ("unpacking",),
+    ),
+    Mutant(
+        "unpacked-first-part",
+        "policy/quantized_layers",
+        "slopes, start = slopes + cotangent",
+        "slopes, start = cotangent",
+        ("unpacking",),
+    ),
+    Mutant(
+        "unpacked-held", "policy/sampling_form", "if id(layer) not in inside:", "if False:", ("unpacking",)
+    ),
+    Mutant(
+        "lanes-that-unpack",
+        "backends/cpu/blocked_weights",
+        "if unpack_rows() and any(",
+        "if False and any(",
+        ("unpacking",),
+    ),
+    Mutant(
+        "lanes-usual-scale",
+        "backends/cpu/grid_cache",
+        "(queries * scale)",
+        "(queries * queries.shape[-1] ** -0.5)",
+        ("grid_steps",),
+    ),
+    Mutant(
+        "shared-usual-scale",
+        "rollout/shared_prefix",
+        "(queries * scale)",
+        "(queries * queries.shape[-1] ** -0.5)",
+        ("grid_steps",),
+    ),
+    Mutant(
+        "copies-usual-scale",
+        "policy/patched_layers",
+        "q = (queries * scale)",
+        "q = (queries * queries.shape[-1] ** -0.5)",
+        ("grid_steps",),
+    ),
+]
+
+
+def run_tests(folder: Path, tests: Iterable[str] = TESTS) -> subprocess.CompletedProcess[str]:
+    """Run these tests of `tests/grpo_fn` in `folder` up to the first failure."""
+    found = {path.stem.removeprefix("test_"): path for path in (ROOT / "tests").rglob("test_*.py")}
+    files = [str(found[name].relative_to(ROOT)) for name in tests]
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "ci", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """The source with the mutant in it; ValueError unless its text is there exactly once."""
+    found = source.count(mutant.right)
+    if found != 1:
+        raise ValueError(f"mutant {mutant.name}: {mutant.right!r} occurs {found} times in {mutant.file}.py")
+    return source.replace(mutant.right, mutant.wrong)
+
+
+def source_of(mutant: Mutant, root: Path = ROOT) -> Path:
+    """The file that a mutant changes."""
+    return root / "grpo_fn" / f"{mutant.file}.py"
+
+
+def main() -> int:
+    """Run the chosen mutants, say which fell and which survived, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="mutants to run (all)")
+    names = parser.parse_args().names
+    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    sources = {mutant: source_of(mutant).read_text(encoding="utf-8") for mutant in chosen}
+    broken = {mutant: mutated(mutant, source) for mutant, source in sources.items()}
+    survived = []
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(
+                    ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "embedded")
+                )
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        healthy = run_tests(copy, dict.fromkeys(name for mutant in chosen for name in mutant.tests))
+        if healthy.returncode != 0:
+            print(f"the tests are red without any mutant:\n{healthy.stdout}{healthy.stderr}")
+            return 1
+        for mutant in chosen:
+            begin, target = time.perf_counter(), source_of(mutant, copy)
+            target.write_text(broken[mutant], encoding="utf-8")
+            result = run_tests(copy, mutant.tests)
+            target.write_text(sources[mutant], encoding="utf-8")
+            # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
+            if result.returncode == 1:
+                verdict = next((x for x in result.stdout.splitlines() if x.startswith("FAILED")), "FAILED")
+            elif result.returncode == 0:
+                verdict = "SURVIVED"
+            else:
+                verdict = f"NOT RUN (pytest status {result.returncode})"
+            if result.returncode != 1:
+                survived.append(mutant.name)
+            print(f"{mutant.name:32} {time.perf_counter() - begin:5.1f} s  {verdict[:110]}", flush=True)
+    fell = len(chosen) - len(survived)
+    print(f"{fell} of {len(chosen)} mutants fell; survived: {', '.join(survived) or 'none'}")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

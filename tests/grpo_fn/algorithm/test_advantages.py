@@ -1,0 +1,265 @@
+"""combine_rewards, group_advantages and overlong_penalty against the specification, and their invariances."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from tests.support import reference_advantages as reference
+from tests.support.strategies import reward_groups
+
+BASELINES = ("group_mean", "leave_one_out", "batch_mean")
+SCALES = ("group", "batch", "none")
+seeds = st.integers(0, 2**32 - 1)
+
+
+def advantages(rewards, **options):
+    """group_advantages as NumPy float64."""
+    return np.array(g.group_advantages(mx.array(rewards), **options)).astype(np.float64)
+
+
+@given(
+    rewards=reward_groups(), baseline=st.sampled_from(BASELINES), scale=st.sampled_from(SCALES), seed=seeds
+)
+def test_advantages_match_the_reference(rewards, baseline, scale, seed):
+    """Every baseline × scale, with missing rewards and an extra validity mask."""
+    valid = np.random.default_rng(seed).random(rewards.shape) < 0.8 if seed % 2 else None
+    got = advantages(
+        rewards, baseline=baseline, scale=scale, valid_pg=None if valid is None else mx.array(valid)
+    )
+    want = reference.group_advantages(rewards, baseline=baseline, scale=scale, valid=valid)
+    # A group without variance, divided by its own deviation, is divided by the floor alone.
+    size = 1e4 if baseline == "batch_mean" and scale == "group" else 1.0
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * size)
+
+
+@given(
+    rewards=reward_groups(),
+    shift=st.integers(-50, 50),
+    scale=st.sampled_from(SCALES),
+    name=st.sampled_from(BASELINES[:2]),
+)
+def test_shifting_a_groups_rewards_changes_nothing(rewards, shift, scale, name):
+    """A constant added to one group's rewards (all groups', where scale is batch) leaves the advantages."""
+    moved = rewards.copy()
+    moved[slice(None) if scale == "batch" else 0] += shift
+    before, after = (advantages(r, baseline=name, scale=scale) for r in (rewards, moved))
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4)
+
+
+@given(rewards=reward_groups(), factor=st.sampled_from([0.5, 2.0, 64.0]), name=st.sampled_from(BASELINES[:2]))
+def test_scaling_a_groups_rewards_changes_only_the_floor(rewards, factor, name):
+    """Under scale = group, A·(std + 1e-4)/std is the same for rewards and their multiples."""
+
+    def without_floor(values):
+        spread = np.nanstd(np.where(np.isnan(values), np.nan, values), axis=1, ddof=1, keepdims=True)
+        return advantages(values, baseline=name) * (spread + 1e-4) / np.maximum(spread, 1e-9)
+
+    assume((np.isfinite(rewards).sum(axis=1) >= 2).all())
+    np.testing.assert_allclose(without_floor(rewards * factor), without_floor(rewards), rtol=1e-4, atol=1e-5)
+
+
+@given(
+    size=st.integers(2, 9),
+    value=st.floats(-1e3, 1e3, width=32),
+    name=st.sampled_from(BASELINES[:2]),
+    scale=st.sampled_from(SCALES),
+)
+def test_equal_rewards_give_exactly_zero(size, value, name, scale):
+    """With a group's baseline a group without variance has A = 0 to the last bit, beside one with some."""
+    rewards = np.full((2, size), value, np.float32)
+    rewards[1, 0] += np.float32(abs(value) + 1.0)
+    adv = advantages(rewards, baseline=name, scale=scale)
+    assert (adv[0] == 0.0).all() and (adv[1] != 0.0).any()
+
+
+@given(size=st.integers(1, 9), value=st.floats(-1e3, 1e3, width=32), scale=st.sampled_from(SCALES))
+def test_a_batch_of_equal_rewards_gives_exactly_zero(size, value, scale):
+    """With the batch's baseline A = 0 to the last bit where all rewards of the batch are equal."""
+    assert (advantages(np.full((3, size), value), baseline="batch_mean", scale=scale) == 0.0).all()
+
+
+def test_the_batch_baseline_moves_groups_without_variance():
+    """Groups (1, 1), (0, 0), (1, 0): the batch's mean is ½, its std √0.3 = 0.5477226; A = R − ½, or by it."""
+    rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], np.float32)
+    want = np.array([[0.5, 0.5], [-0.5, -0.5], [0.5, -0.5]])
+    np.testing.assert_allclose(advantages(rewards, baseline="batch_mean", scale="none"), want, rtol=1e-6)
+    scaled = advantages(rewards, baseline="batch_mean", scale="batch")
+    np.testing.assert_allclose(scaled, want / (0.5477226 + 1e-4), rtol=1e-6)
+
+
+def test_one_completion_a_prompt_with_the_batch_baseline():
+    """Rewards 0, 1, 5 of three prompts with one completion each: A = R − 2."""
+    adv = advantages(np.array([[0.0], [1.0], [5.0]], np.float32), baseline="batch_mean", scale="none")
+    np.testing.assert_allclose(adv, [[-2.0], [-1.0], [3.0]], rtol=1e-6)
+
+
+@given(rewards=reward_groups(missing=False), seed=seeds, penalty=st.booleans())
+def test_gdpo_leaves_groups_without_variance_exactly_zero(rewards, seed, penalty):
+    """z is exactly 0 there, and the mean of all z is 0: A = 0 to the last bit, as nothing else is added to z.
+
+    A length penalty is added to z: then the batch's baseline acts on such a group as well.
+    """
+    rewards = np.concatenate([rewards, np.full_like(rewards[:1], 0.75)])
+    assume(any(len(set(group)) > 1 for group in rewards))
+    rng = np.random.default_rng(seed)
+    second = rng.integers(0, 3, rewards.shape).astype(np.float32)
+    second[-1] = 2.0
+    total = combined(
+        np.stack([rewards.reshape(-1), second.reshape(-1)]),
+        np.array([1.0, 0.3], np.float32),
+        aggregate="normalize_then_sum",
+        group_size=rewards.shape[1],
+    )
+    if penalty:
+        total[0] -= 0.5
+    adv = advantages(total.reshape(rewards.shape).astype(np.float32), baseline="batch_mean", scale="batch")
+    assert (adv[-1] > 0.0).all() if penalty else (adv[-1] == 0.0).all()
+
+
+@given(rewards=reward_groups(prompts=1), name=st.sampled_from(BASELINES), scale=st.sampled_from(SCALES))
+def test_invalid_completions_are_as_if_deleted(rewards, name, scale):
+    """A NaN or invalid completion has A = 0; the others are what they would be without it."""
+    assume(np.isfinite(rewards).sum() >= 2)
+    kept = np.isfinite(rewards[0])
+    adv = advantages(rewards, baseline=name, scale=scale)
+    alone = advantages(rewards[:, kept], baseline=name, scale=scale)
+    assert (adv[0, ~kept] == 0.0).all()
+    np.testing.assert_allclose(adv[0, kept], alone[0], rtol=1e-6, atol=1e-6)
+    filled = np.where(kept, rewards, np.float32(7e7))
+    by_mask = advantages(filled, baseline=name, scale=scale, valid_pg=mx.array(kept[None]))
+    np.testing.assert_array_equal(by_mask, adv)
+
+
+@given(rewards=reward_groups(missing=False), scale=st.sampled_from(SCALES))
+def test_group_baselines_sum_to_zero(rewards, scale):
+    """Each group's advantages sum to 0, and leave-one-out is group mean times G/(G − 1)."""
+    by_mean = advantages(rewards, scale=scale)
+    left_out = advantages(rewards, baseline="leave_one_out", scale=scale)
+    np.testing.assert_allclose(by_mean.sum(axis=1), 0.0, atol=1e-4)
+    size = rewards.shape[1]
+    np.testing.assert_allclose(left_out, by_mean * size / (size - 1), rtol=1e-5, atol=1e-5)
+
+
+def test_advantages_by_hand():
+    """Rewards 0, 1, 2, 3: mean 1.5, std √(5/3) = 1.2909944; leave-one-out means 2, 5/3, 4/3, 1."""
+    rewards = np.array([[0.0, 1.0, 2.0, 3.0]], np.float32)
+    deviation = np.array([-1.5, -0.5, 0.5, 1.5])
+    np.testing.assert_allclose(advantages(rewards)[0], deviation / (1.2909944 + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(advantages(rewards, scale="none")[0], deviation, rtol=1e-6)
+    left_out = advantages(rewards, baseline="leave_one_out", scale="none")[0]
+    np.testing.assert_allclose(left_out, [-2.0, -2 / 3, 2 / 3, 2.0], rtol=1e-6)
+
+
+def test_batch_scale_by_hand():
+    """Groups (0, 2) and (1, 5): the batch's std, √(14/3) = 2.1602469, divides both groups' deviations."""
+    adv = advantages(np.array([[0.0, 2.0], [1.0, 5.0]], np.float32), scale="batch")
+    np.testing.assert_allclose(adv, np.array([[-1, 1], [-2, 2]]) / (2.1602469 + 1e-4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[[np.nan, np.nan]], [[1.0, np.nan]]])
+def test_fewer_than_two_valid_rewards_give_zero(rewards):
+    """A group with no or one reward has nothing to compare with, nor has a batch of that group alone."""
+    for name in BASELINES:
+        for scale in SCALES:
+            assert (advantages(np.array(rewards, np.float32), baseline=name, scale=scale) == 0.0).all()
+
+
+@pytest.mark.parametrize("name", ["group_mean", "leave_one_out"])
+def test_one_completion_per_prompt_is_refused(name):
+    """G = 1 with a group baseline is an error that says how many are needed and were found."""
+    with pytest.raises(ValueError, match=rf"{name}.*at least 2.*found 1"):
+        g.group_advantages(mx.zeros((3, 1)), baseline=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(baseline="group_men"), "baseline.*group_men.*did you mean 'group_mean'"),
+        (dict(scale="groups"), "scale.*groups.*did you mean 'group'"),
+        (dict(valid_pg=mx.ones((2, 1))), r"valid_pg.*\(2, 1\).*\(2, 3\)"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    """Names come with the nearest spelling, shapes with what was found and wanted."""
+    with pytest.raises(ValueError, match=message):
+        g.group_advantages(mx.zeros((2, 3)), **options)
+
+
+def combined(rewards, weights, **options):
+    """combine_rewards as NumPy float64."""
+    return np.array(g.combine_rewards(mx.array(rewards), mx.array(weights), **options)).astype(np.float64)
+
+
+@given(data=st.data(), aggregate=st.sampled_from(["sum_then_normalize", "normalize_then_sum"]), seed=seeds)
+def test_combined_rewards_match_the_reference(data, aggregate, seed):
+    """Any number of reward functions with missing values; NaN exactly where no function gave a reward."""
+    rng = np.random.default_rng(seed)
+    kinds, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))
+    groups = data.draw(st.integers(1, 3))
+    columns = [data.draw(reward_groups(prompts=groups, size=size)).reshape(-1) for _ in range(kinds)]
+    rewards, weights = np.stack(columns), rng.uniform(-1, 2, kinds).astype(np.float32)
+    got = combined(rewards, weights, aggregate=aggregate, group_size=size)
+    want = reference.combine_rewards(
+        rewards, weights.astype(np.float64), aggregate=aggregate, group_size=size
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_missing_reward_leaves_the_others():
+    """Functions (1, NaN) and (NaN, NaN) with weights 2 and 3: 2·1, and nothing at all."""
+    total = combined(
+        np.array([[1.0, np.nan], [np.nan, np.nan]], np.float32), np.array([2.0, 3.0], np.float32)
+    )
+    assert total[0] == 2.0 and np.isnan(total[1])
+
+
+def test_gdpo_by_hand():
+    """Two functions of one group of two: z = ±½·√2·…, so a large and a small reward scale weigh the same.
+
+    Function 1 gives (0, 1): std √½, z = ∓0.5/(0.70710678 + 1e-4) = ∓0.70700680. Function 2 gives (300, 100):
+    std √20000 = 141.42136, z = ±100/(141.42136 + 1e-4) = ±0.70710628. Sum: ±9.9482e-5 with signs (+, −).
+    Then A = (x − 0)/(std x + 1e-4), std x = 9.9482e-5·√2 = 1.40689e-4: A = ±0.41330.
+    """
+    rewards = np.array([[0.0, 1.0], [300.0, 100.0]], np.float32)
+    total = combined(rewards, np.ones(2, np.float32), aggregate="normalize_then_sum", group_size=2)
+    np.testing.assert_allclose(total, [9.9482e-5, -9.9482e-5], rtol=2e-3)
+    adv = advantages(total.reshape(1, 2), baseline="batch_mean", scale="batch")
+    np.testing.assert_allclose(adv, [[0.41330, -0.41330]], rtol=2e-3)
+
+
+@given(value=st.floats(-1e3, 1e3, width=32), size=st.integers(2, 9))
+def test_gdpo_of_equal_rewards_is_exactly_zero(value, size):
+    """Not the rounding of r − mean divided by the floor: 0.1 seven times has a mean that is not 0.1."""
+    rewards = np.full((1, size), value, np.float32)
+    total = combined(rewards, np.ones(1, np.float32), aggregate="normalize_then_sum", group_size=size)
+    assert (total == 0.0).all()
+
+
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_gdpo_needs_a_group_size_that_divides(size):
+    """Without a group size of at least 2 that divides the completions, normalising has no meaning."""
+    with pytest.raises(ValueError, match=rf"group_size.*{size}"):
+        g.combine_rewards(mx.zeros((2, 6)), mx.ones(2), aggregate="normalize_then_sum", group_size=size)
+
+
+@given(
+    length=st.integers(0, 400),
+    limit=st.integers(1, 200),
+    share=st.floats(0.0, 1.0),
+    factor=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_overlong_penalty_matches_the_reference(length, limit, share, factor):
+    """DAPO eq. 13 at any length, limit and buffer."""
+    buffer = max(1, round(share * limit))
+    got = float(g.overlong_penalty(mx.array([length]), limit, buffer, factor)[0])
+    assert got == pytest.approx(reference.overlong_penalty(length, limit, buffer, factor), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 26])
+def test_overlong_buffer_must_fit(buffer):
+    """A buffer of nothing, or longer than the limit, is refused."""
+    with pytest.raises(ValueError, match=f"buffer = {buffer}.*25"):
+        g.overlong_penalty(mx.array([10]), 25, buffer)

@@ -1,0 +1,366 @@
+"""Properties that every combination of the loss must have, whatever its numbers are."""
+
+import itertools
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from grpo_fn.algorithm import loss as losses
+from tests.support.harness import run_library, run_reference, same_outcome
+from tests.support.strategies import (
+    AGGREGATIONS,
+    LEVELS,
+    SURROGATES,
+    legal,
+    loss_cases,
+    make_case,
+    spec_fields,
+)
+
+ON_POLICY = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo")
+GARBAGE = (np.nan, np.inf, -np.inf, 3e38, -3e38, -1e4)
+
+
+def changed(case, change):
+    """The case with `change(array)` in place of each of its [B,T] arrays."""
+    return attrs.evolve(case, **{name: change(getattr(case, name)) for name in case.tokens()})
+
+
+@settings(max_examples=150)
+@given(case=loss_cases(), seed=st.integers(0, 2**32 - 1))
+def test_garbage_at_masked_places_touches_nothing(case, seed):
+    """NaN, ±inf and huge values in every input's masked places: bit for bit the same, gradient exactly 0.
+
+    A row without a counted token may even have an advantage of NaN.
+    """
+    rng = np.random.default_rng(seed)
+    hidden = case.mask == 0
+
+    def spoil(array):
+        return np.where(hidden, rng.choice(GARBAGE, array.shape), array).astype(np.float32)
+
+    adv = np.where(hidden.all(axis=1), rng.choice(GARBAGE, case.adv.shape), case.adv).astype(np.float32)
+    clean, spoiled = run_library(case), run_library(attrs.evolve(changed(case, spoil), adv=adv))
+    assert clean.loss == spoiled.loss and clean.stats == spoiled.stats
+    for before, after in ((clean.grad, spoiled.grad), (clean.entropy_grad, spoiled.entropy_grad)):
+        np.testing.assert_array_equal(before, after)
+        assert (after[hidden] == 0.0).all()
+
+
+@settings(max_examples=60)
+@given(data=st.data(), fields=spec_fields(), seed=st.integers(0, 2**32 - 1))
+def test_masked_is_deleted(data, fields, seed):
+    """Tokens scattered among garbage give what the same tokens give alone, [B,k] with a full mask."""
+    rows, kept, width = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(5, 9)),
+    )
+    alone = make_case(seed, fields, rows=rows, tokens=kept, style="full", drift="wide", keep=True)
+    rng = np.random.default_rng(seed)
+    places = np.array([np.sort(rng.permutation(width)[:kept]) for _ in range(rows)])
+
+    def scatter(array):
+        wide = rng.choice(GARBAGE, (rows, width)).astype(np.float32)
+        np.put_along_axis(wide, places, array, axis=1)
+        return wide
+
+    mask = np.zeros((rows, width), np.float32)
+    np.put_along_axis(mask, places, 1.0, axis=1)
+    among = run_library(attrs.evolve(changed(alone, scatter), mask=mask))
+    assert (among.grad[mask == 0] == 0).all()
+    gathered = attrs.evolve(
+        among,
+        grad=np.take_along_axis(among.grad, places, axis=1),
+        entropy_grad=np.take_along_axis(among.entropy_grad, places, axis=1),
+    )
+    same_outcome(gathered, run_library(alone), alone)
+
+
+@given(case=loss_cases(), extra=st.integers(1, 8))
+def test_longer_padding_changes_nothing(case, extra):
+    """Columns of padding, with garbage in them, add nothing and get a gradient of exactly 0."""
+    padded = changed(case, lambda array: np.pad(array, ((0, 0), (0, extra)), constant_values=np.nan))
+    padded = attrs.evolve(padded, mask=np.pad(case.mask, ((0, 0), (0, extra))))
+    plain, longer = run_library(case), run_library(padded)
+    assert (longer.grad[:, -extra:] == 0).all() and (longer.entropy_grad[:, -extra:] == 0).all()
+    trimmed = attrs.evolve(longer, grad=longer.grad[:, :-extra], entropy_grad=longer.entropy_grad[:, :-extra])
+    same_outcome(trimmed, plain, case)
+
+
+@given(case=loss_cases(), seed=st.integers(0, 2**32 - 1))
+def test_order_of_sequences_does_not_matter(case, seed):
+    """Permuted sequences give the same loss and permuted gradients."""
+    order = np.random.default_rng(seed).permutation(len(case.adv))
+    shuffled = attrs.evolve(changed(case, lambda a: a[order]), mask=case.mask[order], adv=case.adv[order])
+    plain = run_library(case)
+    expected = attrs.evolve(plain, grad=plain.grad[order], entropy_grad=plain.entropy_grad[order])
+    same_outcome(run_library(shuffled), expected, case)
+
+
+@settings(max_examples=80)
+@given(case=loss_cases(rows=6), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
+def test_split_is_whole(case, cuts):
+    """Parts of a batch, weighted by their denominators, give the whole's loss and gradients."""
+    edges = [0, *sorted(cuts), 6]
+    parts = [
+        attrs.evolve(changed(case, lambda a, s=s: a[s]), mask=case.mask[s], adv=case.adv[s])
+        for s in (slice(*pair) for pair in itertools.pairwise(edges))
+    ]
+    whole, pieces = run_library(case), [run_library(part) for part in parts]
+    weight = {
+        "token_mean": lambda part: part.mask.sum(),
+        "constant": lambda part: len(part.adv) * part.max_completion_length,
+    }.get(case.fields["aggregation"], lambda part: len(part.adv))
+    shares = np.array([weight(part) for part in parts], np.float64)
+    shares = shares / max(shares.sum(), 1.0)
+    total = sum(share * piece.loss for share, piece in zip(shares, pieces, strict=True))
+    parted = attrs.evolve(
+        whole,
+        loss=total,
+        grad=np.concatenate([s * piece.grad for s, piece in zip(shares, pieces, strict=True)]),
+        entropy_grad=np.concatenate(
+            [s * piece.entropy_grad for s, piece in zip(shares, pieces, strict=True)]
+        ),
+    )
+    same_outcome(parted, whole, case)
+
+
+@given(case=loss_cases(rows=6), cut=st.integers(1, 5))
+def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
+    """`loss_sum` adds up, `merge_stats` of two parts equals the stats of both together."""
+    spec = g.LossSpec(**case.fields)
+    names = dict(
+        old="old_logp_bt", rollout="rollout_logp_bt", ref="ref_logp_bt", entropy="entropy_bt", keep="keep_bt"
+    )
+
+    def of(rows):
+        given = {names[n]: mx.array(getattr(case, n)[rows]) for n in case.tokens() if n != "logp"}
+        arrays = (mx.array(a[rows]) for a in (case.logp, case.adv, case.mask))
+        return losses.loss_sum(*arrays, spec, max_completion_length=case.max_completion_length, **given)
+
+    (whole, stats), parts = of(slice(None)), [of(slice(0, cut)), of(slice(cut, None))]
+    scale = run_reference(case).loss_scale
+    size = scale * max(float(stats.denominator), 1.0)
+    assert abs(sum(float(part) for part, _ in parts) - float(whole)) <= 1e-6 * size
+    assert float(whole) == pytest.approx(float(stats.loss) * float(stats.denominator), abs=1e-6 * size)
+    for name, value in g.merge_stats([part for _, part in parts])._asdict().items():
+        slack = 1e-6 * scale if name == "loss" else 1e-5
+        assert float(value) == pytest.approx(float(getattr(stats, name)), rel=1e-5, abs=slack), name
+
+
+@given(case=loss_cases(rows=6))
+def test_rows_without_advantage_can_be_left_out(case):
+    """Without KL and entropy terms, rows with A = 0 add nothing but their place in the denominator."""
+    case = attrs.evolve(case, fields=case.fields | {"beta": 0.0, "entropy_coef": 0.0})
+    active = case.adv != 0
+    part = attrs.evolve(changed(case, lambda a: a[active]), mask=case.mask[active], adv=case.adv[active])
+    whole, spec = run_library(case), g.LossSpec(**case.fields)
+    names = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "keep": "keep_bt"}
+
+    def of(logp):
+        total, stats = losses.loss_sum(
+            logp,
+            mx.array(part.adv),
+            mx.array(part.mask),
+            spec,
+            max_completion_length=case.max_completion_length,
+            num_sequences=mx.array(6),
+            num_tokens=mx.array(case.mask.sum()),
+            **{names[n]: mx.array(getattr(part, n)) for n in names if getattr(part, n) is not None},
+        )
+        return total / mx.maximum(stats.denominator, 1.0)
+
+    if active.any():
+        loss, grad = mx.value_and_grad(of)(mx.array(part.logp))
+        assert float(loss) == pytest.approx(whole.loss, abs=1e-5 * run_reference(case).loss_scale)
+        np.testing.assert_allclose(np.array(grad), whole.grad[active], rtol=1e-6, atol=1e-12)
+    assert (whole.grad[~active] == 0).all()
+
+
+@settings(max_examples=60)
+@given(case=loss_cases(fields={}, style="holes", old_given=False), name=st.sampled_from(ON_POLICY))
+def test_on_policy_gradient_is_the_policy_gradient(case, name):
+    """At π_θ = π_old every preset moves by −A·∇logp over its own denominator.
+
+    sapo: 4/τ · σ'(0) · τ = 1. gspo and luspo: ∂s/∂logp_t = 1/|o|, and the row has |o| such tokens.
+    """
+    spec = g.preset(name, beta=0.0)
+    limit = case.mask.shape[1] + 3
+    grad = mx.grad(
+        lambda logp: g.policy_loss(
+            logp, mx.array(case.adv), mx.array(case.mask), spec, max_completion_length=limit
+        )[0]
+    )(mx.array(case.logp))
+    lengths, rows = case.mask.sum(axis=1, keepdims=True), len(case.adv)
+    denominator = {
+        "sequence_mean": rows * np.maximum(lengths, 1),
+        "token_mean": np.maximum(case.mask.sum(), 1),
+        "constant": rows * limit,
+        "sequence_sum_norm": rows,
+    }[spec.aggregation]
+    np.testing.assert_allclose(
+        np.array(grad), -case.adv[:, None] * case.mask / denominator, rtol=2e-6, atol=1e-12
+    )
+
+
+@given(case=loss_cases(drift="near", old_given=True))
+def test_gradients_flow_through_the_policy_alone(case):
+    """π_old, μ, π_ref and the advantages are constants: their gradient is exactly 0."""
+    argument = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "ref": "ref_logp_bt", "adv": "adv_b"}
+    given = {argument[n]: mx.array(getattr(case, n)) for n in argument if getattr(case, n) is not None}
+    entropy = None if case.entropy is None else mx.array(case.entropy)
+    fixed = {"entropy_bt": entropy, "max_completion_length": case.max_completion_length}
+    spec = g.LossSpec(**case.fields)
+
+    def of(inputs):
+        arrays = {name: array for name, array in inputs.items() if name != "adv_b"}
+        loss, _ = g.policy_loss(
+            mx.array(case.logp), inputs["adv_b"], mx.array(case.mask), spec, **arrays, **fixed
+        )
+        return loss
+
+    for name, gradient in mx.grad(of)(given).items():
+        assert (np.array(gradient) == 0).all(), name
+
+
+@settings(max_examples=60)
+@given(
+    case=loss_cases(fields={}, drift="wide", style="full", old_given=True),
+    low=st.floats(0.05, 0.9),
+    high=st.floats(0.05, 5.0),
+)
+def test_clipping_bounds_what_a_token_can_gain(case, low, high):
+    """Past the clip on the side of its advantage a token has no gradient; its gain is at most (1±ε)·A."""
+    fields = dict(epsilon_low=low, epsilon_high=high, aggregation="token_mean")
+    got = run_library(attrs.evolve(case, fields=fields, keep=None))
+    ratio = np.exp(case.logp.astype(np.float64) - case.old)
+    adv = np.broadcast_to(case.adv[:, None], ratio.shape)
+    flat = ((adv > 0) & (ratio > (1 + high) * 1.001)) | ((adv < 0) & (ratio < (1 - low) * 0.999))
+    assert (got.grad[flat] == 0).all()
+    moves = ((adv > 0) & (ratio < (1 + high) * 0.999)) | ((adv < 0) & (ratio > (1 - low) * 1.001))
+    assert (got.grad[moves] * adv[moves] < 0).all()
+    gain = np.where(adv > 0, 1 + high, 1 - low) * adv
+    assert -got.loss <= gain.mean() + 1e-5 * np.abs(gain).mean()
+
+
+@settings(max_examples=30)
+@given(case=loss_cases(fields={}, drift="beyond", style="full", old_given=True), bound=st.floats(2.5, 50.0))
+def test_two_sided_bounds_limit_what_a_token_can_lose(case, bound):
+    """With delta or dual_clip no token costs more than bound·|A|, and past it the gradient is 0."""
+    for extra in (dict(delta=bound), dict(surrogate="dual_clip", dual_clip=bound)):
+        got = run_library(attrs.evolve(case, fields=extra | {"aggregation": "token_mean"}, keep=None))
+        assert got.loss <= bound * np.abs(case.adv).mean() * 1.00001
+        ratio = np.exp(np.clip(case.logp.astype(np.float64) - case.old, -20, 20))
+        assert (got.grad[(ratio > bound * 1.001) & (case.adv[:, None] < 0)] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("level", "surrogate", "aggregation"),
+    [choice for choice in itertools.product(LEVELS, SURROGATES, AGGREGATIONS) if legal(*choice)],
+)
+def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
+    """100 nats of drift over 300 tokens, in either direction and all at once: finite loss and gradient."""
+    rng = np.random.default_rng(0)
+    spread = rng.uniform(0, 1, (4, 300))
+    drift = 100 * spread / spread.sum(axis=1, keepdims=True) * np.array([[1], [-1], [1], [-1]])
+    drift[2:, 0], drift[2:, 1:] = [100.0, -100.0], 0.0
+    old = -rng.uniform(0.1, 3.0, (4, 300))
+    fields = dict(level=level, surrogate=surrogate, aggregation=aggregation, beta=0.1, kl_bias_corrected=True)
+    fields |= dict(correction="token_truncate", sequence_range=(1e-9, 1e9))
+    case = make_case(0, fields | ({"dual_clip": 3.0} if surrogate == "dual_clip" else {}), rows=4, tokens=300)
+    case = attrs.evolve(
+        case,
+        logp=(old + drift).astype(np.float32),
+        old=old.astype(np.float32),
+        rollout=(old - drift).astype(np.float32),
+        ref=(old + 2 * drift).astype(np.float32),
+        mask=np.ones((4, 300), np.float32),
+        adv=np.array([1.0, -1.0, -1.0, 1.0], np.float32),
+    )
+    got = run_library(case)
+    assert np.isfinite(got.loss) and np.isfinite(got.grad).all()
+    assert all(np.isfinite(value) for value in got.stats.values()), got.stats
+
+
+@settings(max_examples=60)
+@given(case=loss_cases(style="empty"))
+def test_a_wholly_masked_batch_gives_zero(case):
+    """No counted token: loss, gradients and every statistic are 0 (the row count of a denominator apart)."""
+    case = attrs.evolve(changed(case, lambda a: np.full_like(a, np.nan)), adv=np.full_like(case.adv, 2.0))
+    got = run_library(case)
+    assert got.loss == 0.0 and (got.grad == 0).all() and (got.entropy_grad == 0).all()
+    assert all(value == 0.0 for name, value in got.stats.items() if name != "denominator"), got.stats
+
+
+@settings(max_examples=15)
+@given(case=loss_cases(drift="near"), dtype=st.sampled_from([mx.bfloat16, mx.float16]))
+def test_half_precision_inputs_are_computed_in_float32(case, dtype):
+    """bf16 and float16 arrays give float32 numbers: those of the same values passed as float32."""
+    rounded = changed(case, lambda a: np.array(mx.array(a).astype(dtype).astype(mx.float32)))
+    half, full = run_library(rounded, dtype=dtype), run_library(rounded)
+    assert half.loss == full.loss and half.stats == full.stats
+    np.testing.assert_allclose(half.grad, full.grad, rtol=1e-2, atol=1e-6)  # the gradient has logp's dtype
+
+
+@settings(max_examples=15)
+@given(case=loss_cases())
+def test_a_boolean_mask_is_a_mask_of_ones(case):
+    """bool, int32 and float32 masks mean the same."""
+    plain = run_library(case)
+    for dtype in (mx.bool_, mx.int32):
+        other = run_library(case, mask_dtype=dtype)
+        assert other.loss == plain.loss and other.stats == plain.stats
+        np.testing.assert_array_equal(other.grad, plain.grad)
+
+
+@given(case=loss_cases(fields={}, rows=1, drift="near", old_given=True))
+def test_dapo_of_one_sequence_with_equal_clips_is_bnpo(case):
+    """dapo with ε_high = ε_low and one sequence is bnpo, and both are grpo there."""
+    runs = []
+    for name, changes in (("dapo", {"epsilon_high": 0.2}), ("bnpo", {}), ("grpo", {})):
+        spec = g.preset(name, **changes)
+        fields = {field: getattr(spec, field) for field in attrs.fields_dict(g.LossSpec)}
+        runs.append(run_library(attrs.evolve(case, fields=fields)))
+    for other in runs[1:]:
+        assert runs[0].loss == pytest.approx(other.loss, rel=1e-6, abs=1e-9)
+        np.testing.assert_allclose(runs[0].grad, other.grad, rtol=1e-6, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**32 - 1), surrogate=st.sampled_from(["clip", "dual_clip", "cispo", "sapo"]))
+def test_sequence_level_of_one_token_is_token_level(seed, surrogate):
+    """With completions of one token the sequence's ratio is the token's: gspo is the token level."""
+    fields = dict(surrogate=surrogate, epsilon_low=0.1, beta=0.1, kl_bias_corrected=True)
+    fields |= {"dual_clip": 3.0} if surrogate == "dual_clip" else {}
+    case = make_case(seed, fields, rows=5, tokens=1, style="full", drift="near")
+    by_token = run_library(attrs.evolve(case, fields=fields | {"level": "token"}))
+    by_sequence = run_library(attrs.evolve(case, fields=fields | {"level": "sequence"}))
+    same_outcome(by_sequence, by_token, case)
+
+
+@settings(max_examples=30)
+@given(case=loss_cases(drift="wide", old_given=True))
+def test_keep_of_ones_is_no_keep_and_of_zeros_leaves_kl_and_entropy(case):
+    """keep_bt multiplies the policy term alone: ones change nothing, zeros leave β·KL − c·H."""
+    without = run_library(attrs.evolve(case, keep=None))
+    ones = run_library(attrs.evolve(case, keep=np.ones_like(case.mask)))
+    assert ones.loss == without.loss and ones.stats == without.stats
+    zeros = run_library(attrs.evolve(case, keep=np.zeros_like(case.mask)))
+    no_advantage = run_library(attrs.evolve(case, keep=None, adv=np.zeros_like(case.adv)))
+    assert zeros.loss == pytest.approx(no_advantage.loss, rel=1e-6, abs=1e-9)
+    np.testing.assert_allclose(zeros.grad, no_advantage.grad, rtol=1e-6, atol=1e-12)
+
+
+def test_shares_of_sequences_merge_by_sequences():
+    """A part of one long clipped sequence and one of three short ones that are not: a quarter, not 8/11."""
+    spec = g.LossSpec(level="sequence")
+    long = g.policy_loss(
+        mx.full((1, 8), 1.0), mx.ones(1), mx.ones((1, 8)), spec, old_logp_bt=mx.zeros((1, 8))
+    )
+    short = g.policy_loss(mx.zeros((3, 1)), mx.ones(3), mx.ones((3, 1)), spec, old_logp_bt=mx.zeros((3, 1)))
+    assert g.merge_stats([long[1], short[1]]).clip_high.item() == pytest.approx(0.25)

@@ -1,0 +1,131 @@
+"""policy_loss against the specification: value, gradients and statistics of every legal combination."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+import grpo_fn as g
+from tests.support import reference
+from tests.support.harness import assert_matches_reference, run_library, run_reference
+from tests.support.strategies import all_field_sets, loss_cases, make_case
+
+# Closer than this to a kink or a threshold, float32 and float64 may take different sides.
+MARGIN = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("level", "surrogate"), sorted({(f["level"], f["surrogate"]) for f in all_field_sets()})
+)
+def test_every_legal_combination_matches_the_reference(level, surrogate):
+    """Each correction × KL × aggregation of this level and surrogate: value, gradients, statistics."""
+    tried = 0
+    for index, fields in enumerate(all_field_sets()):
+        if fields["level"] != level or fields["surrogate"] != surrogate:
+            continue
+        fields = fields | {"entropy_coef": 0.01 * (index % 2)}
+        options = dict(drift=("near", "wide")[index % 2], rollout=("near", "wide")[index // 2 % 2])
+        case = make_case(index, fields, keep=index % 3 == 0, old_given=index % 5 > 0, **options)
+        if run_reference(case).margin > MARGIN:
+            assert_matches_reference(case)
+            tried += 1
+    assert tried > 100
+
+
+@settings(max_examples=400)
+@given(case=loss_cases())
+def test_any_batch_matches_the_reference(case):
+    """Any shape, mask, spec, and any drift up to ratios far past the clamp."""
+    assume(run_reference(case).margin > MARGIN)
+    assert_matches_reference(case)
+
+
+@settings(max_examples=100)
+@given(case=loss_cases(drift="wide", old_given=True))
+def test_ratios_from_a_millionth_to_a_million(case):
+    """The same where every token has drifted by up to a factor of a million."""
+    assume(run_reference(case).margin > MARGIN)
+    got, want = assert_matches_reference(case)
+    assert got.stats["num_tokens"] == case.mask.sum() and np.isfinite(want.loss)
+
+
+@settings(max_examples=40)
+@given(case=loss_cases(drift="near", old_given=True))
+def test_reference_gradient_is_its_own_central_difference(case):
+    """The specification's hand-derived gradients agree with differences of its value, stop-gradients held."""
+    want, step = run_reference(case), 1e-6
+    assume(want.margin > 1e-3)
+    arrays = {name: getattr(case, name).astype(np.float64) for name in case.tokens()}
+    spec, held = g.LossSpec(**case.fields), arrays["logp"].copy()
+
+    def value(name, i, t, move):
+        moved = {key: array.copy() for key, array in arrays.items()}
+        moved[name][i, t] += move
+        moved |= {"held_logp": held, "max_completion_length": case.max_completion_length}
+        return reference.policy_loss(spec, moved.pop("logp"), case.adv.astype(float), case.mask, **moved).loss
+
+    for name, grad, scale in (("logp", want.grad, want.grad_scale), ("entropy", want.entropy_grad, 1.0)):
+        if name not in arrays:
+            continue
+        for i, t in np.argwhere(case.mask > 0)[:6]:
+            difference = (value(name, i, t, step) - value(name, i, t, -step)) / (2 * step)
+            tolerance = 1e-4 * np.max(np.broadcast_to(scale, grad.shape)) + 1e-8
+            assert abs(difference - grad[i, t]) <= tolerance, (name, i, t, difference, grad[i, t])
+
+
+@given(case=loss_cases(drift="none", old_given=True))
+def test_left_out_old_policy_is_the_policy_itself(case):
+    """`old_logp_bt=None` and `old_logp_bt=logp` are one and the same."""
+    with_old, without = run_library(case), run_library(attrs.evolve(case, old=None))
+    assert with_old.loss == without.loss
+    np.testing.assert_array_equal(with_old.grad, without.grad)
+
+
+def test_effective_sample_size_of_three_weights():
+    """ESS/n = (Σw)²/(nΣw²): weights 1, 2, 3 give 36/(3·14) = 6/7."""
+    old = mx.log(mx.array([[1.0, 2.0, 3.0]]))
+    _, stats = g.policy_loss(
+        old, mx.array([1.0]), mx.ones((1, 3)), g.LossSpec(), old_logp_bt=old, rollout_logp_bt=mx.zeros((1, 3))
+    )
+    assert float(stats.ess) == pytest.approx(6 / 7, rel=1e-6)
+
+
+def test_sampler_diagnostics_are_taken_before_masking():
+    """A correction that drops every token still reports the ratios that made it do so."""
+    spec = g.LossSpec(correction="token_mask", correction_range=(0.9, 1.1))
+    old, rollout = mx.zeros((1, 2)), mx.log(mx.array([[0.5, 0.25]]))
+    loss, stats = g.policy_loss(
+        old, mx.array([1.0]), mx.ones((1, 2)), spec, old_logp_bt=old, rollout_logp_bt=rollout
+    )
+    assert float(loss) == 0.0 and float(stats.masked_fraction) == 1.0
+    assert float(stats.is_ratio_min) == pytest.approx(2.0) and float(stats.is_ratio_max) == pytest.approx(4.0)
+    assert float(stats.logp_diff_max) == pytest.approx(np.log(4.0), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        (dict(correction="token_truncate"), "rollout_logp_bt"),
+        (dict(beta=0.1), "ref_logp_bt"),
+        (dict(entropy_coef=0.1), "entropy_bt"),
+        (dict(aggregation="constant"), "max_completion_length"),
+    ],
+)
+def test_a_spec_names_the_array_it_lacks(changes, missing):
+    """A term switched on without its input is an error that names the argument."""
+    logp = mx.zeros((2, 3))
+    with pytest.raises(ValueError, match=missing):
+        g.policy_loss(logp, mx.zeros(2), mx.ones((2, 3)), g.LossSpec(**changes))
+
+
+@pytest.mark.parametrize(
+    "name", ["adv_b", "mask_bt", "old_logp_bt", "rollout_logp_bt", "ref_logp_bt", "keep_bt"]
+)
+def test_a_shape_that_would_broadcast_is_refused(name):
+    """A [B,1] or [T] array where [B,T] is due is an error that names it, never a silent broadcast."""
+    arrays = dict(adv_b=mx.zeros(3), mask_bt=mx.ones((3, 3)))
+    arrays[name] = mx.zeros((3, 1))
+    adv, mask = arrays.pop("adv_b"), arrays.pop("mask_bt")
+    with pytest.raises(ValueError, match=name):
+        g.policy_loss(mx.zeros((3, 3)), adv, mask, g.LossSpec(), **arrays)

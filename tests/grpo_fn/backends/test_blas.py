@@ -1,0 +1,131 @@
+"""The BLAS of a Linux CPU: `import grpo_fn` alone loads it, and numbers do not depend on who asked for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_fn.backends.cpu import blas, load_blas
+from runners.machine import machine as platform
+
+ROOT = Path(__file__).resolve().parents[3]
+ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
+linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
+needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no OpenBLAS or MKL on this machine")
+IS_GLOBAL = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cblas_sgemm'))\n"
+
+
+def in_new_process(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs code in a Python of its own, since a BLAS is loaded once in a process."""
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], env=settings, capture_output=True, text=True, check=False
+    )
+
+
+@linux_cpu
+@needs_blas
+def test_importing_the_core_makes_a_blas_global_once():
+    """The process has cblas_sgemm in its global scope afterwards; a second call gives the same answer."""
+    result = in_new_process(
+        f"{IS_GLOBAL}import grpo_fn\n{IS_GLOBAL}"
+        "from grpo_fn.backends.cpu import load_blas\n"
+        "print(load_blas().library is not None and load_blas() is load_blas())"
+    )
+    assert result.stdout.split() == ["False", "True", "True"], result.stderr
+    assert result.stderr == ""
+
+
+@linux_cpu
+@needs_blas
+def test_importing_run_training_is_enough():
+    """What `runners.training.train` imports has the core before MLX."""
+    result = in_new_process(
+        f"from runners.training.train import run_training\n{IS_GLOBAL}", "-W", "error::RuntimeWarning"
+    )
+    assert result.stdout.split() == ["True"], result.stderr
+
+
+@linux_cpu
+@needs_blas
+def test_any_module_of_the_core_has_the_blas_first():
+    """Whichever is imported first, MLX finds the BLAS."""
+    result = in_new_process(
+        f"import grpo_fn.backends.cpu, grpo_fn.algorithm.loss\n{IS_GLOBAL}", "-W", "error"
+    )
+    assert result.stdout.split() == ["True"], result.stderr
+
+
+@linux_cpu
+def test_mlx_before_the_core_is_a_warning_with_the_remedy():
+    """Nothing is loaded then; one warning, at the line of the import, says what to do."""
+    code = "import mlx.core\nimport grpo_fn\nfrom grpo_fn import losses\nprint(losses.__name__)"
+    result = in_new_process(code)
+    assert result.stdout.split() == ["grpo_fn.algorithm.loss"]
+    assert result.stderr.count("Warning") == 1
+    assert (
+        "<string>:2: RuntimeWarning: mlx was imported before grpo_fn: import grpo_fn first" in result.stderr
+    )
+    found = in_new_process(
+        "import mlx.core\nfrom runners.machine.machine import prepare\nprint(prepare().notices[0])"
+    )
+    assert "matrix products are slow: mlx was imported before grpo_fn" in found.stdout
+
+
+@linux_cpu
+@pytest.mark.parametrize("wish", ["none", "NONE"])
+def test_no_warning_where_no_blas_is_wanted(wish):
+    """GRPO_FN_BLAS=none loads nothing and warns of nothing, whatever was imported first."""
+    code = (
+        f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.machine.machine import prepare; print(prepare())"
+    )
+    result = in_new_process(code, "-W", "error", GRPO_FN_BLAS=wish)
+    assert result.stdout.startswith("False"), result.stderr
+    assert "blas=None" in result.stdout and "matrix products" not in result.stdout
+
+
+@linux_cpu
+def test_a_misnamed_blas_is_an_import_error_and_a_line_of_the_commands():
+    """A library without BLAS in it is named; the command line says it in one line."""
+    core = in_new_process("import grpo_fn", GRPO_FN_BLAS="libm.so.6")
+    last = core.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: GRPO_FN_BLAS=libm.so.6: wanted a library with 32-bit cblas_sgemm")
+    code = "from runners.cli import main; main(['run', 'quickstart'])"
+    command = in_new_process(code, GRPO_FN_BLAS="libm.so.6")
+    assert command.returncode == 2
+    assert command.stderr.splitlines() == [last.removeprefix("ImportError: ")]
+
+
+@linux_cpu
+def test_a_reload_keeps_what_was_found():
+    """MLX is there when the module is loaded again, which is no reason for a warning."""
+    code = (
+        "import importlib, grpo_fn\n"
+        "from grpo_fn.backends import cpu\n"
+        "before = cpu.load_blas()\n"
+        "cpu.blas._found[0] = type(before)(None, 'no OpenBLAS or MKL was found')\n"
+        "importlib.reload(cpu.blas); importlib.reload(cpu)\n"
+        "print(cpu.load_blas().reason)"
+    )
+    result = in_new_process(code, "-W", "error")
+    assert result.stdout.strip() == "no OpenBLAS or MKL was found", result.stderr
+
+
+@linux_cpu
+def test_a_64_bit_blas_is_refused(monkeypatch):
+    """A library that says it takes 64-bit integers would read garbage sizes from MLX."""
+
+    class Ilp64:
+        @staticmethod
+        def cblas_sgemm(): ...
+
+        @staticmethod
+        def openblas_get_config():
+            return b"OpenBLAS 0.3.21 USE64BITINT DYNAMIC_ARCH"
+
+    opened = []
+    monkeypatch.setattr(blas.ctypes, "CDLL", lambda name, **mode: opened.append(mode) or Ilp64)
+    assert blas._load_global("libopenblas64.so") is False
+    assert opened == [{}]  # looked at, never made global

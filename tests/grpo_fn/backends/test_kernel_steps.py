@@ -1,0 +1,165 @@
+"""`KernelSteps` on any machine: a kernel in NumPy, which writes through, stands in for CUDA's."""
+
+from functools import partial
+
+import attrs
+import mlx.core as mx
+import pytest
+
+import grpo_fn as g
+from grpo_fn.backends.cuda import joined_products as joining
+from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.backends.cuda.kernel_steps import KernelSteps
+from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.prefill import prefill_once
+from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
+from tests.support.in_place_kernel import InPlaceKernel
+from tests.support.tiny_policies import tiny_policy, token_rows
+
+LAYERS = 2
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The stand-in; steps are not compiled, and buffers begin with room for four tokens."""
+    monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 4)
+    monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 3)
+    monkeypatch.setattr("grpo_fn.policy.policy.compiled", partial(g.compiled, enabled=False))
+    monkeypatch.setattr(kernel_steps, "has_cuda", lambda: False)  # there a policy is tried with the kernel
+    stand_in = InPlaceKernel()
+    monkeypatch.setattr(kernel_steps, "append_and_attend", stand_in)
+    return stand_in
+
+
+def with_kernel(name="llama"):
+    """A tiny policy that takes the kernel."""
+    return attrs.evolve(tiny_policy(name), takes_kernel=True)
+
+
+def both_steps(policy, prompts, generations, **options):
+    """The kernel's steps after these prompts, and those of `PrefixCache`."""
+    made = []
+    for takes in (True, False):
+        _, caches = prefill_once(policy, policy.module, prompts)
+        made.append(
+            shared_steps(
+                attrs.evolve(policy, takes_kernel=takes),
+                policy.module,
+                caches,
+                [len(prompt) for prompt in prompts],
+                generations,
+                **options,
+            )
+        )
+    ours, theirs = made
+    assert isinstance(ours, KernelSteps) and isinstance(theirs, CacheSteps)
+    return ours, theirs
+
+
+def assert_step_for_step(ours, theirs, tokens_bt, keep=None):
+    """Fed the same tokens, both give the same logits; before step n both keep the rows `keep[n]`."""
+    for n in range(tokens_bt.shape[1]):
+        kept = (keep or {}).get(n)
+        if kept is not None:
+            ours.keep(kept)
+            theirs.keep(kept)
+            tokens_bt = tokens_bt[mx.array(kept)]
+        difference = mx.abs(ours(tokens_bt[:, n]) - theirs(tokens_bt[:, n])).max().item()
+        assert difference < 1e-4, f"step {n}"
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pipelined": True}, {"compact": False}, {"max_batch": 7}, {"check_every": 3}],
+    ids=str,
+)
+def test_it_draws_as_with_copied_prompts(prompts, options, kernel):
+    """Tokens, ends and log-probs, with buffers that are outgrown and rows that leave."""
+    policy = with_kernel()
+    options = {"generations": 7, "limit": 20, "eos_ids": EOS, "check_every": 1} | options
+    drawn = roll(policy, prompts, share_prefix=True, **options)
+    assert {room for _, room, _ in kernel.calls} == {4, 8, 16, 21}
+    assert (len({rows for rows, _, _ in kernel.calls}) > 1) == options.get("compact", True)
+    assert_teacher_forced(policy, drawn)
+    calls = len(kernel.calls)
+    assert_same(drawn, roll(policy, prompts, share_prefix=False, **options))
+    assert len(kernel.calls) == calls, "copied prompts do without"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "nanochat", "cohere"])
+def test_other_architectures_draw_as_with_copied_prompts(name, kernel):
+    """Norms of queries and keys, a head of keys for each query, scaled logits."""
+    policy = with_kernel(name)
+    options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
+    drawn = roll(policy, share_prefix=True, **options)
+    assert kernel.calls
+    assert_same(drawn, roll(policy, share_prefix=False, **options))
+
+
+@pytest.mark.parametrize("name", ["llama", "nanochat"])
+def test_joined_products_change_nothing(name, kernel, monkeypatch):
+    """The program runs over the module in its sampling form: joined weights among its parameters."""
+    monkeypatch.setattr(joining, "has_cuda", lambda: True)
+    policy = with_kernel(name)
+    with policy.sampling(policy.params) as module:
+        assert any(isinstance(layer, joining.Joined) for layer in module.modules())
+    options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
+    drawn = roll(policy, share_prefix=True, **options)
+    assert kernel.calls
+    assert_teacher_forced(policy, drawn)
+    monkeypatch.setattr(joining, "has_cuda", lambda: False)
+    assert_same(drawn, roll(policy, share_prefix=False, **options))
+
+
+def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):
+    """Four, eight, sixteen, then the length asked for, rounded up; past it, just enough. Nothing is lost."""
+    ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=17)
+    assert_step_for_step(ours, theirs, token_rows(6, 20))
+    rooms = [4] * 4 + [8] * 4 + [16] * 8 + [18] * 2 + [21] * 2
+    assert kernel.calls == [(6, room, n) for n, room in enumerate(rooms) for _ in range(LAYERS)]
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("when", [1, 4, 6])
+def test_rows_that_are_kept_go_on_as_they_were(prompts, when, kernel):
+    """Each with its own tokens and its own prompt; before, at and after a growth, and once more later."""
+    ours, theirs = both_steps(with_kernel(), prompts, 4, room=12)
+    rows = 4 * len(prompts)
+    first, second = [row for row in range(rows) if row % 4 != 1 and row != 2], [0, 3, 4]
+    assert_step_for_step(ours, theirs, token_rows(rows, 12), {when: first, 9: second})
+    sizes = [rows] * when + [len(first)] * (9 - when) + [3] * 3
+    assert [n for n, _, _ in kernel.calls[::LAYERS]] == sizes
+
+
+def test_a_prompt_may_lose_all_its_rows(kernel):
+    """Those of the others go on; the numbers of the prompts stay."""
+    ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=6)
+    assert_step_for_step(ours, theirs, token_rows(6, 6), {2: [4, 5]})
+
+
+@pytest.mark.parametrize("drawn", [3, 4, 9])
+def test_steps_may_begin_as_if_zeros_had_been_fed(drawn, kernel):
+    """Below the first room, at it and above it."""
+    ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=16, drawn=drawn)
+    assert_step_for_step(ours, theirs, token_rows(6, 5))
+    assert kernel.calls[0][2] == drawn
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        (12, {12: 12, 7: 12, 6: 6, 4: 6, 3: 3, 2: 2, 1: 1}),
+        (7, {7: 7, 5: 7, 4: 4, 3: 4, 2: 2, 1: 1}),
+        (1, {1: 1}),
+    ],
+)
+def test_rows_are_halved(rows, wanted, kernel):
+    """Few sizes, as each is a program of its own, and always room for those that have not ended."""
+    ours, _ = both_steps(with_kernel(), [[1, 2, 3]], rows, room=4)
+    for alive, count in wanted.items():
+        flags = [row >= rows - alive for row in range(rows)]
+        kept = ours.kept(flags)
+        assert (
+            len(kept) == count and kept == sorted(set(kept)) and set(range(rows - alive, rows)) <= set(kept)
+        )

@@ -1,0 +1,130 @@
+"""The CUDA kernels over a head's products: against NumPy in float64; and the log-probs that call them."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.learner import token_logprobs as logprobs
+from tests.grpo_fn.learner.test_logprobs import assert_close, make_inputs, specified
+from tests.support import row_kernels
+from tests.support.row_kernels import float64
+
+needs_cuda = pytest.mark.skipif(not takes_products(mx.float32), reason="needs CUDA")
+BENDS = {"plain": (1.0, None), "scaled": (0.25, None), "capped": (1.0, 15.0), "both": (0.5, 15.0)}
+
+
+def make_products(rows, vocabulary, dtype, size=6.0):
+    """Products [C,V] of that standard deviation, targets and two slopes [C]."""
+    keys = mx.random.split(mx.random.key(vocabulary), 4)
+    products = (size * mx.random.normal((rows, vocabulary), key=keys[0])).astype(dtype)
+    targets = mx.random.randint(0, vocabulary, (rows,), mx.int32, key=keys[1])
+    return products, targets, mx.random.normal((rows,), key=keys[2]), mx.random.normal((rows,), key=keys[3])
+
+
+@needs_cuda
+@pytest.mark.parametrize("vocabulary", [5, 1000, 4096, 65536])
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_slopes(vocabulary, bend, dtype, temperature):
+    """Vocabularies that do and do not come in whole reads, three dtypes, every form of logits.
+
+    A capped logit is rounded to the dtype, as the model's own is: half a unit of its last place at 15.
+    """
+    products, targets, by_logp, by_entropy = make_products(6, vocabulary, dtype)
+    numbers, index = float64(products), np.array(targets)
+    rounding = {mx.float32: 2e-6, mx.float16: 2**-7, mx.bfloat16: 2**-4}[dtype]
+    bound = 1e-4 if BENDS[bend] == (1.0, None) else 1e-4 + 2 * rounding / temperature
+
+    logp, entropy = row_logprobs(products, targets, BENDS[bend], temperature)
+    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(numbers, index, BENDS[bend], temperature)
+    assert np.abs(float64(logp) - wanted_logp).max() < bound
+    assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
+
+    for up in (None, by_entropy):
+        found = row_slopes(products, targets, (logp, entropy), (by_logp, up), BENDS[bend], temperature)
+        assert found.dtype == dtype
+        second = np.zeros(6) if up is None else float64(up)
+        wanted = row_kernels.slopes(numbers, index, float64(by_logp), second, BENDS[bend], temperature)
+        largest = np.abs(wanted).max(axis=-1, keepdims=True)
+        unit = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
+        assert (np.abs(float64(found) - wanted) <= (unit + 4 * bound) * largest).all()
+
+
+@needs_cuda
+def test_impossible_tokens_and_numbers_that_are_none():
+    """−∞ counts nothing; a NaN in a row makes that row's results NaN, and no other's."""
+    products, targets, by_logp, by_entropy = make_products(3, 64, mx.float32)
+    numbers = np.array(products)
+    numbers[0, :32] = -np.inf
+    numbers[2, 5] = np.nan
+    targets = mx.array([40, 3, 7], mx.int32)
+    logp, entropy = row_logprobs(mx.array(numbers), targets, (1.0, None), 1.0)
+    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(
+        numbers[:2], np.array(targets)[:2], (1.0, None), 1.0
+    )
+    assert np.allclose(np.array(logp)[:2], wanted_logp, atol=1e-4)
+    assert np.allclose(np.array(entropy)[:2], wanted_entropy, atol=1e-4)
+    assert np.isnan(np.array(logp)[2]) and np.isnan(np.array(entropy)[2])
+    found = np.array(
+        row_slopes(mx.array(numbers), targets, (logp, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
+    )
+    assert np.isfinite(found[:2]).all() and (found[0, :32] == 0).all() and np.isnan(found[2]).any()
+
+
+@needs_cuda
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled, monkeypatch):
+    """The same values and gradients with the kernels and without, to TF32's rounding."""
+    hidden, weight, targets, up = make_inputs(3, 5, seed=4)
+
+    def loss(hidden, weight):
+        logp, entropy = g.token_logprobs_and_entropy(hidden, weight, targets, temperature=0.7, chunk=4)
+        return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
+
+    def gradients():
+        call = mx.value_and_grad(loss, argnums=(0, 1))
+        return (mx.compile(call) if compiled else call)(hidden, weight)
+
+    (_, *with_kernels), with_grads = gradients()
+    mx.eval(with_kernels, with_grads)
+    monkeypatch.setattr(logprobs, "takes_products", lambda dtype: False)
+    (_, *without), without_grads = gradients()
+    for found, wanted in zip([*with_kernels, *with_grads], [*without, *without_grads], strict=True):
+        assert_close(found, float64(wanted), 1e-2)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("with_entropy", ["differentiable", "constant", "none"])
+def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy, monkeypatch):
+    """With the kernels' specifications in their place, on any machine: values, and gradients of both."""
+    for name in ("row_logprobs", "row_slopes"):
+        monkeypatch.setattr(logprobs, name, getattr(row_kernels, name))
+    monkeypatch.setattr(logprobs, "takes_products", lambda dtype: True)
+    hidden, weight, targets, up = make_inputs(2, 5, seed=5)
+    dead = up[0], mx.zeros_like(up[1])
+    want = specified(hidden, weight, targets, up if with_entropy == "differentiable" else dead, 0.7, cap)
+    options = {"temperature": 0.7, "chunk": chunk}
+
+    def wrong(params, hidden):
+        raise AssertionError("the kernels compute the logits themselves")
+
+    def loss(hidden, weight):
+        head = g.Head({"w": weight}, wrong, lambda params: params["w"], 1.0, cap)
+        if chunk is None:
+            head = g.Head({"w": weight}, lambda p, h: h @ p["w"].T, lambda params: params["w"], 1.0, cap)
+        if with_entropy == "none":
+            logp = g.token_logprobs(hidden, head, targets, **options)
+            return (up[0] * logp).sum(), logp
+        differentiable = with_entropy == "differentiable"
+        logp, entropy = g.token_logprobs_and_entropy(
+            hidden, head, targets, entropy_gradient=differentiable, **options
+        )
+        return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
+
+    (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    for found, wanted in zip([*columns, *grads], [*want[: len(columns)], *want[2:]], strict=True):
+        assert_close(found, wanted)

@@ -1,0 +1,315 @@
+"""From rollout to learner: layout, rows left out, minibatches and micro-batches conserve what they must."""
+
+from itertools import pairwise
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from grpo_fn.learner.packing import round_up
+from tests.support.tiny_policies import tiny_advantages, tiny_rollout
+
+GRPO = g.LossSpec()
+prompt_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+def make(prompts=(4, 2), generations=3, width=7, *, seed=0, zeros=False, holes=False):
+    """A batch of a random rollout; with `holes`, some counted tokens are masked out and other columns set."""
+    rollout = tiny_rollout(prompts, generations, width, seed=seed)
+    batch = g.make_batch(rollout, tiny_advantages(rollout, seed=seed, zeros=zeros))
+    if not holes:
+        return batch
+    rng = np.random.default_rng(seed + 1)
+    shape = batch.mask_bt.shape
+    mask_bt = batch.mask_bt & mx.array(rng.random(shape) < 0.6)
+    return attrs.evolve(
+        batch,
+        mask_bt=mask_bt,
+        num_tokens=mask_bt.sum().astype(mx.float32),
+        old_logp_bt=mx.array(rng.normal(size=shape), mx.float32),
+        ref_logp_bt=mx.array(rng.normal(size=shape), mx.float32),
+        keep_bt=mx.array(rng.random(shape) < 0.5),
+    )
+
+
+def rows_of(batch):
+    """What each row says of its counted tokens, sorted: prompt, completion up to there, mask and values."""
+    columns = [batch.targets_bt, batch.rollout_logp_bt, batch.old_logp_bt, batch.ref_logp_bt, batch.keep_bt]
+    columns = [None if column is None else np.array(column) for column in columns]
+    mask, tokens = np.array(batch.mask_bt), np.array(batch.tokens_bl)
+    lengths, advantages = np.array(batch.prompt_lengths_b), np.array(batch.advantages_b)
+    index = None if batch.prompt_index_b is None else np.array(batch.prompt_index_b)
+    out = []
+    for row in range(mask.shape[0]):
+        counted = np.flatnonzero(mask[row])
+        if not len(counted):
+            continue
+        end = counted[-1] + 1
+        place = row if index is None else index[row]
+        prompt = tokens[place, : lengths[place]].tolist()
+        completion = columns[0][row, :end].tolist()
+        if index is None:
+            assert tokens[row, lengths[row] : lengths[row] + end].tolist() == completion
+        values = [None if c is None else c[row][counted].tolist() for c in columns[1:]]
+        out.append((prompt, completion, counted.tolist(), float(advantages[row]), values))
+    return sorted(out, key=repr)
+
+
+@given(
+    prompts=prompt_lengths, generations=st.integers(1, 4), width=st.integers(1, 8), seed=st.integers(0, 999)
+)
+def test_a_row_is_prompt_completion_padding(prompts, generations, width, seed):
+    """Row p·G+g holds prompt p, completion p·G+g and zeros; the mask counts each completion's tokens."""
+    rollout = tiny_rollout(prompts, generations, width, seed=seed)
+    batch = g.make_batch(rollout, tiny_advantages(rollout, seed=seed))
+    lengths = np.array(rollout.lengths_b)
+    for row, completion in enumerate(rollout.completions()):
+        prompt = list(rollout.prompts[row // generations])
+        padding = [0] * (max(prompts) + width - len(prompt) - len(completion))
+        assert batch.tokens_bl[row].tolist() == prompt + completion + padding
+        assert batch.prompt_lengths_b[row].item() == len(prompt)
+        assert batch.mask_bt[row].tolist() == [t < lengths[row] for t in range(width)]
+        assert (
+            batch.advantages_b[row].item()
+            == tiny_advantages(rollout, seed=seed)[row // generations, row % generations].item()
+        )
+    assert batch.num_sequences.item() == len(lengths) and batch.num_tokens.item() == lengths.sum()
+    assert batch.old_logp_bt is None and batch.ref_logp_bt is None and batch.keep_bt is None
+    assert bool((batch.rollout_logp_bt == rollout.logp_bt).all())
+
+
+def test_truncated_completions_count_no_token():
+    """With mask_truncated a completion that hit the limit is masked, and still counts as a sequence."""
+    rollout = attrs.evolve(tiny_rollout(), finished_b=mx.array([True, False, True, True, False, True]))
+    batch = g.make_batch(rollout, tiny_advantages(rollout), mask_truncated=True)
+    lengths = np.array(rollout.lengths_b)
+    assert np.array(batch.mask_bt).sum(axis=1).tolist() == [*(lengths * [1, 0, 1, 1, 0, 1])]
+    assert batch.num_sequences.item() == 6 and batch.num_tokens.item() == (lengths * [1, 0, 1, 1, 0, 1]).sum()
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
+def test_the_most_uncertain_tokens_keep_their_policy_term(quantile):
+    """ρ of the counted tokens, those of largest entropy in the whole batch; never one that is masked."""
+    rollout = tiny_rollout(width=9, entropy=True)
+    batch = g.make_batch(rollout, tiny_advantages(rollout), top_entropy_quantile=quantile)
+    mask, entropy = np.array(batch.mask_bt), np.array(rollout.entropy_bt)
+    ranked = np.sort(entropy[mask])[::-1]
+    kept = max(1, round(quantile * mask.sum()))
+    assert np.array(batch.keep_bt).sum() == kept
+    assert (np.array(batch.keep_bt) == (mask & (entropy >= ranked[kept - 1]))).all()
+    assert batch.num_tokens.item() == mask.sum(), "the denominators keep them all"
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
+def test_truncated_completions_take_no_place_among_the_most_uncertain(quantile):
+    """With both options: the share is one of the tokens that count, however uncertain the masked ones are."""
+    rollout = tiny_rollout(width=9, entropy=True)
+    finished_b = mx.array([True, False, True, True, False, True])
+    entropy_bt = rollout.entropy_bt + mx.where(finished_b, 0.0, 10.0)[:, None]
+    rollout = attrs.evolve(rollout, finished_b=finished_b, entropy_bt=entropy_bt)
+    batch = g.make_batch(
+        rollout, tiny_advantages(rollout), mask_truncated=True, top_entropy_quantile=quantile
+    )
+    mask, entropy = np.array(batch.mask_bt), np.array(entropy_bt)
+    assert not mask[[1, 4]].any()
+    kept = max(1, round(quantile * mask.sum()))
+    least = np.sort(entropy[mask])[-kept]
+    assert (np.array(batch.keep_bt) == (mask & (entropy >= least))).all()
+    assert np.array(batch.keep_bt).sum() == kept
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"top_entropy_quantile": 0.0}, "top_entropy_quantile = 0.0"),
+    ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5"),
+    ({"top_entropy_quantile": 0.5}, "needs the rollout's entropies"),
+    ({"adv_pg": mx.zeros((3, 2))}, r"adv_pg has shape \(3, 2\), wanted \(2, 3\)"),
+])  # fmt: skip
+def test_make_batch_refuses(options, message):
+    """Shares out of range, missing entropies, advantages of another shape."""
+    rollout = tiny_rollout()
+    options = {"adv_pg": tiny_advantages(rollout)} | options
+    with pytest.raises(ValueError, match=message):
+        g.make_batch(rollout, **options)
+
+
+def test_rows_without_a_gradient_are_left_out():
+    """A = 0 and wholly masked rows go; the denominators still count them."""
+    batch = make(zeros=True)  # group 0 and row 3 have A = 0
+    batch = attrs.evolve(batch, mask_bt=batch.mask_bt & (mx.arange(6)[:, None] != 5))
+    kept = g.drop_inactive(batch, GRPO)
+    assert kept.advantages_b.tolist() == batch.advantages_b[4:5].tolist()
+    assert kept.tokens_bl.tolist() == batch.tokens_bl[4:5].tolist()
+    assert kept.num_sequences.item() == 6 and kept.num_tokens.item() == batch.num_tokens.item()
+
+
+@pytest.mark.parametrize("spec", [g.LossSpec(beta=0.1), g.LossSpec(entropy_coef=0.01)])
+def test_rows_without_advantage_stay_where_another_term_acts(spec):
+    """A KL term or an entropy bonus acts on A = 0 too; only wholly masked rows go."""
+    batch = make(zeros=True)
+    assert g.drop_inactive(batch, spec) is batch
+    masked = attrs.evolve(batch, mask_bt=batch.mask_bt & (mx.arange(6)[:, None] != 0))
+    assert g.drop_inactive(masked, spec).tokens_bl.tolist() == batch.tokens_bl[1:].tolist()
+
+
+def test_a_batch_may_lose_every_row():
+    """Nothing is left but the counts, which the denominator still needs."""
+    rollout = tiny_rollout()
+    empty = g.drop_inactive(g.make_batch(rollout, mx.zeros((2, 3))), GRPO)
+    assert empty.mask_bt.shape[0] == 0
+    (piece,) = g.split_batch(empty, max_tokens=100)
+    assert piece.num_sequences.item() == 6 and piece.num_tokens.item() == rollout.lengths_b.sum().item()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6])
+def test_minibatches_are_the_rows_in_order_with_counts_of_their_own(number):
+    """Consecutive parts that differ by at most a row; each counts itself, as it is an update by itself."""
+    batch = make(holes=True)
+    parts = g.minibatches(batch, number)
+    assert len(parts) == number
+    for name in ("tokens_bl", "mask_bt", "advantages_b", "old_logp_bt", "keep_bt", "rollout_logp_bt"):
+        joined = mx.concatenate([getattr(part, name) for part in parts])
+        assert joined.tolist() == getattr(batch, name).tolist()
+    sizes = [part.mask_bt.shape[0] for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert [part.num_sequences.item() for part in parts] == sizes
+    assert [part.num_tokens.item() for part in parts] == [part.mask_bt.sum().item() for part in parts]
+
+
+@pytest.mark.parametrize("number", [0, -1, 7])
+def test_minibatches_refuse_more_parts_than_rows(number):
+    """The message gives the range."""
+    with pytest.raises(ValueError, match=f"number = {number}: wanted 1 <= number <= 6"):
+        g.minibatches(make(), number)
+
+
+split_options = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 120), "bucketed": st.booleans(), "share_prompts": st.booleans()}
+)
+
+
+@given(
+    prompts=prompt_lengths,
+    generations=st.integers(1, 5),
+    width=st.integers(1, 20),
+    seed=st.integers(0, 999),
+    holes=st.booleans(),
+    zeros=st.booleans(),
+    options=split_options,
+)
+def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, holes, zeros, options):
+    """Each counted token, with its prefix and its values, is in exactly one part; the counts add up."""
+    batch = g.drop_inactive(make(prompts, generations, width, seed=seed, holes=holes, zeros=zeros), GRPO)
+    parts = g.split_batch(batch, **options)
+    assert sorted((row for part in parts for row in rows_of(part)), key=repr) == rows_of(batch)
+    assert sum(part.num_sequences.item() for part in parts) == batch.num_sequences.item()
+    assert sum(part.num_tokens.item() for part in parts) == batch.num_tokens.item()
+    assert all(part.num_sequences.item() >= 1 for part in parts)
+
+
+@given(
+    prompts=prompt_lengths,
+    generations=st.integers(1, 5),
+    width=st.integers(1, 20),
+    seed=st.integers(0, 999),
+    options=split_options,
+)
+def test_a_part_keeps_to_the_budget(prompts, generations, width, seed, options):
+    """rows × length ≤ max_tokens, or a single row; every array of a part has the part's own sizes."""
+    for part in g.split_batch(make(prompts, generations, width, seed=seed), **options):
+        rows, columns = part.mask_bt.shape
+        spent = g.shape_of(part).tokens
+        real = int(part.mask_bt.any(axis=1).sum().item())
+        assert spent <= options["max_tokens"] or real == 1
+        for array in (part.targets_bt, part.rollout_logp_bt):
+            assert array.shape == (rows, columns)
+        assert part.advantages_b.shape == (rows,)
+        assert part.prompt_lengths_b.shape == part.tokens_bl.shape[:1]
+        if not options["bucketed"]:
+            assert rows == real and part.mask_bt[:, -1].any().item()
+
+
+@given(
+    prompts=prompt_lengths,
+    generations=st.integers(1, 12),
+    width=st.integers(1, 40),
+    seed=st.integers(0, 999),
+    share=st.booleans(),
+)
+def test_bucketed_sizes_are_rungs_of_the_ladder(prompts, generations, width, seed, share):
+    """Every size is one of a few, and padding rows count nothing and name a real prompt."""
+    batch = make(prompts, generations, width, seed=seed)
+    for part in g.split_batch(batch, max_tokens=300, share_prompts=share):
+        sizes = (*part.tokens_bl.shape, *part.mask_bt.shape)
+        assert all(round_up(size) == size for size in sizes)
+        padded = np.array(part.mask_bt.any(axis=1)) == 0
+        assert (np.array(part.advantages_b)[padded] == 0).all()
+        assert part.prompt_lengths_b.min().item() >= 1
+        if part.prompt_index_b is not None:
+            assert part.prompt_index_b.max().item() < part.tokens_bl.shape[0]
+
+
+def test_rows_of_like_length_stay_together():
+    """No row is longer than one in a later part: padding is what the ladder adds, and no more."""
+    batch = make((3, 9, 1, 6), 8, 30, seed=3)
+    parts = g.split_batch(batch, max_tokens=150, bucketed=False)
+    totals = [(part.prompt_lengths_b + part.mask_bt.sum(axis=1)).tolist() for part in parts]
+    assert len(parts) > 3
+    assert all(max(a) <= min(b) for a, b in pairwise(totals))
+
+
+@given(number=st.integers(1, 100_000))
+def test_round_up_bounds(number):
+    """At least the number, at most an eighth more, monotone, and a fixed point of itself."""
+    size = round_up(number)
+    assert number <= size <= 1.125 * number
+    assert round_up(size) == size and round_up(number + 1) >= size
+
+
+def test_round_up_has_eight_sizes_an_octave():
+    """The ladder written out, and its number of rungs up to 4,096."""
+    rungs = sorted({round_up(n) for n in range(1, 4097)})
+    assert rungs[15:25] == [16, 18, 20, 22, 24, 26, 28, 30, 32, 36]
+    assert len(rungs) == 16 + 8 * 8
+
+
+@pytest.mark.parametrize("max_tokens", [0, -5])
+def test_a_budget_of_nothing_is_refused(max_tokens):
+    """The message names what was given."""
+    with pytest.raises(ValueError, match=f"max_tokens = {max_tokens}"):
+        g.split_batch(make(), max_tokens=max_tokens)
+
+
+def test_prompts_cannot_be_shared_without_groups():
+    """The message says where groups come from."""
+    with pytest.raises(ValueError, match=r"share_prompts needs group_b.*make_batch"):
+        g.split_batch(attrs.evolve(make(), group_b=None), max_tokens=100, share_prompts=True)
+
+
+def test_joined_rollouts_are_their_rows_one_after_another():
+    """Rollouts of unequal width join with zeros after their ends; groups can be taken out again."""
+    one, other = (
+        tiny_rollout((3,), width=4, entropy=True),
+        tiny_rollout((5, 2), width=6, seed=1, entropy=True),
+    )
+    joined = g.join_rollouts([one, other])
+    assert joined.prompts == one.prompts + other.prompts
+    assert joined.completions() == one.completions() + other.completions()
+    assert not joined.tokens_bt[:3, 4:].any().item() and not joined.logp_bt[:3, 4:].any().item()
+    back = g.take_groups(joined, [2, 0])
+    assert back.prompts == (other.prompts[1], one.prompts[0])
+    assert back.completions() == other.completions()[3:] + one.completions()
+    for name in ("logp_bt", "entropy_bt"):
+        assert getattr(back, name)[:3, :6].tolist() == getattr(other, name)[3:].tolist()
+    assert back.finished_b.tolist() == other.finished_b.tolist()[3:] + one.finished_b.tolist()
+
+
+def test_rollouts_of_unlike_kinds_do_not_join():
+    """Another G, or entropies in only some of them, is refused."""
+    with pytest.raises(ValueError, match="num_generations"):
+        g.join_rollouts([tiny_rollout(), tiny_rollout(generations=2)])
+    with pytest.raises(ValueError, match="entropies"):
+        g.join_rollouts([tiny_rollout(), tiny_rollout(entropy=True)])

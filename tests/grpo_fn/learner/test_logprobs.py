@@ -1,0 +1,296 @@
+"""token_logprobs and its entropy: values and closed-form gradients against autodiff and NumPy float64."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from tests.support.tiny_policies import memory_in_use, worst_difference
+
+WIDTH, VOCAB = 6, 11
+
+
+def make_inputs(rows=2, length=4, *, seed=0, scale=1.0, dtype=mx.float32):
+    """hidden [B,T,D], weight [V,D], targets [B,T], and cotangents of logp and entropy [B,T]."""
+    rng = np.random.default_rng(seed)
+    hidden = mx.array(scale * rng.normal(size=(rows, length, WIDTH)), dtype)
+    weight = mx.array(rng.normal(size=(VOCAB, WIDTH)), dtype)
+    targets = mx.array(rng.integers(0, VOCAB, (rows, length)), mx.int32)
+    up = [mx.array(rng.normal(size=(rows, length)), mx.float32) for _ in range(2)]
+    return hidden, weight, targets, up
+
+
+def specified(hidden, weight, targets, up, temperature=1.0, cap=None):
+    """logp, entropy, and the gradients of Σ up·(logp, entropy) in hidden and weight, in NumPy float64."""
+    h, w, a, b = (np.array(x.astype(mx.float32), np.float64) for x in (hidden, weight, *up))
+    raw = h @ w.T
+    z = (raw if cap is None else cap * np.tanh(raw / cap)) / temperature
+    top = z.max(axis=-1, keepdims=True)
+    logp_all = z - top - np.log(np.exp(z - top).sum(axis=-1, keepdims=True))
+    p = np.exp(logp_all)
+    hit = np.eye(VOCAB)[np.array(targets)]
+    entropy = -(p * logp_all).sum(axis=-1)
+    dz = a[..., None] * (hit - p) - b[..., None] * p * (logp_all + entropy[..., None])
+    draw = dz / temperature * (1.0 if cap is None else 1 - np.tanh(raw / cap) ** 2)
+    return (logp_all * hit).sum(axis=-1), entropy, draw @ w, np.einsum("btv,btd->vd", draw, h)
+
+
+def naive(hidden, head, targets, temperature=1.0):
+    """The same by log_softmax over all logits at once."""
+    if isinstance(head, g.Head):
+        flat = head.function(head.params, hidden.reshape(-1, WIDTH))
+        z = flat.reshape(*hidden.shape[:2], -1)
+    else:
+        z = hidden @ head.T
+    z = z.astype(mx.float32) / temperature
+    logp = z - mx.logsumexp(z, axis=-1, keepdims=True)
+    return mx.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -(mx.exp(logp) * logp).sum(axis=-1)
+
+
+def soft_capped(weight, cap=3.0):
+    """A head that is no plain product."""
+    return g.Head({"w": weight}, lambda params, h: cap * mx.tanh(h @ params["w"].T / cap))
+
+
+def assert_close(got, want, relative=1e-5):
+    """Equal to `relative` of the largest number wanted."""
+    got, want = np.array(got.astype(mx.float32)), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= relative * max(np.abs(want).max(), 1.0)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 3),
+    length=st.integers(1, 5),
+    chunk=st.sampled_from([None, 1, 2, 3, 7, 100]),
+    temperature=st.sampled_from([1.0, 0.5, 2.5]),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    capped=st.booleans(),
+)
+def test_values_and_gradients_match_the_specification(seed, rows, length, chunk, temperature, scale, capped):
+    """Any shape, chunk, temperature and peakedness, with a plain and a soft-capped head: logp, H, dh, dW."""
+    hidden, weight, targets, up = make_inputs(rows, length, seed=seed, scale=scale)
+    want = specified(hidden, weight, targets, up, temperature, 3.0 if capped else None)
+
+    def loss(hidden, weight):
+        head = soft_capped(weight) if capped else weight
+        logp, entropy = g.token_logprobs_and_entropy(
+            hidden, head, targets, temperature=temperature, chunk=chunk
+        )
+        return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
+
+    (_, logp, entropy), (dh, dw) = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    plain = g.token_logprobs(
+        hidden, soft_capped(weight) if capped else weight, targets, temperature=temperature, chunk=chunk
+    )
+    for got, value in zip((logp, plain, entropy, dh, dw), (want[0], *want), strict=True):
+        assert_close(got, value)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("capped", [False, True])
+def test_gradients_match_autodiff(capped, chunk):
+    """The closed form is what differentiation of the naive way gives, to float32 rounding."""
+    hidden, weight, targets, up = make_inputs(3, 5, seed=1)
+
+    def loss(parts, function, **options):
+        hidden, head = parts[0], soft_capped(parts[1]) if capped else parts[1]
+        logp, entropy = function(hidden, head, targets, temperature=0.7, **options)
+        return (up[0] * logp + up[1] * entropy).sum()
+
+    got = mx.grad(lambda parts: loss(parts, g.token_logprobs_and_entropy, chunk=chunk))([hidden, weight])
+    want = mx.grad(lambda parts: loss(parts, naive))([hidden, weight])
+    assert worst_difference(got, want) < 3e-6
+
+
+def test_logprobs_alone_have_the_same_gradient():
+    """Without an entropy the gradient in hidden and weight is that of logp alone."""
+    hidden, weight, targets, up = make_inputs(seed=2)
+    *_, dh, dw = specified(hidden, weight, targets, [up[0], mx.zeros_like(up[1])])
+    got = mx.grad(lambda h, w: (up[0] * g.token_logprobs(h, w, targets, chunk=3)).sum(), argnums=(0, 1))
+    for value, want in zip(got(hidden, weight), (dh, dw), strict=True):
+        assert_close(value, want)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_constant_entropy_has_the_value_and_no_gradient(capped):
+    """entropy_gradient=False leaves the metric as it is and the gradient to logp alone."""
+    hidden, weight, targets, up = make_inputs(seed=3)
+    cap = 3.0 if capped else None
+
+    def loss(h, w):
+        head = soft_capped(w) if capped else w
+        logp, entropy = g.token_logprobs_and_entropy(h, head, targets, chunk=3, entropy_gradient=False)
+        return (up[0] * logp + up[1] * entropy).sum(), entropy
+
+    (_, entropy), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    *_, dh, dw = specified(hidden, weight, targets, [up[0], mx.zeros_like(up[1])], cap=cap)
+    assert_close(entropy, specified(hidden, weight, targets, up, cap=cap)[1])
+    for value, want in zip(grads, (dh, dw), strict=True):
+        assert_close(value, want)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_frozen_head(plain):
+    """Parameters that a head closes over get no gradient, and hidden states get theirs."""
+    hidden, weight, targets, up = make_inputs(seed=4)
+    if plain:
+        head = g.Head({}, lambda params, h: h @ weight.T, lambda params: weight)
+    else:
+        head = g.Head({}, lambda params, h: 3 * mx.tanh(h @ weight.T / 3))
+
+    def loss(h):
+        logp, entropy = g.token_logprobs_and_entropy(h, head, targets, chunk=3)
+        return (up[0] * logp + up[1] * entropy).sum()
+
+    want = specified(hidden, weight, targets, up, cap=None if plain else 3.0)[2]
+    assert_close(mx.grad(loss)(hidden), want)
+
+
+def test_the_gradient_of_a_shared_matrix_adds_up():
+    """A tied embedding is used twice: its gradient is the sum of both uses."""
+    _, weight, targets, up = make_inputs(seed=5)
+
+    def loss(weight, function):
+        return (up[0] * function(mx.sin(weight[targets]), weight, targets)).sum()
+
+    got = mx.grad(lambda w: loss(w, g.token_logprobs))(weight)
+    want = mx.grad(lambda w: loss(w, lambda *args: naive(*args)[0]))(weight)
+    assert worst_difference({"w": got}, {"w": want}) < 3e-6
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_bfloat16_inputs_give_float32_numbers(capped):
+    """The log-softmax is float32 whatever comes in; gradients come back in the dtypes that went in."""
+    hidden, weight, targets, up = make_inputs(seed=6, dtype=mx.bfloat16)
+
+    def loss(h, w, function=g.token_logprobs_and_entropy):
+        logp, entropy = function(h, soft_capped(w) if capped else w, targets)
+        return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
+
+    (_, logp, entropy), (dh, dw) = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    assert logp.dtype == entropy.dtype == mx.float32 and dh.dtype == dw.dtype == mx.bfloat16
+    # The logits are a bfloat16 product, and no worse than that.
+    z = (soft_capped(weight).function({"w": weight}, hidden) if capped else hidden @ weight.T).astype(
+        mx.float32
+    )
+    assert_close(logp, np.array(mx.take_along_axis(z, targets[..., None], -1)[..., 0] - mx.logsumexp(z, -1)))
+    *_, want_dh, want_dw = specified(hidden, weight, targets, up, cap=3.0 if capped else None)
+    assert_close(dh, want_dh, 3e-2)
+    assert_close(dw, want_dw, 3e-2)
+
+
+def test_many_bfloat16_chunks_lose_no_more_than_one():
+    """The weight's gradient over 512 positions is as good in chunks of 2 as in one piece."""
+    hidden, weight, targets, up = make_inputs(4, 128, seed=7, dtype=mx.bfloat16)
+    want = specified(hidden, weight, targets, [up[0], mx.zeros_like(up[0])])[3]
+
+    def error(chunk):
+        dw = mx.grad(lambda w: (up[0] * g.token_logprobs(hidden, w, targets, chunk=chunk)).sum())(weight)
+        return np.abs(np.array(dw.astype(mx.float32)) - want).max() / np.abs(want).max()
+
+    assert error(2) < 2 * error(512) + 2**-8
+
+
+def test_a_nearly_certain_token_keeps_a_finite_gradient():
+    """Logits 200 apart: logp 0 or −200, entropy 0, no NaN in value or gradient."""
+    hidden, weight = mx.array([[[200.0]], [[200.0]]]), mx.array([[1.0], [0.0]])
+    targets = mx.array([[0], [1]])
+
+    def loss(h, w):
+        logp, entropy = g.token_logprobs_and_entropy(h, w, targets)
+        return (logp + entropy).sum(), logp, entropy
+
+    (_, logp, entropy), (dh, dw) = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    assert logp.tolist() == [[0.0], [-200.0]] and np.abs(np.array(entropy)).max() < 1e-4
+    assert dh.reshape(-1).tolist() == pytest.approx([0.0, -1.0])
+    assert dw.reshape(-1).tolist() == pytest.approx([-200.0, 200.0])
+
+
+def test_temperature_may_be_an_array():
+    """A 0-d array scales as the number does, in value and gradient."""
+    hidden, weight, targets, up = make_inputs(seed=8)
+
+    def grad(temperature):
+        return mx.grad(
+            lambda h: (up[0] * g.token_logprobs(h, weight, targets, temperature=temperature)).sum()
+        )(hidden)
+
+    assert mx.abs(grad(mx.array(0.5)) - grad(0.5)).max().item() < 1e-6
+
+
+def test_it_compiles():
+    """Inside a compiled step values and gradients are the eager ones."""
+    hidden, weight, targets, up = make_inputs(3, 5, seed=9)
+
+    def grads(parts, targets):
+        return mx.grad(
+            lambda parts: (up[0].sum() * g.token_logprobs_and_entropy(*parts, targets, chunk=4)[0]).sum()
+        )(parts)
+
+    parts = [hidden, weight]
+    assert worst_difference(g.compiled(grads)(parts, targets), grads(parts, targets)) < 1e-6
+
+
+def test_all_logits_are_never_held():
+    """Forward and backward over 1,024 positions × 2,048 tokens peak at less than half of the naive way."""
+    rng = np.random.default_rng(0)
+    hidden = mx.array(rng.normal(size=(1, 1024, 16)), mx.float32)
+    weight = mx.array(rng.normal(size=(2048, 16)), mx.float32)
+    targets = mx.array(rng.integers(0, 2048, (1, 1024)), mx.int32)
+    mx.eval(hidden, weight, targets)
+
+    def peak(function):
+        held = memory_in_use()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(lambda h, w: function(h, w, targets)[0].sum(), argnums=(0, 1))(hidden, weight))
+        return mx.get_peak_memory() - held
+
+    chunked = peak(lambda *args: g.token_logprobs_and_entropy(*args, chunk=64, entropy_gradient=False))
+    assert chunked < 0.5 * peak(naive)
+
+
+def test_no_rows_give_no_logprobs():
+    """A batch all of whose rows were left out has log-probs of shape [0,T]; the process lives on."""
+    code = (
+        "import mlx.core as mx, grpo_fn as g\n"
+        "logp = g.token_logprobs(mx.zeros((0, 4, 6)), mx.zeros((11, 6)), mx.zeros((0, 4), mx.int32))\n"
+        "assert logp.shape == (0, 4) and logp.dtype == mx.float32"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-500:]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": mx.zeros((4, WIDTH))}, r"hidden_btd has shape \(4, 6\), wanted 3 axes"),
+        ({"targets": mx.zeros((2, 3), mx.int32)}, r"targets_bt has shape \(2, 3\), wanted \(2, 4\)"),
+        ({"targets": mx.zeros((2, 4))}, "wanted integers"),
+        ({"head": mx.zeros((VOCAB, WIDTH + 1))}, r"head has shape \(11, 7\), wanted \(11, 6\)"),
+        ({"head": mx.zeros((WIDTH,))}, "head has shape"),
+        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"temperature": -1}, "temperature = -1"),
+        ({"chunk": 0}, "chunk"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    """The message names the argument, what it is and what it should be."""
+    hidden, weight, targets, _ = make_inputs()
+    given = {"hidden": hidden, "head": weight, "targets": targets, "temperature": 1.0, "chunk": None} | change
+    for function in (g.token_logprobs, g.token_logprobs_and_entropy):
+        with pytest.raises(ValueError, match=message):
+            function(
+                given["hidden"],
+                given["head"],
+                given["targets"],
+                temperature=given["temperature"],
+                chunk=given["chunk"],
+            )

@@ -1,0 +1,159 @@
+"""Split ≡ whole: micro-batches, gradient accumulation, shared prompts and rows left out give one update."""
+
+import mlx.core as mx
+import pytest
+
+import grpo_fn as g
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.trees import arrays_of
+from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
+from tests.support.tiny_policies import (
+    memory_in_use,
+    same_tree,
+    tiny_module,
+    tiny_policy,
+    tiny_rollout,
+    worst_difference,
+)
+
+
+def halves(pieces):
+    return [half for piece in pieces for half in g.halved(piece)]
+
+
+SPLITS = {
+    "micro-batches": lambda b: [g.split_batch(b, max_tokens=40)],
+    "unbucketed": lambda b: [g.split_batch(b, max_tokens=30, bucketed=False)],
+    "row by row": lambda b: [g.split_batch(b, max_tokens=1)],
+    "shared prompts": lambda b: [g.split_batch(b, max_tokens=60, share_prompts=True)],
+    "halved": lambda b: [halves(halves(g.split_batch(b, max_tokens=200)))],
+    "halved, unbucketed": lambda b: [halves(g.split_batch(b, max_tokens=60, bucketed=False))],
+    "halved, shared prompts": lambda b: [halves(g.split_batch(b, max_tokens=400, share_prompts=True))],
+    "batch steps": lambda b: g.minibatches(b, 3),
+    "both": lambda b: [g.split_batch(part, max_tokens=25) for part in g.minibatches(b, 2)],
+}
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["all rows", "active rows"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("spec", [SPECS["grpo"], SPECS["token_mean"]], ids=["grpo", "token_mean"])
+def test_any_split_gives_the_same_update(spec, split, dropped):
+    """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    grad_step = grad_step_of(policy, spec, compile=False)
+    want, want_stats = grad_step(make_state(policy), whole)
+    state, stats = make_state(policy), []
+    for number, part in enumerate(split(whole)):
+        if dropped:
+            parts = [part] if isinstance(part, g.Batch) else part
+            part = [g.drop_inactive(p, spec) if p.prompt_index_b is None else p for p in parts]
+        state, part_stats = grad_step(state, part)
+        stats.append(part_stats)
+        assert state.step.item() == number + 1
+    merged = g.merge_stats(stats)
+    assert state.accum_weight.item() == want.accum_weight.item()
+    assert worst_difference(state.accum_grads, want.accum_grads) < 1e-5  # of sums that nearly cancel
+    assert merged.loss.item() == pytest.approx(want_stats.loss.item(), rel=1e-5, abs=1e-6)
+    if not dropped:
+        for name, value in want_stats._asdict().items():
+            assert getattr(merged, name).item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_halves_are_smaller(shared):
+    """Half the rows, and never more places to compute; a single row stays whole."""
+    batch = make_batch(prompts=(4, 2, 7))
+    for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
+        one, two = g.halved(piece)
+        assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
+        assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
+        for half in (one, two):
+            assert g.shape_of(half).kept <= g.shape_of(piece).kept
+            assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
+    (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
+    assert g.halved(single) == [single]
+
+
+def test_a_split_changes_no_parameter_of_the_update():
+    """After the optimizer too: parameters agree to 1e-6 between one batch and many micro-batches."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    optimizer = g.adamw(1e-3, eps=1e-3)
+    grad_step, update = (
+        grad_step_of(policy, SPECS["grpo"], compile=False),
+        g.make_update_step(optimizer, compile=False),
+    )
+    results = []
+    for batch in (whole, g.split_batch(g.drop_inactive(whole, SPECS["grpo"]), max_tokens=30)):
+        state, _ = grad_step(make_state(policy, optimizer=optimizer), batch)
+        state, _ = update(state)
+        results.append(state.params)
+    assert worst_difference(*results) < 1e-6 and not same_tree(results[0], policy.params)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "cohere", "nanochat", "smollm3", "gpt_neox"]
+)
+def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
+    """`can_share` says yes only to models for which it holds."""
+    policy = tiny_policy(name)
+    if not can_share(policy.module):
+        return
+    whole = near_policy(make_batch(prompts=(4, 1, 7), generations=2, width=5), policy)
+    grad_step = grad_step_of(policy, SPECS["grpo"], compile=False)
+    want, _ = grad_step(make_state(policy), whole)
+    got, _ = grad_step(make_state(policy), g.split_batch(whole, max_tokens=1000, share_prompts=True))
+    assert worst_difference(got.accum_grads, want.accum_grads) < 1e-5
+
+
+def test_windows_and_states_are_not_shared():
+    """A sliding window and a recurrent state cannot be forked by concatenation."""
+    assert not can_share(tiny_module("gemma3")) and not can_share(tiny_module("mamba"))
+    assert can_share(tiny_module("llama"))
+
+
+def test_a_batch_without_rows_counts_in_the_denominator():
+    """All advantages zero: no gradient, and the number of sequences is still added."""
+    policy, rollout = tiny_policy(), tiny_rollout()
+    batch = g.drop_inactive(g.make_batch(rollout, mx.zeros((2, 3))), g.LossSpec())
+    grad_step = grad_step_of(policy, g.LossSpec(), compile=False)
+    state, stats = grad_step(make_state(policy), batch)
+    assert state.accum_weight.item() == 6.0 and state.step.item() == 1
+    assert not any(a.any().item() for a in arrays_of(state.accum_grads))
+    assert stats.loss.item() == 0.0 and stats.denominator.item() == 6.0
+
+
+def test_empty_batches_of_any_width_share_a_trace():
+    """A rollout that leaves no row is common early on: its width must not cost a trace each time."""
+    policy = tiny_policy()
+    grad_step, state = grad_step_of(policy, SPECS["token_mean"]), make_state(policy)
+    counted = 0
+    for width in (5, 6, 7):
+        rollout = tiny_rollout(width=width)
+        batch = g.drop_inactive(g.make_batch(rollout, mx.zeros((2, 3))), SPECS["token_mean"])
+        state, _ = grad_step(state, g.split_batch(batch, max_tokens=100))
+        counted += rollout.lengths_b.sum().item()
+    assert state.accum_weight.item() == counted
+    assert grad_step.traces <= 1
+
+
+@pytest.mark.parametrize("way", ["micro-batches", "batch steps"])
+def test_memory_is_that_of_one_micro_batch(way):
+    """Eight micro-batches, or batch steps before anything is computed: one's activations at a time."""
+    policy = tiny_policy("llama-untied", num_hidden_layers=4)
+    batch = make_batch(prompts=(6,) * 16, generations=2, width=60)
+    grad_step, start = grad_step_of(policy, SPECS["grpo"], compile=False), make_state(policy)
+
+    def peak(parts):
+        g.materialize(start, parts)
+        held = memory_in_use()
+        mx.reset_peak_memory()
+        state = start
+        for part in [parts] if way == "micro-batches" else parts:
+            state, _ = grad_step(state, part)
+        mx.eval(list(arrays_of(state.accum_grads)))
+        return mx.get_peak_memory() - held
+
+    pieces = g.minibatches(batch, 8)
+    assert peak(pieces) < 1.5 * peak(pieces[:1])

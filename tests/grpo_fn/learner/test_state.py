@@ -1,0 +1,122 @@
+"""TrainState and the syncs between its policies."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import grpo_fn as g
+from grpo_fn.learner.state import zeros_like
+from grpo_fn.trees import arrays_of
+from tests.support.tiny_policies import memory_in_use, same_tree
+
+
+def make_params(seed=0):
+    """A nested tree of two leaves, one of them in a list."""
+    rng = np.random.default_rng(seed)
+    return {
+        "a": mx.array(rng.normal(size=(3, 4)), mx.float32),
+        "l": [{"w": mx.array(rng.normal(size=5), mx.float32)}],
+    }
+
+
+def make_state(**options):
+    """A state over `make_params()`."""
+    return g.init_state(make_params(), g.adamw(1e-3), key=mx.random.key(3), **options)
+
+
+def same_arrays(one, other):
+    """Whether two trees hold the very same array objects."""
+    return [id(a) for a in arrays_of(one)] == [id(b) for b in arrays_of(other)]
+
+
+def test_the_roles_start_as_the_same_arrays():
+    """Policy, old policy and reference share one set of weights; without a reference there is none."""
+    params = make_params()
+    state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0), ref_params=params)
+    assert same_arrays(state.old_params, params) and same_arrays(state.ref_params, params)
+    assert make_state().ref_params is None
+
+
+def test_the_first_state_has_counted_nothing():
+    """Counters, accumulated gradients and moments are zero; the key is the one given."""
+    state = make_state()
+    assert state.step.item() == state.update_step.item() == 0 and state.accum_weight.item() == 0.0
+    assert state.step.dtype == state.update_step.dtype == mx.int32 and state.accum_weight.dtype == mx.float32
+    for tree in (state.accum_grads, state.opt_state):
+        assert all(not a.any().item() for a in arrays_of(tree))
+    assert [n for n, _ in tree_flatten(state.accum_grads)] == [n for n, _ in tree_flatten(state.params)]
+    assert state.key.tolist() == mx.random.key(3).tolist()
+
+
+def test_a_state_cannot_be_changed_in_place():
+    """A step has no other way to report than to return a new value."""
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        make_state().params = {}
+
+
+def test_zeros_like_takes_no_memory():
+    """Zeros the size of a model cost one number, also after they have been evaluated."""
+    shapes = {"w": mx.zeros((512, 512)), "h": mx.zeros((64,), mx.bfloat16)}
+    mx.eval(shapes)
+    before = memory_in_use()
+    zeros = zeros_like(shapes)
+    mx.eval(zeros)
+    assert memory_in_use() - before < 256
+    assert zeros["w"].shape == (512, 512) and zeros["h"].dtype == mx.float32 and not zeros["w"].any().item()
+
+
+def test_sync_old_takes_the_policy_s_arrays_without_a_copy():
+    """π_old becomes the very arrays of π_θ; nothing else in the state changes."""
+    state = attrs.evolve(make_state(), params=make_params(1))
+    synced = g.sync_old(state)
+    assert same_arrays(synced.old_params, state.params)
+    assert not same_tree(state.old_params, state.params), "the state that was synced has itself changed"
+    for field in attrs.fields(g.TrainState):
+        if field.name != "old_params":
+            assert getattr(synced, field.name) is getattr(state, field.name)
+
+
+def test_sync_old_through_a_transform():
+    """The transform sees π_θ, and only π_old takes what it gives."""
+    state = attrs.evolve(make_state(), params=make_params(1))
+    synced = g.sync_old(state, lambda tree: {"a": tree["a"].astype(mx.bfloat16)})
+    assert list(synced.old_params) == ["a"] and synced.old_params["a"].dtype == mx.bfloat16
+    assert bool((synced.old_params["a"] == state.params["a"].astype(mx.bfloat16)).all())
+    assert same_arrays(synced.params, state.params)
+
+
+@pytest.mark.parametrize("mixup", [0.1, 0.6, 0.999])
+def test_sync_ref_mixes(mixup):
+    """ref ← α·θ + (1−α)·ref, against float64; twice with the same θ leaves (1−α)² of the first reference."""
+    state = attrs.evolve(make_state(ref_params=make_params(0)), params=make_params(1))
+    once = g.sync_ref(state, mixup)
+    twice = g.sync_ref(once, mixup)
+    for start, theta, first, second in zip(
+        *map(arrays_of, (state.ref_params, state.params, once.ref_params, twice.ref_params)), strict=True
+    ):
+        start, theta = np.array(start, np.float64), np.array(theta, np.float64)
+        np.testing.assert_allclose(np.array(first), mixup * theta + (1 - mixup) * start, rtol=1e-6, atol=1e-7)
+        left = (1 - mixup) ** 2
+        np.testing.assert_allclose(np.array(second), (1 - left) * theta + left * start, rtol=1e-6, atol=1e-7)
+    assert same_arrays(once.params, state.params)
+
+
+def test_sync_ref_of_the_whole_is_assignment():
+    """α = 1 copies nothing."""
+    state = attrs.evolve(make_state(ref_params=make_params(0)), params=make_params(1))
+    assert same_arrays(g.sync_ref(state).ref_params, state.params)
+
+
+@pytest.mark.parametrize("mixup", [0.0, -0.1, 1.1, float("nan")])
+def test_sync_ref_refuses_a_share_outside_its_range(mixup):
+    """α = 0 would do nothing, and past 1 the reference would overshoot."""
+    with pytest.raises(ValueError, match="mixup"):
+        g.sync_ref(make_state(ref_params=make_params()), mixup)
+
+
+def test_sync_ref_refuses_a_state_without_a_reference():
+    """The message says why there is none."""
+    with pytest.raises(ValueError, match=r"no ref_params.*beta"):
+        g.sync_ref(make_state())

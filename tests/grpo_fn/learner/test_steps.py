@@ -1,0 +1,221 @@
+"""The learner's first step against a naive one, and how often it is traced and runs the model."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.trees import arrays_of, map_arrays
+from tests.support.naive_learner import (
+    SPECS,
+    TEMPERATURE,
+    grad_step_of,
+    make_batch,
+    make_state,
+    mean_gradient,
+    naive_gradient,
+    naive_loss,
+    near_policy,
+    row_logprobs,
+)
+from tests.support.tiny_policies import lora_policy, same_tree, tiny_module, tiny_policy, worst_difference
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_gradient_is_the_naive_one(spec):
+    """Loss and every leaf's gradient are the naive ones: clip, correction, KL, entropy, aggregation."""
+    policy = tiny_policy("llama")
+    batch = near_policy(make_batch(), policy)
+    state = make_state(policy, ref=spec.beta > 0)
+    state, stats = grad_step_of(policy, spec, compile=False)(state, batch)
+    loss, want = naive_gradient("llama", policy.params, batch, spec, state.ref_params)
+    assert stats.loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert worst_difference(mean_gradient(state), want) < 1e-5
+    if spec.level == "token":
+        assert 0 < stats.clip_region.item() < 1, "some tokens are clipped, and some are not"
+
+
+@pytest.mark.parametrize("name", ["llama-untied", "qwen2", "gemma2", "gemma3", "cohere", "mamba", "gpt_neox"])
+def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
+    """Padding, gathered positions and the head apart change nothing; windows and states included."""
+    policy = tiny_policy(name)
+    batch = near_policy(make_batch(prompts=(5, 1, 9), generations=2, width=6), policy)
+    state, stats = grad_step_of(policy, SPECS["token_mean"], compile=False)(make_state(policy), batch)
+    loss, want = naive_gradient(name, policy.params, batch, SPECS["token_mean"])
+    assert stats.loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert worst_difference(mean_gradient(state), want) < 5e-5
+
+
+def test_on_policy_needs_no_old_logprobs():
+    """Left out, π_old is π_θ: the ratio is 1 everywhere, and the gradient that of Σ A·log π."""
+    policy, batch = tiny_policy(), make_batch(old=False)
+    state, stats = grad_step_of(policy, g.LossSpec(), compile=False)(make_state(policy), batch)
+    module = tiny_module()
+
+    def loss_of(params):
+        module.update(params)
+        rows = [row_logprobs(module, batch, row)[0].mean() for row in range(6)]
+        return -(mx.stack(rows) * batch.advantages_b).mean()
+
+    assert worst_difference(mean_gradient(state), mx.grad(loss_of)(policy.params)) < 1e-5
+    assert stats.ratio_min.item() == stats.ratio_max.item() == 1.0 and stats.clip_region.item() == 0.0
+
+
+def test_lora_s_gradient_is_the_naive_one():
+    """Only adapters train; the base and the head stay frozen, and are no part of the gradient."""
+    policy, naive = lora_policy(), lora_policy()
+    batch = near_policy(make_batch(), policy)
+    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), batch)
+
+    def loss_of(params):
+        naive.module.update(params)
+        return naive_loss(naive.module, None, batch, SPECS["grpo"])
+
+    assert worst_difference(mean_gradient(state), mx.grad(loss_of)(policy.params)) < 1e-5
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_last_micro_batch_is_left_to_whoever_takes_it(parts, monkeypatch):
+    """The others are begun while the next one is described; one that has no rows takes nothing."""
+    policy, begun = tiny_policy(), []
+    whole = make_batch(prompts=(4, 4, 4))
+    monkeypatch.setattr(mx, "async_eval", lambda *trees: begun.append(1))
+    grad_step = grad_step_of(policy, g.LossSpec(), compile=False)
+    grad_step(make_state(policy), g.minibatches(whole, parts) if parts > 1 else whole)
+    assert len(begun) == parts - 1
+
+
+def test_no_micro_batch_at_all_is_refused():
+    """An empty list is a mistake of the caller's, and says so."""
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match="batch"):
+        grad_step_of(policy, g.LossSpec(), compile=False)(make_state(policy), [])
+
+
+def test_compiled_is_eager_and_traces_once_a_shape():
+    """The same gradient and statistics; new numbers, other weights and accumulated sums cost no new trace."""
+    policy = tiny_policy("llama-untied")
+    eager, grad_step = (grad_step_of(policy, SPECS["token_mean"], compile=c) for c in (False, True))
+    state = make_state(policy)
+    batch = near_policy(make_batch(), policy)
+    want, want_stats = eager(state, batch)
+    got, stats = grad_step(state, batch)
+    assert worst_difference(got.accum_grads, want.accum_grads) < 2e-6
+    for name, value in want_stats._asdict().items():
+        assert getattr(stats, name).item() == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
+    for seed in range(1, 4):  # accumulates, on other weights
+        got = attrs.evolve(got, params=map_arrays(lambda a: a * 0.99, got.params))
+        got, _ = grad_step(got, near_policy(make_batch(seed=seed), policy, seed=seed))
+    assert grad_step.traces == 1
+    grad_step(got, [near_policy(make_batch(width=9), policy)] * 2)
+    assert grad_step.traces == 2
+    fresh, _ = grad_step(make_state(policy), batch)
+    assert grad_step.traces == 2 and same_tree(fresh.accum_grads, grad_step(state, batch)[0].accum_grads)
+
+
+def test_buckets_bound_the_traces():
+    """Twelve rollouts of random lengths, known shapes preferred: a trace for each shape, and few shapes."""
+    policy = tiny_policy("llama-untied")
+    grad_step, state, shapes, pieces = grad_step_of(policy, SPECS["token_mean"]), make_state(policy), set(), 0
+    for seed in range(12):
+        batch = make_batch(width=6, seed=seed)
+        for piece in g.split_batch(batch, max_tokens=72, known=shapes, new_shape_tokens=40):
+            state, _ = grad_step(state, piece)
+            shapes.add(g.shape_of(piece))
+            pieces += 1
+    mx.eval(state.accum_weight)
+    assert grad_step.traces == len(shapes) < 0.7 * pieces
+
+
+def count_forwards(policy):
+    """A list that grows by one with each forward of the policy's backbone."""
+    forwards, backbone = [], policy.module.model
+
+    class Counted(type(backbone)):
+        def __call__(self, *args, **kwargs):
+            forwards.append(1)
+            return super().__call__(*args, **kwargs)
+
+    backbone.__class__ = Counted
+    return forwards
+
+
+@pytest.mark.parametrize("beta, given, forwards", [(0.0, False, 1), (0.1, False, 2), (0.1, True, 1)])
+def test_the_reference_runs_only_where_it_is_needed(beta, given, forwards):
+    """beta = 0 or log-probs in the batch: one forward. Otherwise the reference's makes two."""
+    policy = tiny_policy()
+    count = count_forwards(policy)
+    batch = make_batch(old=False)
+    if given:
+        batch = attrs.evolve(batch, ref_logp_bt=batch.rollout_logp_bt)
+    grad_step_of(policy, g.LossSpec(beta=beta), compile=False)(make_state(policy, ref=True), batch)
+    assert len(count) == forwards
+
+
+def test_given_reference_logprobs_are_those_of_the_reference():
+    """Kept in the batch or computed by the step, the reference's log-probs give the same gradient."""
+    policy = tiny_policy()
+    state, batch, spec = make_state(policy, ref=True), make_batch(old=False), g.LossSpec(beta=0.2)
+    logprob_step = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)
+    kept = attrs.evolve(batch, ref_logp_bt=logprob_step(state.ref_params, batch))
+    grad_step = grad_step_of(policy, spec, compile=False)
+    (computed, stats), (given, given_stats) = grad_step(state, batch), grad_step(state, kept)
+    assert worst_difference(given.accum_grads, computed.accum_grads) < 1e-6
+    assert given_stats.kl.item() == pytest.approx(stats.kl.item(), rel=1e-5) and stats.kl.item() > 0
+
+
+def test_a_missing_reference_is_refused():
+    """beta > 0 without a reference says where to give one."""
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match=r"beta = 0.1 needs a reference.*ref_params"):
+        grad_step_of(policy, g.LossSpec(beta=0.1))(make_state(policy), make_batch())
+
+
+def test_logprobs_are_those_of_each_row_alone():
+    """The learner's own log-probs against the model called on each row, unpadded; no gradient."""
+    policy, batch = tiny_policy("qwen2"), make_batch(prompts=(5, 1), generations=2)
+    logp = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, batch)
+    for row in range(4):
+        want, _ = row_logprobs(policy.module, batch, row)
+        assert mx.abs(logp[row, : len(want)] - want).max().item() < 1e-5
+    shared = g.split_batch(batch, max_tokens=1000, bucketed=False, share_prompts=True)[0]
+    again = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, shared)
+    assert not mx.where(shared.mask_bt, 0.0, again).any().item(), "what does not count is 0"
+    counted, want = (np.array(x)[np.array(b.mask_bt)] for x, b in ((again, shared), (logp, batch)))
+    assert np.sort(counted).tolist() == pytest.approx(np.sort(want).tolist(), abs=1e-5)
+
+
+def test_a_step_returns_a_new_state():
+    """The state that went in holds what it held: steps and sums of the old value are as they were."""
+    policy = tiny_policy()
+    state = make_state(policy)
+    new, _ = grad_step_of(policy, g.LossSpec(), compile=False)(state, make_batch())
+    assert state.step.item() == 0 and state.accum_weight.item() == 0.0
+    assert not any(a.any().item() for a in arrays_of(state.accum_grads))
+    assert new.params is state.params and new.update_step.item() == 0
+
+
+def test_training_raises_the_reward():
+    """Thirty whole steps towards one token: its probability rises from about 1/61 to over a half."""
+    policy, wanted = tiny_policy("llama-untied"), 7
+    grad_step = g.make_grad_step(policy, g.preset("dr_grpo"), max_completion_length=1, compile=False)
+    optimizer = g.adamw(0.02)
+    update = g.make_update_step(optimizer, max_grad_norm=1.0, compile=False)
+    state = g.init_state(policy.params, optimizer, key=mx.random.key(1))
+    prompt = [[3, 1, 4]]
+
+    def chance(params):
+        return mx.softmax(policy.logits(params, mx.array(prompt))[0, -1])[wanted].item()
+
+    first = chance(state.params)
+    for turn in range(30):
+        key = g.fold_in(state.key[None], mx.array([turn]))[0]
+        rollout = g.generate(policy, state.old_params, prompt, key=key, num_generations=64, max_new_tokens=1)
+        rewards = (rollout.tokens_bt[:, 0] == wanted).astype(mx.float32).reshape(1, -1)
+        batch = g.make_batch(rollout, g.group_advantages(rewards, scale="none"))
+        state, _ = grad_step(state, batch)
+        state, _ = update(state)
+        state = g.sync_old(state)
+        g.materialize(state)
+    assert first < 0.1 and chance(state.params) > 0.5

@@ -1,0 +1,208 @@
+"""The learner's second step: AdamW in float64, clipping, and gradients that are not finite."""
+
+import math
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import grpo_fn as g
+from grpo_fn.trees import arrays_of, map_arrays
+from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
+
+
+def hand_state(grads, weight, optimizer, params=None):
+    """A state over two small leaves with a given accumulated gradient."""
+    params = params or {"a": mx.array([1.0, -2.0, 0.5]), "l": [{"w": mx.array([[3.0, 0.1]])}]}
+    state = g.init_state(params, optimizer, key=mx.random.key(0))
+    return attrs.evolve(state, accum_grads=grads, accum_weight=mx.array(float(weight)))
+
+
+def hand_grads(seed, size=1.0):
+    rng = np.random.default_rng(seed)
+    return {
+        "a": mx.array(size * rng.normal(size=3), mx.float32),
+        "l": [{"w": mx.array(size * rng.normal(size=(1, 2)), mx.float32)}],
+    }
+
+
+def flat(tree):
+    """All numbers of a tree as one float64 vector."""
+    return np.concatenate([np.array(a, np.float64).reshape(-1) for _, a in tree_flatten(tree)])
+
+
+DECAYED = ((0.9, 0.95), 0.1, 0.5)
+
+
+def make_update(betas=DECAYED[0], decay=DECAYED[1], clip=DECAYED[2], *, compile=False):
+    """(optimizer, update step, traces): warm-up of two and cosine decay over four updates to follow."""
+    schedule = g.warmup_schedule("cosine", 0.05, 6, 0.34)
+    optimizer = g.adamw(schedule, betas=betas, eps=1e-6, weight_decay=decay)
+    traces = []
+
+    def apply(*args):
+        traces.append(1)
+        return optimizer.apply(*args)
+
+    spied = attrs.evolve(optimizer, apply=apply)
+    return optimizer, g.make_update_step(spied, max_grad_norm=clip, compile=compile), traces
+
+
+@pytest.mark.parametrize(
+    "settings, compile",
+    [(((0.9, 0.999), 0.0, None), False), (((0.0, 0.5), 0.3, 2.0), False), (DECAYED, False), (DECAYED, True)],
+)
+def test_adamw_is_the_paper_s(settings, compile):
+    """Six updates in float64: division by the weight, clipping, moments, bias, decay, schedule."""
+    betas, decay, clip = settings
+    optimizer, update, traces = make_update(*settings, compile=compile)
+    state = hand_state(hand_grads(0), 1.0, optimizer)
+    p = flat(state.params)
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for u in range(6):
+        weight = 0.5 + u
+        state = attrs.evolve(state, accum_grads=hand_grads(u, 3.0), accum_weight=mx.array(weight))
+        state, stats = update(state)
+        grad = flat(hand_grads(u, 3.0)) / weight
+        norm = np.linalg.norm(grad)
+        if clip is not None and norm > clip:
+            grad = grad * clip / norm
+        rate = 0.05 * (u + 1) / 3 if u < 2 else 0.05 * 0.5 * (1 + math.cos(math.pi * (u - 2) / 4))
+        m = betas[0] * m + (1 - betas[0]) * grad
+        v = betas[1] * v + (1 - betas[1]) * grad**2
+        step = (m / (1 - betas[0] ** (u + 1))) / (np.sqrt(v / (1 - betas[1] ** (u + 1))) + 1e-6)
+        p = p - rate * decay * p - rate * step
+        np.testing.assert_allclose(flat(state.params), p, rtol=2e-5, atol=2e-6)
+        assert stats.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+        assert stats.learning_rate.item() == pytest.approx(rate, rel=1e-5)
+        assert not stats.skipped.item() and state.update_step.item() == u + 1
+    assert len(traces) == (1 if compile else 6), "the schedule runs on the device: no update traces again"
+
+
+def test_an_update_starts_the_sums_anew():
+    """Accumulated gradient and weight are zero again; batch steps and the key stay."""
+    optimizer = g.adamw(0.1)
+    state = attrs.evolve(hand_state(hand_grads(1), 4.0, optimizer), step=mx.array(7))
+    after, _ = g.make_update_step(optimizer, compile=False)(state)
+    assert after.accum_weight.item() == 0.0 and not flat(after.accum_grads).any()
+    assert after.step.item() == 7 and after.update_step.item() == 1 and after.key is state.key
+    assert after.old_params is state.old_params and state.update_step.item() == 0
+    assert flat(state.accum_grads).any(), "the old value is unchanged"
+
+
+@pytest.mark.parametrize(
+    "bad, compile", [(math.nan, False), (math.inf, False), (math.nan, True), (-math.inf, True)]
+)
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, compile):
+    """Parameters and moments stay bit for bit, sums start anew, the stats say so; the next works."""
+    optimizer, update, _ = make_update(compile=compile)
+    state, _ = update(hand_state(hand_grads(0), 2.0, optimizer))
+    broken = hand_grads(1)
+    broken["a"] = broken["a"] * mx.array([1.0, bad, 1.0])
+    skipped, stats = update(attrs.evolve(state, accum_grads=broken, accum_weight=mx.array(2.0)))
+    assert stats.skipped.item() and not math.isfinite(stats.grad_norm.item())
+    assert same_tree(skipped.params, state.params) and same_tree(skipped.opt_state, state.opt_state)
+    assert not flat(skipped.accum_grads).any() and skipped.accum_weight.item() == 0.0
+    after, stats = update(attrs.evolve(skipped, accum_grads=hand_grads(2), accum_weight=mx.array(2.0)))
+    assert not stats.skipped.item() and np.isfinite(flat(after.params)).all()
+    assert after.opt_state["step"].item() == 2, "what the moments have seen"
+    assert not same_tree(after.params, state.params)
+
+
+BIG = {"a": mx.array([1.0, -2e38, 0.5]), "l": [{"w": mx.array([[3.0, 0.1]])}]}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_rate_that_is_not_finite_changes_nothing(compile):
+    """1e39 is a number to the config and infinity to float32; a sane rate goes on from there."""
+    state = hand_state(hand_grads(0), 2.0, g.adamw(1e39))
+    after, stats = g.make_update_step(g.adamw(1e39), compile=compile)(state)
+    assert stats.skipped.item() and math.isfinite(stats.grad_norm.item())
+    assert same_tree(after.params, state.params) and same_tree(after.opt_state, state.opt_state)
+    assert after.update_step.item() == 1 and not flat(after.accum_grads).any()
+    sane = g.make_update_step(g.adamw(0.1), compile=compile)
+    again, stats = sane(attrs.evolve(after, accum_grads=hand_grads(1), accum_weight=mx.array(2.0)))
+    assert not stats.skipped.item() and not same_tree(again.params, state.params)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_values_that_would_not_be_finite_are_never_taken(compile):
+    """Gradient and rate are sound, the step overflows in one leaf: it stays, and the stats say so."""
+    grads = {"a": mx.array([0.1, 0.2, -0.1]), "l": [{"w": mx.array([[0.3, 0.1]])}]}
+    state = hand_state(grads, 2.0, g.adamw(2e38), BIG)
+    after, stats = g.make_update_step(g.adamw(2e38), compile=compile)(state)
+    assert stats.skipped.item() and math.isfinite(stats.grad_norm.item())
+    assert np.isfinite(flat(after.params)).all() and np.isfinite(flat(after.opt_state)).all()
+    assert same_tree(after.params["a"], BIG["a"])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_is_not_finite_skips_its_update(compile):
+    """Advantages whose sum overflows, at a flat place of the loss: gradients are 0, and still nothing moves;
+    the sound micro-batches before and after it cannot hide it."""
+    policy, spec = tiny_policy(), g.preset("grpo", epsilon_high=0.2)
+    rollout = tiny_rollout()
+    good = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5], [0.2, -0.7, 0.4]]))
+    # Ratios of e^3 lie outside the clip where A > 0: the term is a constant, and constants have no gradient.
+    old = attrs.evolve(good, old_logp_bt=g.make_logprob_step(policy)(policy.params, good) - 3.0)
+    bad = attrs.evolve(old, advantages_b=mx.full(old.advantages_b.shape, 2.5e38))
+    optimizer = g.adamw(0.1)
+    grad_step = g.make_grad_step(policy, spec, compile=compile)
+    update_step = g.make_update_step(optimizer, compile=compile)
+    start = g.init_state(policy.params, optimizer, key=mx.random.key(0))
+    alone, stats = grad_step(start, bad)
+    assert not math.isfinite(stats.loss.item()) and np.isfinite(flat(alone.accum_grads)).all()
+    for batches in ([bad], [good, bad], [bad, good]):
+        state, _ = grad_step(start, batches)
+        state, update = update_step(state)
+        assert update.skipped.item()
+        assert same_tree(state.params, start.params) and same_tree(state.opt_state, start.opt_state)
+    state, update = update_step(grad_step(state, good)[0])
+    assert not update.skipped.item() and not same_tree(state.params, start.params)
+
+
+@pytest.mark.parametrize("size, bound", [(10.0, 1.0), (0.01, 1.0)])
+def test_clipping_bounds_the_norm_and_never_raises_it(size, bound):
+    """What the optimizer sees: the gradient scaled to the bound, or as it is where it is smaller."""
+    seen = []
+    optimizer = g.adamw(0.1)
+    spy = attrs.evolve(
+        optimizer, apply=lambda grads, *rest: (seen.append(grads), optimizer.apply(grads, *rest))[1]
+    )
+    _, stats = g.make_update_step(spy, max_grad_norm=bound, compile=False)(
+        hand_state(hand_grads(0, size), 1.0, spy)
+    )
+    given = flat(hand_grads(0, size))
+    norm = np.linalg.norm(given)
+    np.testing.assert_allclose(flat(seen[0]), given * min(1.0, bound / norm), rtol=1e-5)
+    assert stats.grad_norm.item() == pytest.approx(norm, rel=1e-5), "the norm before clipping"
+
+
+def test_nothing_accumulated_is_no_division_by_zero():
+    """A batch without a counted token at token_mean: weight 0, gradient 0, parameters finite."""
+    optimizer = g.adamw(0.1)
+    state = hand_state(map_arrays(mx.zeros_like, hand_grads(0)), 0.0, optimizer)
+    after, stats = g.make_update_step(optimizer, compile=False)(state)
+    assert stats.grad_norm.item() == 0.0 and not stats.skipped.item()
+    assert same_tree(after.params, state.params)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0])
+def test_a_bound_that_clips_everything_is_refused(bound):
+    """The message says how to turn clipping off."""
+    with pytest.raises(ValueError, match=f"max_grad_norm = {bound}.*None for no clipping"):
+        g.make_update_step(g.adamw(0.1), max_grad_norm=bound)
+
+
+def test_bfloat16_parameters_keep_their_dtype_and_float32_statistics():
+    """An update of bfloat16 masters gives bfloat16 masters; norms are computed in float32."""
+    params = {"a": mx.array([1.0, 2.0], mx.bfloat16)}
+    optimizer = g.adamw(0.1)
+    state = hand_state({"a": mx.array([300.0, 1.0], mx.bfloat16)}, 3.0, optimizer, params)
+    after, stats = g.make_update_step(optimizer, max_grad_norm=1.0, compile=False)(state)
+    assert after.params["a"].dtype == mx.bfloat16 and after.params["a"].tolist() != [1.0, 2.0]
+    assert {a.dtype for a in arrays_of(after.opt_state)} == {a.dtype for a in arrays_of(state.opt_state)}
+    assert stats.grad_norm.dtype == mx.float32
+    assert stats.grad_norm.item() == pytest.approx(math.hypot(100.0, 1 / 3), rel=1e-3)

@@ -1,0 +1,228 @@
+"""Hidden states and head apart give what the whole model gives, in every architecture."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import grpo_fn as g
+from tests.support.tiny_policies import (
+    ARCHITECTURES,
+    VOCAB,
+    lora_policy,
+    tiny_module,
+    tiny_policy,
+    token_rows,
+    worst_difference,
+)
+
+# Architectures whose logits are a function of a product with a matrix: they take the closed-form gradient.
+PRODUCTS = {
+    "llama": "model.embed_tokens.weight",
+    "llama-untied": "lm_head.weight",
+    "qwen2": "model.embed_tokens.weight",
+    "qwen3": "lm_head.weight",
+    "phi3": "lm_head.weight",
+    "smollm3": "model.embed_tokens.weight",
+    "gemma3": "lm_head.weight",
+    "mamba": "backbone.embeddings.weight",
+    "gemma2": "model.embed_tokens.weight",
+    "cohere": "model.embed_tokens.weight",
+    "nanochat": "lm_head.weight",
+    "deepseek": "lm_head.weight",
+}
+SHAPES = {"gemma2": (1, 5), "cohere": (0.25, None), "nanochat": (1, 15)}  # scale and soft cap; else (1, None)
+
+
+def through_the_head(policy, params, tokens):
+    """Logits by way of hidden states and head."""
+    hidden = policy.hidden(params, tokens)
+    head = policy.head(params)
+    return head.function(head.params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
+
+
+def naive_logprobs(module, params, tokens, targets):
+    """log softmax of the module's own logits at the targets."""
+    module.update(params)
+    z = module(tokens)
+    return mx.take_along_axis(z, targets[..., None], axis=-1)[..., 0] - mx.logsumexp(z, axis=-1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hidden_and_head_are_the_model(name):
+    """Tied, untied, scaled, soft-capped, with a bias, recurrent, head inside: the logits agree."""
+    policy, tokens = tiny_policy(name), token_rows(3, 8)
+    logits = policy.module(tokens)
+    assert logits.std().item() > 0.2
+    assert mx.abs(through_the_head(policy, policy.params, tokens) - logits).max().item() < 1e-6
+    assert policy.split.weight == PRODUCTS.get(name)
+    scale, cap = SHAPES.get(name, (1, None))
+    assert policy.split.scale == pytest.approx(scale, rel=1e-6) and policy.split.cap == pytest.approx(cap)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hidden_states_are_smaller_than_logits(name):
+    """The head really is apart, so that logits can be made in chunks; gpt_neox keeps its own inside."""
+    policy = tiny_policy(name)
+    width = policy.hidden(policy.params, token_rows(1, 2)).shape[-1]
+    assert width == (VOCAB if name == "gpt_neox" else 32)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_of_logprobs_are_the_model_s(name):
+    """Through hidden states and head, in chunks, every leaf gets the gradient of the naive way."""
+    tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
+    weights = mx.array(np.random.default_rng(0).normal(size=(2, 5)), mx.float32)
+    policy, module = tiny_policy(name), tiny_module(name)
+
+    def pure(params):
+        logp = g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets, chunk=3)
+        return (weights * logp).sum()
+
+    got = mx.grad(pure)(policy.params)
+    want = mx.grad(lambda p: (weights * naive_logprobs(module, p, tokens, targets)).sum())(policy.params)
+    assert worst_difference(got, want) < 2e-5
+
+
+def test_finding_the_head_leaves_the_module_alone():
+    """The probes put back the arrays that they replaced, and the backbone too."""
+    module = tiny_module("gemma2")
+    held = {name: id(leaf) for name, leaf in tree_flatten(module.parameters())}
+    backbone = module.model
+    g.Policy.from_module(module)
+    assert {name: id(leaf) for name, leaf in tree_flatten(module.parameters())} == held
+    assert module.model is backbone
+
+
+def test_an_error_in_the_head_puts_the_backbone_back():
+    """The stand-in does not stay behind."""
+    policy = tiny_policy("cohere")
+    backbone = policy.module.model
+    head = policy.head(policy.params)
+    with pytest.raises(ValueError):
+        head.function(head.params, mx.zeros((2, 31)))
+    assert policy.module.model is backbone
+
+
+def test_width_equal_to_vocabulary_is_no_confusion():
+    """Hidden states as wide as the vocabulary cannot be told from logits: the model stays whole."""
+    policy, tokens = tiny_policy("llama-untied", vocab_size=32), token_rows(2, 4) % 32
+    assert policy.split.path is None
+    assert bool((policy.hidden(policy.params, tokens) == policy.module(tokens)).all())
+
+
+def test_the_head_s_parameters_are_what_it_depends_on():
+    """Tied: the embedding; untied: the matrix; with a bias: both. The final norm is the backbone's."""
+    for name, leaves in {
+        "llama": ["model.embed_tokens.weight"],
+        "cohere": ["model.embed_tokens.weight"],
+        "llama-untied": ["lm_head.weight"],
+        "phi": ["lm_head.weight", "lm_head.bias"],
+    }.items():
+        policy = tiny_policy(name)
+        assert sorted(dict(tree_flatten(policy.head(policy.params).params))) == sorted(leaves)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2", "nanochat"])
+def test_a_frozen_head_passes_gradients_on(name):
+    """With LoRA the head has no trainable parameter, and the adapters get the gradient of the naive way."""
+    keys = ("attn.c_q", "mlp.c_fc") if name == "nanochat" else ("self_attn.q_proj", "mlp.up_proj")
+    policy, naive = lora_policy(name, keys=keys), lora_policy(name, keys=keys)
+    tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
+    assert policy.head(policy.params).params == {}
+
+    def pure(params):
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets, chunk=4).sum()
+
+    got = mx.grad(pure)(policy.params)
+    want = mx.grad(lambda p: naive_logprobs(naive.module, p, tokens, targets).sum())(policy.params)
+    assert worst_difference(got, want) < 2e-5
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1, 1.0, 10.0])
+def test_a_frozen_bias_in_the_head_is_seen(bias):
+    """A head with a bias that does not train is no plain product, however small the bias."""
+    tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
+
+    def make():
+        module = tiny_module("phi")
+        module.lm_head.bias = mx.array(bias * np.random.default_rng(0).normal(size=VOCAB), mx.float32)
+        module.freeze()
+        module.model.layers[0].mlp.fc1.unfreeze()
+        return module
+
+    policy, naive = g.Policy.from_module(make()), make()
+
+    def pure(params):
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets).sum()
+
+    got = mx.grad(pure)(policy.params)
+    want = mx.grad(lambda p: naive_logprobs(naive, p, tokens, targets).sum())(policy.params)
+    assert worst_difference(got, want) < 2e-5
+
+
+def test_an_adapter_on_the_head_is_no_plain_product():
+    """While its second factor is zero the head equals the base's product; its gradient must not be lost."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    def make():
+        module = tiny_module("llama-untied")
+        module.freeze()
+        mx.random.seed(1)
+        module.lm_head = LoRALinear.from_base(module.lm_head, r=2, scale=3.0)
+        return module
+
+    policy, naive = g.Policy.from_module(make()), make()
+    tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
+    assert policy.split.weight is None
+    assert sorted(policy.split.trainable) == ["lm_head.lora_a", "lm_head.lora_b"]
+
+    def pure(params):
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets, chunk=4).sum()
+
+    got = mx.grad(pure)(policy.params)
+    want = mx.grad(lambda p: naive_logprobs(naive, p, tokens, targets).sum())(policy.params)
+    assert worst_difference(got, want) < 2e-5
+    assert mx.abs(got["lm_head"]["lora_b"]).max().item() > 1e-3
+
+
+def test_a_language_model_inside_another_is_found():
+    """A shell that holds the text model as `language_model`: that one's backbone is split off."""
+    import mlx.nn as nn
+
+    class Shell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language_model = tiny_module("llama-untied")
+
+        def __call__(self, tokens, cache=None):
+            return self.language_model(tokens, cache=cache)
+
+    policy, tokens = g.Policy.from_module(Shell()), token_rows(2, 5)
+    assert policy.split.path == ("language_model", "model")
+    assert policy.split.weight == "language_model.lm_head.weight"
+    assert bool((through_the_head(policy, policy.params, tokens) == policy.module(tokens)).all())
+
+
+def test_bfloat16_heads_are_still_products():
+    """Rounding in bfloat16 does not hide the closed form, nor a soft cap."""
+    assert tiny_policy("llama", dtype=mx.bfloat16).split.weight == "model.embed_tokens.weight"
+    assert tiny_policy("llama", dtype=mx.bfloat16).split.cap is None
+    assert tiny_policy("gemma2", dtype=mx.bfloat16).split.cap == 5
+
+
+@pytest.mark.parametrize(
+    "bend", [mx.sin, lambda z: mx.clip(z, -4, 4), lambda z: -z, lambda z: z + 0.1 * z**2]
+)
+def test_another_function_of_the_product_is_told_apart(bend):
+    """What is neither a scale nor a soft cap is differentiated as it stands."""
+    llama = type(tiny_module("llama-untied"))
+
+    class Bent(llama):
+        def __call__(self, *args, **kwargs):
+            return bend(super().__call__(*args, **kwargs))
+
+    module = tiny_module("llama-untied")
+    module.__class__ = Bent
+    policy = g.Policy.from_module(module)
+    assert policy.split.weight is None and policy.split.trainable == ("lm_head.weight",)

@@ -1,0 +1,261 @@
+"""Policy: a module as a pure function of its parameters, and the module left as it was."""
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+import grpo_fn as g
+from grpo_fn.backends.cpu.grid_steps import takes_lanes
+from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.rollout.shared_prefix import shares_prefix
+from grpo_fn.trees import map_arrays
+from tests.support.tiny_policies import (
+    lora_policy,
+    memory_in_use,
+    same_tree,
+    tiny_module,
+    tiny_policy,
+    token_rows,
+    worst_difference,
+)
+
+
+def leaf_ids(module):
+    """Identity of each of a module's arrays."""
+    return {name: id(leaf) for name, leaf in tree_flatten(module.parameters())}
+
+
+def shifted(params):
+    """Other parameters of the same structure."""
+    return map_arrays(lambda a: a * 0.9 + 0.01, params)
+
+
+def test_logits_are_the_module_s_own():
+    """With the initial parameters the policy is the module, bit for bit."""
+    policy, tokens = tiny_policy("qwen3"), token_rows(3, 7)
+    assert bool((policy.logits(policy.params, tokens) == policy.module(tokens)).all())
+
+
+def test_logits_follow_the_parameters_given():
+    """Other parameters give what a module that holds them gives; the policy's own stay out of it."""
+    policy, tokens = tiny_policy(), token_rows(3, 7)
+    other = tiny_module(seed=5)
+    use_own_functions(other)
+    assert bool((policy.logits(other.parameters(), tokens) == other(tokens)).all())
+    assert bool((policy.logits(policy.params, tokens) != other(tokens)).any())
+
+
+def test_gradients_flow_to_the_parameters_given():
+    """Differentiating the pure function is differentiating the module, also away from its own weights."""
+    policy, tokens = tiny_policy("qwen2"), token_rows(2, 6)
+    params = shifted(policy.params)
+
+    def naive(params):
+        module.update(params)
+        return mx.square(module(tokens)).sum()
+
+    module = tiny_module("qwen2", seed=9)
+    want = mx.grad(naive)(params)
+    got = mx.grad(lambda p: mx.square(policy.logits(p, tokens)).sum())(params)
+    assert worst_difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_module_s_leaves_are_put_back(compile):
+    """After eager and traced calls the module holds the very arrays that it held, and still runs."""
+    policy, tokens = tiny_policy(), token_rows(2, 5)
+    held, before = leaf_ids(policy.module), policy.module(tokens)
+    step = g.compiled(lambda p: policy.hidden(p, tokens), enabled=compile)
+    mx.eval(step(shifted(policy.params)))
+    assert leaf_ids(policy.module) == held
+    assert bool((policy.module(tokens) == before).all())
+
+
+def test_the_leaves_are_put_back_after_an_error():
+    """An exception in a forward, or parameters that the module does not know, change nothing."""
+    policy = tiny_policy()
+    held = leaf_ids(policy.module)
+    with pytest.raises(RuntimeError, match="mine"), policy.bound(shifted(policy.params)):
+        assert leaf_ids(policy.module) != held
+        raise RuntimeError("mine")
+    assert leaf_ids(policy.module) == held
+    with pytest.raises(ValueError, match="surplus"):
+        policy.logits({**shifted(policy.params), "surplus": mx.zeros(3)}, token_rows(1, 2))
+    assert leaf_ids(policy.module) == held
+
+
+def test_a_frozen_module_is_refused():
+    """Where nothing trains there is no policy to speak of; the message says what to do."""
+    module = tiny_module()
+    module.freeze()
+    with pytest.raises(ValueError, match="no trainable parameters: unfreeze it, or add adapters"):
+        g.Policy.from_module(module)
+
+
+def test_lora_trains_its_adapters_alone():
+    """Trainable and frozen leaves part without overlap, and together they are all of the module's."""
+    policy = lora_policy()
+    trainable, frozen = dict(tree_flatten(policy.params)), dict(tree_flatten(policy.frozen))
+    assert {name.rsplit(".", 1)[1] for name in trainable} == {"lora_a", "lora_b"} and len(trainable) == 8
+    assert not trainable.keys() & frozen.keys()
+    whole = dict(tree_flatten(policy.module.parameters()))
+    assert trainable.keys() | frozen.keys() == whole.keys()
+    assert all({**trainable, **frozen}[name] is leaf for name, leaf in whole.items()), "shared, not copied"
+
+
+def test_lora_gradients_are_those_of_the_merged_weights():
+    """dL/dA and dL/dB agree with a model whose weights are W + scale·(A·B)ᵀ, by the chain rule."""
+    policy, tokens = lora_policy("llama-untied"), token_rows(2, 5)
+
+    def loss_of(params, tokens=tokens):
+        return mx.square(policy.logits(params, tokens)).mean()
+
+    grads = mx.grad(loss_of)(policy.params)
+    plain = tiny_module("llama-untied")
+    adapters = policy.params["model"]["layers"][1]["mlp"]["up_proj"]
+    a, b = adapters["lora_a"], adapters["lora_b"]
+
+    def merged_loss(a, b):
+        merged = tree_map(lambda leaf: leaf, plain.parameters())
+        for number, layer in enumerate(policy.params["model"]["layers"]):
+            for part, name in (("self_attn", "q_proj"), ("mlp", "up_proj")):
+                ab = layer[part][name]
+                pair = (a, b) if (number, name) == (1, "up_proj") else (ab["lora_a"], ab["lora_b"])
+                held = merged["model"]["layers"][number][part][name]
+                held["weight"] = held["weight"] + 2.0 * (pair[0] @ pair[1]).T
+        plain.update(merged)
+        value = mx.square(plain(tokens)).mean()
+        plain.update(tiny_module("llama-untied").parameters())
+        return value
+
+    da, db = mx.grad(merged_loss, argnums=(0, 1))(a, b)
+    got = grads["model"]["layers"][1]["mlp"]["up_proj"]
+    assert worst_difference({"a": got["lora_a"], "b": got["lora_b"]}, {"a": da, "b": db}) < 2e-5
+
+
+def test_frozen_leaves_can_be_passed_in():
+    """The frozen tree given takes the place of the policy's own, for one call."""
+    policy, tokens = lora_policy(), token_rows(2, 5)
+    other = map_arrays(lambda a: a * 1.1, policy.frozen)
+    got = policy.hidden(policy.params, tokens, other)
+    want = attrs.evolve(policy, frozen=other).hidden(policy.params, tokens)
+    assert bool((got == want).all()) and bool((got != policy.hidden(policy.params, tokens)).any())
+
+
+def test_the_forward_runs_in_the_compute_dtype():
+    """float32 masters, bfloat16 forward: that of the cast model; the gradient comes back in float32."""
+    module, tokens = tiny_module("llama-untied"), token_rows(2, 5)
+    policy = g.Policy.from_module(module, compute_dtype=mx.bfloat16)
+    logits = policy.logits(policy.params, tokens)
+    assert logits.dtype == mx.bfloat16
+    cast = tiny_module("llama-untied", dtype=mx.bfloat16)
+    assert bool((logits == cast(tokens)).all())
+    grads = mx.grad(lambda p: policy.logits(p, tokens).astype(mx.float32).sum())(policy.params)
+    assert {leaf.dtype for _, leaf in tree_flatten(grads)} == {mx.float32}
+    assert all(leaf.dtype == mx.float32 for _, leaf in tree_flatten(module.parameters()))
+
+
+def test_integers_are_not_cast():
+    """Packed weights stay packed: only floating leaves take the compute dtype."""
+    policy = attrs.evolve(tiny_policy(), compute_dtype=mx.bfloat16)
+    cast = policy.cast({"w": mx.array([1.5]), "packed": mx.array([7], mx.uint32)})
+    assert cast["w"].dtype == mx.bfloat16 and cast["packed"].dtype == mx.uint32
+
+
+def test_a_skeleton_is_the_same_function():
+    """Without its weights a policy computes the same from the parameters given."""
+    policy, tokens = tiny_policy("qwen2"), token_rows(2, 5)
+    params, want = policy.params, policy.logits(policy.params, tokens)
+    skeleton = policy.skeleton()
+    assert skeleton.params is None
+    assert bool((skeleton.logits(params, tokens) == want).all())
+    head = skeleton.head(params)
+    hidden = skeleton.hidden(params, tokens)
+    got = head.function(head.params, hidden.reshape(-1, hidden.shape[-1])).reshape(want.shape)
+    assert bool((got == want).all())
+
+
+def test_a_skeleton_holds_no_trainable_weights():
+    """Once the parameters are dropped their memory is free, and frozen leaves are still there."""
+    mx.eval(mx.zeros(1))
+    before = memory_in_use()
+    policy = tiny_policy("llama-untied", hidden_size=64)
+    held = memory_in_use() - before
+    policy = policy.skeleton()
+    assert memory_in_use() - before < 0.05 * held
+    adapted = lora_policy()
+    frozen = adapted.frozen
+    assert same_tree(adapted.skeleton().frozen, frozen)
+
+
+def test_a_cache_is_advanced():
+    """logits with a cache, token by token, are those of the whole."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    policy, tokens = tiny_policy("llama-untied"), token_rows(2, 6)
+    cache = make_prompt_cache(policy.module)
+    parts = [policy.logits(policy.params, tokens[:, n : n + 1], cache) for n in range(6)]
+    whole = policy.logits(policy.params, tokens)
+    assert mx.abs(mx.concatenate(parts, axis=1) - whole).max().item() < 1e-4
+
+
+def test_a_module_without_a_backbone_works_whole():
+    """A model of one's own, whose parts have other names, counts as head and backbone in one."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 7)
+            self.out = nn.Linear(7, 11)
+
+        def __call__(self, tokens, cache=None):
+            return self.out(mx.tanh(self.table(tokens)))
+
+    mx.random.seed(0)
+    policy, tokens = g.Policy.from_module(Own()), mx.array([[1, 2, 3]])
+    head = policy.head(policy.params)
+    assert policy.split.path is None and head.params == {}
+    logp = g.token_logprobs(policy.hidden(policy.params, tokens), head, mx.array([[4, 5, 6]]))
+    logits = policy.module(tokens)
+    want = mx.take_along_axis(logits, mx.array([[[4], [5], [6]]]), axis=-1)[..., 0] - mx.logsumexp(
+        logits, axis=-1
+    )
+    assert mx.abs(logp - want).max().item() < 1e-6
+
+
+def module_for_probes(error=None):
+    """A model; with an error one whose first block raises it, but for a single row."""
+    module = tiny_module()
+    use_own_functions(module)
+    mlp = module.model.layers[0].mlp
+
+    class Failing(type(mlp)):
+        def __call__(self, x, *args, **kwargs):
+            if error is not None and x.shape[0] > 1:
+                raise error
+            return super().__call__(x, *args, **kwargs)
+
+    mlp.__class__ = Failing
+    return module
+
+
+PROBES = {"takes_ragged": takes_ragged, "shares_prefix": shares_prefix, "takes_lanes": takes_lanes}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_model_that_cannot_be_called_in_a_way_takes_the_plain_one(probe):
+    """What says that the model does not fit, in words of its own or of Python's."""
+    for error in (ValueError("shapes"), NotImplementedError("no masks here"), AttributeError("no keys")):
+        assert PROBES[probe](module_for_probes(error)) is False
+    assert PROBES[probe](module_for_probes()) is True
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_memory_that_runs_out_is_no_answer(probe):
+    """It would choose the slow way without a word: what was raised goes on to the caller."""
+    for error in (RuntimeError("[malloc] Unable to allocate 5000000000 bytes."), MemoryError()):
+        with pytest.raises(type(error)):
+            PROBES[probe](module_for_probes(error))

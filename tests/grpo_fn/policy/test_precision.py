@@ -1,0 +1,315 @@
+"""Quantized roles: which weights are rounded, that both storages hold the same ones, and what is refused."""
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+import grpo_fn as g
+from grpo_fn.policy.quantized_role import MODES, quantized_role
+from grpo_fn.trees import map_arrays
+from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_module, tiny_policy, token_rows
+
+SIZE = {"hidden_size": 64, "intermediate_size": 128}
+# Bits of a weight, and so how far rounding may take the logits of a random model from the full ones.
+COARSE = {
+    "affine-8": 0.05,
+    "affine-6": 0.2,
+    "affine-4": 0.8,
+    "affine-3": 1.5,
+    "mxfp8": 0.5,
+    "mxfp4": 1.5,
+    "nvfp4": 1.2,
+}
+
+
+def wide_policy(name="llama-untied", **options):
+    """A tiny policy whose blocks' rows hold whole groups of every mode."""
+    return tiny_policy(name, **SIZE, **options)
+
+
+def relative_error(got, want):
+    return (mx.linalg.norm(got - want) / mx.linalg.norm(want)).item()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_both_storages_are_the_same_rounded_model(name):
+    """Packed and dequantized logits agree to rounding, and differ from full precision as the bits suggest."""
+    policy, tokens = wide_policy(), token_rows(2, 6)
+    full = policy.logits(policy.params, tokens)
+    logits = {}
+    for storage in ("packed", "dequantized"):
+        role = quantized_role(policy, name, storage)
+        logits[storage] = role.policy.logits(role.transform(policy.params), tokens)
+    assert relative_error(logits["packed"], logits["dequantized"]) < 1e-5
+    assert 1e-4 < relative_error(logits["dequantized"], full) < COARSE[name]
+
+
+def test_more_bits_are_closer():
+    """The modes' errors fall in the order of their bits."""
+    policy, tokens = wide_policy(), token_rows(4, 6)
+    full, errors = policy.logits(policy.params, tokens), []
+    for name in ("affine-8", "affine-6", "affine-4", "affine-3"):
+        role = quantized_role(policy, name)
+        errors.append(relative_error(role.policy.logits(role.transform(policy.params), tokens), full))
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2"])
+def test_embeddings_norms_and_the_head_keep_their_precision(name, storage):
+    """Only matrices of the blocks change; every other leaf is bit for bit what the learner has."""
+    policy = wide_policy(name, head_dim=32)
+    role = quantized_role(policy, "affine-4", storage)
+    assert role.names and all(".layers." in n and n.endswith("_proj.weight") for n in role.names)
+    assert len(role.names) == 2 * 7
+    given, made = dict(tree_flatten(policy.params)), dict(tree_flatten(role.transform(policy.params)))
+    for leaf_name, leaf in given.items():
+        if leaf_name not in role.names:
+            assert bool((made[leaf_name] == leaf).all()), leaf_name
+    for leaf_name in role.names:
+        if storage == "packed":
+            assert made[leaf_name].dtype == mx.uint32
+            assert made[leaf_name].nbytes * 8 == given[leaf_name].nbytes
+            assert leaf_name.replace("weight", "scales") in made
+        else:
+            assert made[leaf_name].shape == given[leaf_name].shape
+            assert bool((made[leaf_name] != given[leaf_name]).any())
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_the_role_follows_the_learner(storage):
+    """transform takes other parameters too: nothing of the first ones is left in the role."""
+    policy, other = wide_policy(), wide_policy(seed=3)
+    role, of_other = quantized_role(policy, "affine-8", storage), quantized_role(other, "affine-8", storage)
+    tokens = token_rows(2, 5)
+    got = role.policy.logits(role.transform(other.params), tokens)
+    want = of_other.policy.logits(of_other.transform(other.params), tokens)
+    assert bool((got == want).all())
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_a_role_samples_and_the_learner_is_untouched(storage):
+    """generate with the role records the rounded model's log-probs; the learner's module still is its own."""
+    policy, tokens = wide_policy(), token_rows(2, 5)
+    before = policy.module(tokens)
+    held = {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())}
+    role = quantized_role(policy, "affine-4", storage)
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    state = g.sync_old(state, role.transform)
+    rollout = g.generate(
+        role.policy,
+        state.old_params,
+        [[1, 2], [3]],
+        key=mx.random.key(0),
+        num_generations=2,
+        max_new_tokens=5,
+    )
+    for row, completion in enumerate(rollout.completions()):
+        prompt = rollout.prompts[row // 2]
+        z = role.policy.logits(state.old_params, mx.array([[*prompt, *completion]]))[0, len(prompt) - 1 : -1]
+        logp = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), mx.array(completion)[:, None], -1)[
+            :, 0
+        ]
+        assert mx.abs(logp - rollout.logp_bt[row]).max().item() < 1e-4
+    assert bool((policy.module(tokens) == before).all())
+    assert {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())} == held
+
+
+def test_roles_that_unpack_decode_in_one_lane():
+    """Each lane would unpack all weights for itself."""
+    policy = wide_policy()
+    taken = {
+        (storage, rows): quantized_role(policy, "affine-4", storage, unpack_rows=rows).policy.takes_lanes
+        for storage in ("packed", "dequantized")
+        for rows in (0, 4)
+    }
+    assert policy.takes_lanes and [key for key, takes in taken.items() if not takes] == [("packed", 4)]
+
+
+def test_a_packed_role_is_small():
+    """Its weights take 4 bits and a scale and bias for each 64, and its module holds none of its own."""
+    policy = tiny_policy("llama-untied", hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    g.materialize(policy.params)
+    before = memory_in_use()
+    role = quantized_role(policy, "affine-4", "packed")
+    params = role.transform({"model": {"layers": policy.params["model"]["layers"]}})
+    g.materialize(params)
+    full = sum(dict(tree_flatten(policy.params))[name].nbytes for name in role.names)
+    assert memory_in_use() - before < full * (4 + 1.5) / 32
+    assert all(leaf.size == 1 for _, leaf in tree_flatten(role.policy.module.parameters()))
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_with_lora_the_base_is_rounded_and_the_adapters_are_not(storage):
+    """The frozen base is quantized once; adapters pass through, and the merged model samples."""
+    policy = lora_policy("llama-untied", **SIZE)
+    role = quantized_role(policy, "affine-8", storage)
+    made = dict(tree_flatten(role.transform(policy.params)))
+    assert made.keys() == dict(tree_flatten(policy.params)).keys()
+    assert all(bool((made[n] == leaf).all()) for n, leaf in tree_flatten(policy.params))
+    tokens = token_rows(2, 6)
+    got = role.policy.logits(role.transform(policy.params), tokens)
+    full = policy.logits(policy.params, tokens)
+    assert 1e-4 < relative_error(got, full) < COARSE["affine-8"]
+    without = map_arrays(mx.zeros_like, policy.params)
+    assert relative_error(got, role.policy.logits(without, tokens)) > 0.01
+
+
+def test_weights_are_rounded_in_the_compute_dtype():
+    """float32 masters, bfloat16 forward: the role's leaves are bfloat16, as its policy would cast them."""
+    policy = wide_policy(compute_dtype=mx.bfloat16)
+    for storage in ("packed", "dequantized"):
+        made = quantized_role(policy, "affine-8", storage).transform(policy.params)
+        kinds = {leaf.dtype for _, leaf in tree_flatten(made)}
+        assert kinds == ({mx.bfloat16, mx.uint32} if storage == "packed" else {mx.bfloat16})
+
+
+def quantized_policy():
+    """A LoRA policy over a base that is quantized already."""
+    import mlx.nn as nn
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    module = tiny_module("llama-untied", **SIZE)
+    nn.quantize(module, 64, 4)
+    module.freeze()
+    linear_to_lora_layers(module, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    return g.Policy.from_module(module)
+
+
+@pytest.mark.parametrize(
+    "make, name, storage, message",
+    [
+        (wide_policy, "affine-5", "packed", r"'affine-5' is not one of .*did you mean 'affine-\d'"),
+        (wide_policy, "mxfp-8", "packed", "did you mean 'mxfp8'"),
+        (wide_policy, "affine-4", "pack", "did you mean 'packed'"),
+        (tiny_policy, "affine-4", "packed", "no weight can be quantized as affine-4: .* multiples of 64"),
+        (quantized_policy, "affine-4", "packed", "quantized already"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(make, name, storage, message):
+    """Unknown names with the nearest one; weights that do not fit; weights that are quantized already."""
+    with pytest.raises(ValueError, match=message):
+        quantized_role(make(), name, storage)
+
+
+def test_a_skeleton_is_refused():
+    """Its weights are gone: their shapes cannot be read any more, and the message says so."""
+    with pytest.raises(ValueError, match="skeleton"):
+        quantized_role(wide_policy().skeleton(), "affine-4")
+
+
+def test_rows_that_do_not_fit_keep_their_precision():
+    """A matrix whose rows are no multiple of the group is left alone beside those that are."""
+    policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
+    role = quantized_role(policy, "affine-4")
+    assert {name.split(".")[-2] for name in role.names} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+    }
+
+
+def test_weights_that_do_not_fit_are_named():
+    """The role says which weights keep their precision; a smaller group takes them in."""
+    policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
+    assert [name.split(".")[-2] for name in quantized_role(policy, "affine-4").unfit] == ["down_proj"] * 2
+    role = quantized_role(policy, "affine-4", group_size=32)
+    assert role.unfit == () and len(role.names) == 2 * 7
+
+
+def test_smaller_groups_are_closer():
+    """A weight's error falls with the group; each size is the one asked for, and 0 is the mode's own."""
+    policy, errors = tiny_policy("llama-untied", hidden_size=128, intermediate_size=128), {}
+    name = "model.layers.0.self_attn.q_proj"
+    weight = dict(tree_flatten(policy.params))[f"{name}.weight"]
+    for size in (0, 128, 64, 32):
+        made = dict(
+            tree_flatten(quantized_role(policy, "affine-4", group_size=size).transform(policy.params))
+        )
+        errors[size] = relative_error(made[f"{name}.weight"], weight)
+        packed = quantized_role(policy, "affine-4", "packed", group_size=size).transform(policy.params)
+        assert dict(tree_flatten(packed))[f"{name}.scales"].shape[-1] == 128 // (size or 64)
+    assert errors[0] == errors[64] and errors[128] > 1.1 * errors[64] > 1.2 * errors[32]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("affine-4", 16, "group_size = 16: mlx packs groups of 32, 64, 128"),
+        ("affine-8", -1, "group_size = -1"),
+        ("mxfp4", 64, "mxfp4 has groups of 32 by definition"),
+        ("nvfp4", 32, "nvfp4 has groups of 16 by definition"),
+    ],
+)
+def test_groups_that_a_mode_cannot_have_are_refused(name, size, message):
+    """Sizes that mlx does not pack, and sizes that are another than the format's."""
+    with pytest.raises(ValueError, match=message):
+        quantized_role(wide_policy(), name, group_size=size)
+    assert quantized_role(wide_policy(), "mxfp4", group_size=32).names
+
+
+@pytest.mark.parametrize("dtype", [None, mx.bfloat16])
+@pytest.mark.parametrize("mode", ["affine-8", "mxfp8"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2", "cohere"])
+def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
+    """Tied or not they are among the role's weights, both storages agree, and norms stay as they are."""
+    policy = tiny_policy(name, **SIZE, head_dim=32, compute_dtype=dtype)
+    tokens = token_rows(2, 6)
+    logits = {}
+    for storage in ("packed", "dequantized"):
+        role = quantized_role(policy, mode, storage, head=True)
+        outer = {n for n in role.names if ".layers." not in n}
+        assert outer == {"model.embed_tokens.weight"} | (
+            {"lm_head.weight"} if name == "llama-untied" else set()
+        )
+        params = role.transform(policy.params)
+        made = dict(tree_flatten(params))
+        assert bool(
+            (
+                made["model.norm.weight"]
+                == policy.params["model"]["norm"]["weight"].astype(dtype or mx.float32)
+            ).all()
+        )
+        logits[storage] = role.policy.logits(params, tokens)
+        assert logits[storage].dtype == (dtype or mx.float32)
+        # A packed matrix is no matrix to take products with: the head is then a function alone.
+        assert storage == "dequantized" or role.policy.head(params).weight is None
+        hidden = role.policy.hidden(params, tokens)
+        targets = token_rows(2, 6, seed=5)
+        got = g.token_logprobs(hidden, role.policy.head(params), targets)
+        z = logits[storage].astype(mx.float32)
+        want = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), targets[..., None], -1)[..., 0]
+        assert mx.abs(got - want).max().item() < (1e-4 if dtype is None else 0.1)
+    assert relative_error(logits["packed"], logits["dequantized"]) < (1e-5 if dtype is None else 0.1)
+    plain = quantized_role(policy, mode)
+    assert (
+        relative_error(plain.policy.logits(plain.transform(policy.params), tokens), logits["dequantized"])
+        > 1e-4
+    )
+
+
+def test_from_unpack_rows_on_a_product_is_dense():
+    """The numbers of dequantized storage, bit for bit, from that many rows on; mlx's product below them."""
+    policy = wide_policy()
+    dense, packed = quantized_role(policy, "affine-4", head=True), {}
+    want = {n: dense.policy.logits(dense.transform(policy.params), token_rows(1, n)) for n in (3, 4)}
+    for rows in (0, 4):
+        role = quantized_role(policy, "affine-4", "packed", head=True, unpack_rows=rows)
+        params = role.transform(policy.params)
+        packed[rows] = {n: role.policy.logits(params, token_rows(1, n)) for n in (3, 4)}
+    assert bool((packed[4][4] == want[4]).all())
+    assert bool((packed[4][3] == packed[0][3]).all())
+    assert not bool((packed[0][4] == want[4]).all())
+
+
+def test_making_a_role_draws_no_random_numbers():
+    """Nothing of mlx's global random state is used up by the packed layers."""
+    policy = wide_policy()
+    mx.random.seed(5)
+    want = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    quantized_role(policy, "affine-4", "packed", head=True)
+    assert bool((mx.random.uniform(shape=(3,)) == want).all())

@@ -1,0 +1,104 @@
+"""Layers that call the library's own functions compute what mlx-lm's would; nothing else changes."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import base, qwen2
+
+from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.policy import patched_layers as substitutes
+from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_module, worst_difference
+
+
+def difference(a, b):
+    return np.abs(np.array(a) - np.array(b)).max()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_same_model(name):
+    """Logits and gradients agree with those of the untouched model, with a batch and a causal mask."""
+    theirs, ours = tiny_module(name), tiny_module(name)
+    ours.update(theirs.parameters())
+    substitutes.use_own_functions(ours)
+    tokens = mx.random.randint(0, VOCAB, (3, 9), key=mx.random.key(0))
+    assert difference(ours(tokens), theirs(tokens)) < 1e-4
+
+    def gradient(model):
+        return nn.value_and_grad(model, lambda tokens: model(tokens).square().mean())(tokens)[1]
+
+    assert worst_difference(gradient(ours), gradient(theirs)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat"])
+def test_the_layers_that_cuda_gets_compute_the_same(name, monkeypatch):
+    """Products and rotary embeddings of our own, without and with a bias, where their kernels do not run."""
+    substitutes._with_own_functions.cache_clear()
+    monkeypatch.setattr(substitutes, "has_cuda", lambda: True)
+    try:
+        theirs, ours = tiny_module(name), tiny_module(name)
+        ours.update(theirs.parameters())
+        substitutes.use_own_functions(ours)
+    finally:
+        substitutes._with_own_functions.cache_clear()
+    kinds = {type(part) for _, part in ours.named_modules()}
+    assert substitutes._Linear in kinds and (substitutes._RoPE in kinds) == (name != "nanochat")
+    tokens = mx.random.randint(0, VOCAB, (3, 9), key=mx.random.key(0))
+
+    def gradient(model):
+        return nn.value_and_grad(model, lambda tokens: model(tokens).square().mean())(tokens)[1]
+
+    assert difference(ours(tokens), theirs(tokens)) < 1e-4
+    assert worst_difference(gradient(ours), gradient(theirs)) < 1e-4
+
+
+def test_only_this_instance():
+    """The class and other models of it keep mlx-lm's functions; a second call changes nothing more."""
+    one, other = tiny_module("qwen2"), tiny_module("qwen2")
+    # A block: attention, MLP, two norms, seven products, on CUDA the rotation.
+    changed = (11 + has_cuda()) * len(one.layers) + 1
+    assert substitutes.use_own_functions(one) == substitutes.use_own_functions(one) == changed
+    assert type(other.layers[0].self_attn) is qwen2.Attention
+    assert type(one.layers[0].self_attn) is not qwen2.Attention
+    assert isinstance(one.layers[0].self_attn, qwen2.Attention)
+    assert type(other.norm if hasattr(other, "norm") else other.model.norm) is nn.RMSNorm
+    assert qwen2.scaled_dot_product_attention is base.scaled_dot_product_attention
+
+
+MASKS = {
+    "none": None,
+    "causal": "causal",
+    "rows": mx.random.uniform(shape=(2, 1, 5, 6), key=mx.random.key(3)) < 0.7,
+    "heads": mx.random.uniform(shape=(2, 4, 5, 6), key=mx.random.key(4)) < 0.7,
+    "shared": mx.random.uniform(shape=(5, 6), key=mx.random.key(5)) < 0.7,
+    "added": mx.random.normal((2, 1, 5, 6), key=mx.random.key(6)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_mlx_s(mask):
+    """Grouped heads under every kind of mask; a row that sees nothing stays finite."""
+    q = mx.random.normal((2, 4, 5, 8), key=mx.random.key(0))
+    k, v = (mx.random.normal((2, 2, 6, 8), key=mx.random.key(n)) for n in (1, 2))
+    masked = MASKS[mask]
+    if isinstance(masked, mx.array) and masked.dtype == mx.bool_:
+        masked = masked | (mx.arange(6) == 2)  # every row sees something: what MLX gives otherwise is open
+    wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=masked)
+    assert difference(substitutes.attention(q, k, v, None, 0.3, masked), wanted) < 1e-5
+    nothing = substitutes.attention(q, k, v, None, 0.3, mx.zeros((5, 6), mx.bool_))
+    assert mx.isfinite(nothing).all().item()
+
+
+def test_a_cache_may_attend_by_itself():
+    """A cache with `attend` is asked; a mask and sinks, which it would not see, are refused."""
+
+    class Cache:
+        def attend(self, queries, keys, values, scale):
+            return queries * scale
+
+    q = mx.ones((1, 2, 1, 4))
+    assert difference(substitutes.attention(q, q, q, Cache(), 0.5, None), 0.5 * q) == 0
+    with pytest.raises(ValueError, match="sinks"):
+        substitutes.attention(q, q, q, Cache(), 0.5, None, sinks=mx.zeros((2,)))
+    with pytest.raises(ValueError, match="a mask"):
+        substitutes.attention(q, q, q, Cache(), 0.5, mx.zeros((1, 1, 1, 1)))

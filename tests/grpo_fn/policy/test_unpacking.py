@@ -1,0 +1,221 @@
+"""A packed base with adapters (QLoRA) on a CPU or CUDA: many rows are multiplied by unpacked weights."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+import grpo_fn as g
+from grpo_fn.backends.cpu import blocked_weights as blocking
+from grpo_fn.backends.cpu.grid_steps import takes_lanes
+from grpo_fn.policy import patched_layers as substitutes
+from grpo_fn.policy import quantized_layers as packed
+from grpo_fn.policy import unpacked_layers as unpacking
+from grpo_fn.policy.quantized_layers import unpack_rows
+from grpo_fn.policy.sampling_form import sampling_form, sampling_form_bytes
+from grpo_fn.policy.unpacked_layers import unpackable, unpacked_weights
+from tests.support.generating import EOS, RAGGED, assert_teacher_forced, roll
+from tests.support.tiny_policies import memory_in_use, tiny_module, token_rows, worst_difference
+
+pytestmark = pytest.mark.skipif(
+    not unpack_rows(), reason="products with packed weights take many rows well here"
+)
+
+MODES = [("affine", 32, 4), ("affine", 64, 8), ("mxfp4", 32, 4), ("nvfp4", 16, 4)]
+
+
+def packed_module(name="qwen2", *, adapters=True, mode="affine", group_size=32, bits=4):
+    """A tiny model whose weights are packed, embedding included, with adapters that are not zero."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    module = tiny_module(name, hidden_size=64, intermediate_size=128, vocab_size=96)
+    nn.quantize(module, group_size, bits, mode=mode)
+    module.freeze()
+    if adapters:
+        linear_to_lora_layers(module, 2, {"rank": 3, "scale": 2.0, "dropout": 0.0})
+        rng = np.random.default_rng(7)
+        leaves = tree_flatten(module.trainable_parameters())
+        module.update(
+            tree_unflatten([(p, mx.array(0.2 * rng.normal(size=a.shape), a.dtype)) for p, a in leaves])
+        )
+    return module
+
+
+def kinds(module):
+    return {type(layer).__name__ for layer in module.modules()}
+
+
+@pytest.fixture
+def no_packed_products(monkeypatch):
+    """mlx's product with packed weights raises where it has many rows."""
+    few = mx.quantized_matmul
+
+    def refuse(x, *args, **kwargs):
+        if x.size // x.shape[-1] >= unpack_rows():
+            raise AssertionError("a product with packed weights")
+        return few(x, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "quantized_matmul", refuse)
+
+
+@pytest.mark.parametrize("part_bytes", [64e6, 64 * 4 * 10], ids=["whole", "in parts"])
+@pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
+def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_bytes, monkeypatch):
+    """Of a layer with a bias, and of an embedding as the head; part by part as well."""
+    monkeypatch.setattr(packed, "PART_BYTES", part_bytes)
+    x = mx.random.normal((2, 8, 64), key=mx.random.key(0))
+    layers = nn.Linear(64, 96), nn.Embedding(96, 64)
+    for layer in layers:
+        theirs = layer.to_quantized(group_size, bits, mode)
+        ours = layer.to_quantized(group_size, bits, mode)
+        ours.update(theirs.parameters())
+        substitutes.use_own_functions(ours)
+        assert type(ours) is not type(theirs) and isinstance(ours, type(theirs))
+
+        def product(x, layer):
+            return layer.as_linear(x) if isinstance(layer, nn.QuantizedEmbedding) else layer(x)
+
+        def weighted(x, layer):
+            return (mx.arange(96) * product(x, layer)).sum() / 96
+
+        results = [mx.value_and_grad(weighted)(x, layer) for layer in (ours, theirs)]
+        for got, want in zip(*results, strict=True):
+            assert worst_difference({"a": got}, {"a": want}) < 1e-5
+
+
+def test_few_rows_are_mlx_s_own_product(monkeypatch):
+    """From `UNPACK_ROWS` rows on the weight is unpacked; below them reading it packed is faster."""
+    layer = nn.Linear(64, 96).to_quantized(32, 4)
+    substitutes.use_own_functions(layer)
+    taken = []
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda x, *_, **__: taken.append(x.shape) or mx.zeros((1, 96))
+    )
+    layer(mx.zeros((unpack_rows(), 64)))
+    assert not taken
+    layer(mx.zeros((unpack_rows() - 1, 64)))
+    assert taken
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_learner_takes_no_packed_product(compile, no_packed_products):
+    """Forward and backward, compiled and not; the gradient is that of the same weights in full size."""
+    policy = g.Policy.from_module(packed_module())
+    plain_module = packed_module()
+    with unpacked_weights(plain_module):
+        plain = g.Policy.from_module(plain_module)
+    tokens, targets = token_rows(2, 6), token_rows(2, 6, seed=1)
+
+    def loss(policy, params, frozen):
+        hidden = policy.hidden(params, tokens, frozen)
+        return g.token_logprobs(hidden, policy.head(params, frozen), targets).sum()
+
+    def gradient(policy):
+        step = g.compiled(
+            lambda params, frozen: mx.grad(lambda params: loss(policy, params, frozen))(params),
+            enabled=compile,
+        )
+        return step(policy.params, policy.frozen)
+
+    got = gradient(policy)
+    with unpacked_weights(plain_module):
+        want = gradient(g.Policy.from_module(plain_module))
+    assert plain.params.keys() == policy.params.keys()
+    assert worst_difference(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_backward_pass_keeps_no_unpacked_weights(compile):
+    """Sixteen layers whose weights take 4 MB each in full size: the peak stays below half of them."""
+    layers = [nn.Linear(1024, 1024, bias=False).to_quantized(64, 4) for _ in range(16)]
+    for layer in layers:
+        substitutes.use_own_functions(layer)
+        mx.eval(layer.parameters())
+
+    def deep(x):
+        for layer in layers:
+            x = layer(x)
+        return x.sum()
+
+    x = mx.random.normal((8, 1024), key=mx.random.key(0))
+    mx.eval(x)
+    before = memory_in_use()
+    mx.reset_peak_memory()
+    mx.eval(g.compiled(mx.grad(deep), enabled=compile)(x))
+    assert mx.get_peak_memory() - before < 8 * 2**22
+
+
+@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"share_prefix": False}], ids=str)
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
+    """Weights are unpacked once: adapters are merged into them, lanes decode; the draws are the learner's."""
+    policy = g.Policy.from_module(packed_module(name))
+    assert policy.takes_lanes == (unpack_rows() == packed.UNPACK_ROWS["cpu"])
+    with policy.sampling(policy.params) as module:
+        assert not {"_QuantizedLinear", "_QuantizedEmbedding", "LoRALinear"} & kinds(module)
+    drawn = roll(policy, RAGGED, generations=4, eos_ids=EOS, check_every=2, **options)
+    assert {"_QuantizedLinear", "LoRALinear"} <= kinds(policy.module)
+    assert_teacher_forced(policy, drawn)
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
+def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
+    """Plain layers that stand for the same weights; afterwards the packed ones are back, the very same."""
+    module = packed_module(adapters=False, mode=mode, group_size=group_size, bits=bits)
+    substitutes.use_own_functions(module)
+    before, held = module(token_rows(2, 5)), {p: id(a) for p, a in tree_flatten(module.parameters())}
+    mx.random.seed(5)
+    with unpacked_weights(module) as layers:
+        assert len(layers) == 2 * 7 + 1 and not any(hasattr(layer, "bits") for layer in module.modules())
+        assert mx.abs(module(token_rows(2, 5)) - before).max().item() < 1e-4
+        assert all(layer.weight.dtype == mx.float32 for layer in layers)
+    assert {p: id(a) for p, a in tree_flatten(module.parameters())} == held
+    got = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    assert mx.array_equal(mx.random.uniform(shape=(3,)), got), "no random number was drawn"
+
+
+def test_what_sampling_holds_is_counted():
+    """The unpacked weights, with adapters in them or not, and the blocks beside them: as much as is made."""
+    module = packed_module()
+    substitutes.use_own_functions(module)
+    with unpacked_weights(module) as layers:
+        unpacked = sum(layer.weight.nbytes for layer in layers)
+    assert sampling_form_bytes(module) == unpacked
+    mx.eval(module.parameters())
+    before = memory_in_use()
+    with sampling_form(module):
+        held = memory_in_use() - before
+    assert 0 <= held - unpacked < 2000, "MLX rounds sizes up"
+    assert sampling_form_bytes(module, mx.bfloat16) == unpacked / 2
+    assert sampling_form_bytes(module, lanes=True) > sampling_form_bytes(module)
+    assert kinds(module) >= {"_QuantizedLinear"}
+
+
+def test_large_packed_weights_stay_packed(monkeypatch):
+    """Each product unpacks them then; in lanes each lane would do so for itself."""
+    module = packed_module()
+    policy = g.Policy.from_module(module)
+    usual = roll(policy, RAGGED, lanes=2)
+    monkeypatch.setattr(unpacking, "MOST_BYTES", 10)
+    assert unpackable(module) == [] and not takes_lanes(module) and not blocking.takes_blocks(module)
+    policy = g.Policy.from_module(module)
+    with policy.sampling(policy.params) as inside:
+        assert {"_QuantizedLinear", "LoRALinear"} <= kinds(inside)
+    drawn = roll(policy, RAGGED, lanes=2)
+    assert drawn.completions() == usual.completions()
+    assert mx.abs(drawn.logp_bt - usual.logp_bt).max().item() < 1e-4
+
+
+def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
+    """On Metal mlx's own kernels take many rows."""
+    for part in (substitutes, unpacking):
+        monkeypatch.setattr(part, "unpack_rows", lambda: 0)
+    substitutes._with_own_functions.cache_clear()
+    try:
+        module = packed_module()
+        substitutes.use_own_functions(module)
+    finally:
+        substitutes._with_own_functions.cache_clear()
+    assert "QuantizedLinear" in kinds(module) and unpackable(module) == []

@@ -1,0 +1,77 @@
+"""Models whose layers share keys, or attend in their own way: what is trained is what decodes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.policy.kv_caches import plain_caches
+from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
+from tests.support.tiny_policies import UNUSUAL, tiny_module, tiny_policy, token_rows, worst_difference
+
+
+def step_by_step(module, tokens_bl):
+    """Logits [B,L,V] of rows that are decoded token by token from the first, over the model's own caches."""
+    caches = plain_caches(module)
+    steps = [module(tokens_bl[:, n : n + 1], cache=caches) for n in range(tokens_bl.shape[1])]
+    return mx.concatenate(steps, axis=1)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_forward_is_what_decodes(name):
+    """A whole row at once gives the logits of its tokens one by one, past the window as well."""
+    policy = tiny_policy(name)
+    tokens = token_rows(2, 13)
+    want = step_by_step(policy.module, tokens)
+    assert mx.abs(policy.logits(policy.params, tokens) - want).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_rollouts_are_the_learner_s(name, prompts):
+    """Log-probs of a rollout are those of the learner's forward; asking for shortcuts changes nothing."""
+    policy = tiny_policy(name)
+    drawn = roll(policy, prompts, eos_ids=EOS, check_every=2)
+    assert_teacher_forced(policy, drawn)
+    assert not policy.shares_prefix and not policy.takes_lanes
+    assert_same(drawn, roll(policy, prompts, eos_ids=EOS, check_every=2, share_prefix=True, lanes=2))
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_learner_s_gradient_is_that_of_what_decodes(name):
+    """Log-probs and gradients are those of the model over its own caches; prompts are not shared."""
+    policy = tiny_policy(name)
+    assert not can_share(policy.module)
+    tokens, targets = token_rows(2, 6), token_rows(2, 6, seed=1)
+    weights = mx.array(np.random.default_rng(0).normal(size=(2, 6)), mx.float32)
+
+    def learner(params):
+        logp = g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets)
+        return (weights * logp).sum()
+
+    def decoding(params):
+        with policy.bound(params) as module:
+            logits = step_by_step(module, tokens)
+        logp = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - mx.logsumexp(logits, axis=-1)
+        return (weights * logp).sum()
+
+    assert learner(policy.params).item() == pytest.approx(decoding(policy.params).item(), rel=1e-5)
+    assert worst_difference(mx.grad(learner)(policy.params), mx.grad(decoding)(policy.params)) < 1e-3
+
+
+def test_rows_of_one_length_are_decoded_together():
+    """afm7 has no batches of rows of different lengths; gemma3n, which shares keys as well, has."""
+    assert not tiny_policy("afm7").takes_ragged and not tiny_policy("phi3small").takes_ragged
+    assert tiny_policy("gemma3n").takes_ragged
+
+
+def test_a_vocabulary_below_the_ids_that_are_never_drawn():
+    """mlx-lm's phi3small writes −inf at ids up to 100,351, past the end of a small vocabulary's logits."""
+    module = tiny_module("phi3small")
+    assert max(module._dummy_tokenizer_ids.tolist()) > 100_000
+    g.Policy.from_module(module)
+    assert module._dummy_tokenizer_ids.tolist() == []
+    large = tiny_module("phi3small", vocab_size=100_300)
+    g.Policy.for_inference(large)
+    assert max(large._dummy_tokenizer_ids.tolist()) == 100_299

@@ -1,0 +1,147 @@
+"""Batched generation against the model run on each completion by itself: what a rollout depends on."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from tests.support.generating import (
+    EOS,
+    EQUAL,
+    RAGGED,
+    assert_same,
+    assert_teacher_forced,
+    roll,
+    teacher_forced,
+)
+from tests.support.tiny_policies import ARCHITECTURES, lora_policy, memory_in_use, tiny_policy
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_are_the_model_s(name, prompts):
+    """Prefill, fork, cache, compaction: each sampled token's log-prob is that of a teacher-forced forward.
+
+    Sliding windows (prompts and completions run past gemma3's 6), recurrent states and soft caps included.
+    """
+    policy = tiny_policy(name)
+    rollout = roll(policy, prompts, eos_ids=EOS, check_every=2)
+    assert_teacher_forced(policy, rollout)
+    assert len({token for row in rollout.completions() for token in row}) > 10, (
+        "a constant would prove little"
+    )
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        g.Sampler(temperature=0.6),
+        g.Sampler(temperature=1.7, top_k=5, with_entropy=True),
+        g.Sampler(with_entropy=True),
+    ],
+)
+def test_logprobs_are_those_of_the_sampler_s_distribution(sampler):
+    """Tempered and truncated; the entropy is that of the whole distribution at the temperature."""
+    policy = tiny_policy("qwen2")
+    rollout = roll(policy, sampler=sampler)
+    assert (rollout.entropy_bt is not None) == sampler.with_entropy
+    assert_teacher_forced(policy, rollout, sampler)
+
+
+def test_greedy_takes_the_most_likely_token():
+    """At temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
+    policy = tiny_policy("llama-untied")
+    rollout = roll(policy, sampler=g.Sampler(temperature=0.0))
+    rows = rollout.completions()
+    for p, prompt in enumerate(RAGGED):
+        assert rows[3 * p] == rows[3 * p + 1] == rows[3 * p + 2]
+        logits = policy.logits(policy.params, mx.array([[*prompt, *rows[3 * p]]]))[0]
+        assert mx.argmax(logits, axis=-1).tolist()[len(prompt) - 1 : -1] == rows[3 * p]
+
+
+def test_completions_depend_on_their_own_prompt_and_number():
+    """Row p·G+g continues prompt p; other prompts beside it, or more completions, change no token."""
+    policy = tiny_policy("llama-untied")
+    rollout = roll(policy)
+    more = roll(policy, [*RAGGED, [4, 4]], generations=5)
+    rows, more_rows = rollout.completions(), more.completions()
+    for p in range(3):
+        assert rows[3 * p : 3 * p + 3] == more_rows[5 * p : 5 * p + 3]
+    assert len({tuple(row) for row in rows}) == 9, "no two completions share their draws"
+    assert rollout.num_generations == 3 and rollout.prompts == tuple(map(tuple, RAGGED))
+
+
+def test_another_key_gives_other_completions_and_the_same_key_the_same():
+    """Everything random comes from the key."""
+    policy = tiny_policy()
+    one = roll(policy, seed=1)
+    mx.random.seed(99)
+    assert_same(roll(policy, seed=1), one)
+    assert roll(policy, seed=2).completions() != one.completions()
+
+
+def test_it_samples_from_the_parameters_given():
+    """Not from those that the policy was made with; and it leaves the module's leaves alone."""
+    policy, other = tiny_policy("llama-untied"), tiny_policy("llama-untied", seed=4)
+    held = [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())]
+    got = g.generate(policy, other.params, RAGGED, key=mx.random.key(0), num_generations=3, max_new_tokens=12)
+    assert_same(got, roll(other))
+    assert [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())] == held
+
+
+def test_adapters_sample_through_their_base():
+    """LoRA's parameters alone are given; log-probs are the adapted model's."""
+    policy = lora_policy("qwen2")
+    assert_teacher_forced(policy, roll(policy))
+
+
+def test_a_bfloat16_forward_of_float32_parameters():
+    """Log-probs are float32 and close to the float32 model's."""
+    policy = tiny_policy("llama-untied", compute_dtype=mx.bfloat16)
+    rollout = roll(policy)
+    assert rollout.logp_bt.dtype == mx.float32
+    exact = tiny_policy("llama-untied")
+    for row, completion in enumerate(rollout.completions()):
+        logp, _ = teacher_forced(exact, RAGGED[row // 3], completion)
+        assert np.abs(np.array(rollout.logp_bt[row]) - logp).max() < 0.3
+
+
+def test_the_cache_is_freed():
+    """Nothing of a rollout but its result stays in memory."""
+    policy = tiny_policy()
+    g.materialize(roll(policy))
+    before = memory_in_use()
+    rollout = roll(policy, generations=8, limit=60)
+    held = sum(a.nbytes for a in (rollout.tokens_bt, rollout.logp_bt, rollout.lengths_b, rollout.finished_b))
+    assert memory_in_use() - before < held + (1 << 16)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [[1], []]}, r"no empty one, found \[1, 0\]"),
+        ({"generations": 0}, "num_generations = 0"),
+        ({"limit": 0}, "max_new_tokens = 0"),
+        ({"sampler": g.Sampler(top_p=0.0)}, "top_p = 0.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    """Before anything is computed, with what was found."""
+    with pytest.raises(ValueError, match=message):
+        roll(tiny_policy(), **change)
+
+
+def test_a_penalty_of_nothing_is_refused():
+    """Division by 0, and a sign that turns round."""
+    for penalty in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="repetition_penalty"):
+            roll(tiny_policy("llama"), sampler=g.Sampler(repetition_penalty=penalty))
+
+
+def test_parts_of_a_list_of_prompts_draw_as_the_whole():
+    """`first_prompt` counts on: prompts by twos give the completions of all together."""
+    policy = tiny_policy("llama")
+    whole = roll(policy, RAGGED, eos_ids=EOS).completions()
+    parts = [roll(policy, RAGGED[n : n + 2], first_prompt=n, eos_ids=EOS).completions() for n in (0, 2)]
+    assert [*parts[0], *parts[1]] == whole

@@ -1,0 +1,117 @@
+"""Token ids that the model's embedding does not have: refused by name, before MLX reads past the table."""
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import grpo_fn as g
+from grpo_fn.learner import batch as batches
+from tests.support.generating import roll
+from tests.support.naive_learner import make_state
+from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_advantages, tiny_policy, tiny_rollout
+
+OUTSIDE = [VOCAB, VOCAB + 69, 10**8, -1]
+
+
+def with_token(rollout, token):
+    """The rollout with one other token in a completion."""
+    tokens_bt = mx.array(rollout.tokens_bt)
+    tokens_bt[1, 0] = token
+    return attrs.evolve(rollout, tokens_bt=tokens_bt)
+
+
+def batch_of(rollout):
+    """A batch with any advantages."""
+    return g.make_batch(rollout, tiny_advantages(rollout))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_vocabulary_is_the_embedding_s(name):
+    """In every kind of model; adapters, other parameters and a skeleton change nothing."""
+    policy = tiny_policy(name)
+    assert policy.vocabulary == VOCAB == policy.skeleton().vocabulary
+
+
+class Positions(nn.Module):
+    """A model with a table of positions that is larger than that of its tokens."""
+
+    def __init__(self, logits):
+        """So many logits; 65 tokens."""
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(65, 8), nn.Embedding(256, 8)
+        self.head = nn.Linear(8, logits)
+
+    def __call__(self, tokens_bl, cache=None):
+        """Logits."""
+        return self.head(self.tokens(tokens_bl) + self.positions(mx.arange(tokens_bl.shape[1])))
+
+
+def test_other_embeddings():
+    """Packed rows are rows; of two tables the one with a row for each logit counts, or else the larger; of a
+    module without one nothing is known, and any id passes."""
+    assert g.policy._embedding_rows(Positions(65)) == 65 and g.policy._embedding_rows(Positions(70)) == 256
+    packed = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 96))
+    nn.quantize(packed)
+    assert g.policy._embedding_rows(packed) == 96
+    assert g.policy._embedding_rows(nn.Linear(4, 4)) is None
+    g.guards.check_token_ids([[10**8]], None)
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+def test_generate_refuses(token):
+    """The prompt's number, the id, and the rows; nothing is computed."""
+    message = rf"prompt 1 has the token id {token}: wanted 0 <= id < {VOCAB}, the rows of the model's"
+    with pytest.raises(ValueError, match=message):
+        roll(tiny_policy(), [[1, 2], [3, token, 4]])
+    assert roll(tiny_policy(), [[0], [VOCAB - 1]]).vocabulary == VOCAB
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+def test_rollouts_of_one_s_own_are_refused(token):
+    """In a prompt or a completion: ids below 0 by make_batch, those beyond the embedding by the learner."""
+    policy, rollout = tiny_policy(), tiny_rollout()
+    prompts = (rollout.prompts[0], (3, token))
+    for bad in (with_token(rollout, token), attrs.evolve(rollout, prompts=prompts)):
+        if token < 0:
+            with pytest.raises(ValueError, match="the token id -1: wanted 0 <= id"):
+                batch_of(bad)
+            continue
+        batch = batch_of(bad)
+        message = rf"token ids up to {token}: wanted ids < {VOCAB}, the rows"
+        pieces = g.split_batch(batch, max_tokens=30)
+        for parts in (batch, pieces, [half for piece in pieces for half in g.halved(piece)]):
+            with pytest.raises(ValueError, match=message):
+                g.make_grad_step(policy, g.LossSpec(), compile=False)(make_state(policy), parts)
+        with pytest.raises(ValueError, match=message):
+            g.make_logprob_step(policy, compile=False)(policy.params, batch)
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+def test_prompts_of_a_rollout_are_looked_at_again(token):
+    """They may have been changed after `generate`."""
+    rollout = roll(tiny_policy(), [[1, 2], [3]])
+    with pytest.raises(ValueError, match=rf"prompt 0 has the token id {token}: wanted"):
+        batch_of(attrs.evolve(rollout, prompts=((1, token), (3,))))
+
+
+def test_a_rollout_of_generate_costs_no_look_at_the_device(monkeypatch):
+    """What its completions are below is known: make_batch reads no array; after a join as well."""
+    rollout = roll(tiny_policy(), [[1, 2], [3]])
+    monkeypatch.setattr(batches, "on_host", lambda array: pytest.fail("an array was waited for"))
+    assert batch_of(rollout).vocabulary == VOCAB
+    assert batch_of(g.join_rollouts([rollout, rollout])).vocabulary == VOCAB
+    assert g.join_rollouts([rollout, attrs.evolve(rollout, vocabulary=None)]).vocabulary is None
+
+
+def test_the_largest_id_costs_no_trace():
+    """It differs from batch to batch; the compiled steps do not see it."""
+    policy = tiny_policy()
+    state, grad_step = make_state(policy), g.make_grad_step(policy, g.LossSpec())
+    rollout = tiny_rollout()
+    small = attrs.evolve(rollout, prompts=((1, 2, 3, 4), (5, 6)), tokens_bt=mx.minimum(rollout.tokens_bt, 30))
+    for token in (VOCAB - 1, VOCAB - 2):
+        batch = batch_of(with_token(small, token))
+        assert batch.vocabulary == token + 1
+        state, _ = grad_step(state, batch)
+    assert grad_step.traces == 1

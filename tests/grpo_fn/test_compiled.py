@@ -1,0 +1,250 @@
+"""The one wrapper around mx.compile: right for every nesting, and traced no more often than it must be."""
+
+import importlib
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from grpo_fn.trees import arrays_of
+from tests.support.tiny_policies import memory_in_use
+
+
+class P(NamedTuple):
+    x: object
+    y: object
+
+
+class Q(NamedTuple):
+    y: object
+    x: object
+
+
+@attrs.frozen(eq=False)
+class State:
+    params: object
+    step: object
+    note: str = ""
+
+
+def one(value):
+    """A float32 array of one element, whatever the value: only the nesting tells arguments apart."""
+    return mx.array([float(value)])
+
+
+def described(*args):
+    """A tree that names the place of every array: {path: sin(array)}."""
+    out = {}
+
+    def walk(path, tree):
+        if isinstance(tree, mx.array):
+            out[path] = mx.sin(tree)
+        elif isinstance(tree, dict):
+            for key, value in tree.items():
+                walk(f"{path}.{key}", value)
+        elif isinstance(tree, list | tuple):
+            kind = type(tree).__name__
+            names = getattr(tree, "_fields", range(len(tree)))
+            for name, value in zip(names, tree, strict=True):
+                walk(f"{path}.{kind}.{name}", value)
+        elif attrs.has(type(tree)):
+            for field in attrs.fields(type(tree)):
+                walk(f"{path}.{type(tree).__name__}.{field.name}", getattr(tree, field.name))
+        else:
+            out[f"{path}={tree!r}"] = mx.array(0.0)
+
+    for number, arg in enumerate(args):
+        walk(str(number), arg)
+    return out
+
+
+def assert_same(got, want):
+    """Two flat dicts of arrays are equal, names and bits."""
+    assert got.keys() == want.keys()
+    assert all(bool((got[name] == want[name]).all()) for name in want)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (({"x": {"a": one(1)}, "b": one(2)},), ({"x": {"a": one(1), "b": one(2)}},)),
+        (([one(1)], one(2)), ([one(1), one(2)],)),
+        ((P(one(1), one(2)),), (Q(one(1), one(2)),)),
+        (({"a": one(1), "b": one(2)},), ({"b": one(1), "a": one(2)},)),
+        ((State(one(1), one(2)),), (State([one(1), one(2)], None),)),
+        ((one(1), None), (None, one(1))),
+    ],
+)
+def test_the_structures_that_mlx_confuses(first, second):
+    """Calls that share an entry of mlx's cache each get a program of their own."""
+    f = g.compiled(described)
+    for args in (first, second, first, second):
+        assert_same(f(*args), described(*args))
+    assert f.traces == 2
+
+
+def test_mlx_still_confuses_them():
+    """The reason for the wrapper: should this fail, mlx tells nestings apart by now."""
+    f = mx.compile(lambda tree: {"x": len(tree["x"])} and [v for v in tree["x"].values()])
+    assert len(f({"x": {"a": one(1)}, "b": one(2)})) == 1
+    assert len(f({"x": {"a": one(1), "b": one(2)}})) == 1  # wrong: there are two
+
+
+leaf = st.builds(one, st.integers(-9, 9))
+trees = st.recursive(
+    leaf | st.sampled_from([None, 0, 1, "a"]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.builds(P, inner, inner),
+        st.builds(Q, inner, inner),
+        st.builds(State, inner, inner, st.sampled_from(["", "n"])),
+    ),
+    max_leaves=5,
+)
+shared = g.compiled(described)
+
+
+@settings(max_examples=150)
+@given(args=st.lists(trees, min_size=1, max_size=3))
+def test_any_two_trees_are_kept_apart(args):
+    """One compiled function, met by tree after tree of equal leaves, gives what the plain function gives."""
+    if any(True for _ in arrays_of(args)):
+        assert_same(shared(*args), described(*args))
+
+
+def test_attrs_values_go_in_and_come_out():
+    """A state in, a state out: type, other fields and numbers are right at later calls too."""
+
+    @g.compiled
+    def step(state, by):
+        return attrs.evolve(state, params={"w": state.params["w"] * by}, step=state.step + 1), (
+            by,
+            None,
+            "ok",
+        )
+
+    state = State({"w": mx.array([1.0, 2.0])}, mx.array(0), note="kept")
+    for turn in range(1, 4):
+        state, (by, nothing, text) = step(state, mx.array(float(turn)))
+        assert type(state) is State and state.note == "kept" and nothing is None and text == "ok"
+        assert state.step.item() == turn and by.item() == turn
+    assert state.params["w"].tolist() == [6.0, 12.0]
+    assert step.traces == 1
+
+
+def test_named_tuples_come_out_as_themselves():
+    """mlx gives tuples back as they nest; their names must survive."""
+    f = g.compiled(lambda p: P(x=p.y, y={"z": p.x}))
+    out = f(P(one(1), one(2)))
+    assert type(out) is P and out.x.item() == 2 and out.y["z"].item() == 1
+
+
+def test_a_trace_a_shape_and_a_dtype():
+    """The same shapes never trace again; a new shape, dtype or plain number is exactly one trace more."""
+    f = g.compiled(lambda x, n: x * n)
+    for turn in range(3):
+        f(mx.full((4,), float(turn)), mx.array(2.0))
+    assert f.traces == 1
+    f(mx.zeros((5,)), mx.array(2.0))
+    assert f.traces == 2
+    f(mx.zeros((5,), mx.bfloat16), mx.array(2.0))
+    assert f.traces == 3
+    assert f(mx.ones((5,)), 3.0).tolist() == [3.0] * 5 and f(mx.ones((5,)), 4.0).tolist() == [4.0] * 5
+    assert f.traces == 5
+    f(mx.zeros((4,)), mx.array(7.0))
+    assert f.traces == 5
+
+
+def test_two_wrappers_of_one_function_share_nothing():
+    """Each wrapper counts its own traces and gets its own results."""
+    f, other = g.compiled(described), g.compiled(described)
+    f([one(1)], one(2))
+    assert_same(other([one(1), one(2)]), described([one(1), one(2)]))
+    assert f.traces == other.traces == 1
+
+
+def test_disabled_runs_the_function_itself():
+    """No trace, the same value, and Python's side effects at every call."""
+    calls = []
+
+    def f(x):
+        calls.append(x)
+        return State({"y": x + 1}, None)
+
+    plain = g.compiled(f, enabled=False)
+    assert plain(one(1)).params["y"].item() == 2 and plain(one(4)).params["y"].item() == 5
+    assert plain.traces == 0 and len(calls) == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_program_takes_the_arrays_in_their_order(enabled):
+    """It computes what the call computes, from any arrays of these shapes; what is no array it keeps."""
+    f = g.compiled(described, enabled=enabled)
+    args = {"b": one(1), "a": [one(2), "note"]}, State(one(3), 5)
+    program, leaves = f.program(*args)
+    assert [leaf.item() for leaf in leaves] == [1, 2, 3]
+    assert_same(program(leaves), described(*args))
+    others = {"b": one(7), "a": [one(8), "note"]}, State(one(9), 5)
+    assert_same(program([one(7), one(8), one(9)]), described(*others))
+    assert f.traces == enabled
+
+
+def test_a_disabled_program_runs_the_function_itself():
+    """Which may look at numbers, has Python's side effects each time, and pins no argument."""
+    seen = []
+    f = g.compiled(lambda tree: seen.append(tree["x"].sum().item()), enabled=False)
+    before = memory_in_use()
+    program, leaves = f.program({"x": mx.ones((1 << 18,))})
+    program(leaves)
+    del leaves
+    program([mx.zeros((3,))])
+    assert seen == [1 << 18, 0] and f.traces == 0
+    assert memory_in_use() - before < 1 << 12
+
+
+def test_an_error_in_the_function_reaches_the_caller_and_leaves_no_trace_behind():
+    """The exception is the function's own; the same call works once its cause has gone."""
+    broken = [True]
+
+    @g.compiled
+    def f(x):
+        if broken:
+            raise KeyError("inside")
+        return x + 1
+
+    with pytest.raises(KeyError, match="inside"):
+        f(one(1))
+    broken.clear()
+    assert f(one(1)).item() == 2 and f(one(5)).item() == 6
+
+
+def test_arguments_are_not_kept_alive():
+    """After the call nothing of the wrapper holds the arrays that went through it."""
+    f = g.compiled(lambda tree: {"sum": tree["x"].sum()})
+    mx.eval(f({"x": mx.zeros((1 << 18,))}))
+    before = memory_in_use()
+    big = mx.ones((1 << 18,)) + 1
+    assert f({"x": big})["sum"].item() == 2 * (1 << 18)
+    del big
+    assert memory_in_use() - before < 1 << 12
+
+
+def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
+    """The one that was used longest ago, with what it held."""
+    # By its name: the package's `compiled` is the function.
+    monkeypatch.setattr(importlib.import_module("grpo_fn.compile"), "PROGRAMS", 3)
+    f = g.compiled(lambda x: x + 1)
+    for size in (1, 2, 3, 1, 4):  # 2 goes
+        f(mx.zeros((size,)))
+    assert f.traces == 4
+    for size in (3, 1, 4):
+        f(mx.zeros((size,)))
+    assert f.traces == 4
+    assert f(mx.zeros((2,))).tolist() == [1, 1]
+    assert f.traces == 5

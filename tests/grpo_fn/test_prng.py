@@ -1,0 +1,108 @@
+"""Random streams: no two names share a key, also for neighbouring seeds, and equal names share all of it."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn import prng
+from grpo_fn.prng import completion_keys, random_words, stream_key
+from tests.support.generating import roll
+from tests.support.tiny_policies import tiny_policy
+
+PURPOSES = [value for name, value in vars(prng).items() if name.isupper()]
+SEEDS = [*range(64), 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1]
+
+
+def tuples(keys_n2):
+    """Keys as hashable values."""
+    return {tuple(key) for key in np.array(keys_n2).tolist()}
+
+
+def folded(keys_n2, numbers):
+    """Each key with each number: [N·M,2]."""
+    count = len(numbers)
+    data = mx.tile(mx.array(list(numbers), mx.uint32), (keys_n2.shape[0],))
+    return g.fold_in(mx.repeat(keys_n2, count, axis=0), data)
+
+
+def test_purposes_differ_and_leave_steps_alone():
+    """Each has a number of its own, above every step that a loop of one's own may fold into the same key."""
+    assert len(set(PURPOSES)) == len(PURPOSES) >= 7
+    assert min(PURPOSES) > np.iinfo(np.int32).max and max(PURPOSES) < 2**32
+
+
+def test_no_two_names_share_a_key():
+    """Seeds × purposes × steps × prompts × completions, 200,000 names of small numbers and large."""
+    keys = mx.stack([mx.random.key(seed) for seed in SEEDS])
+    levels = [PURPOSES, [0, 1, 2, 3, 4, 7, 8, 999, 2**31 - 1], [0, 1, 2, 3, 8, 511], [0, 1, 2, 3, 4, 5, 6, 7]]
+    seen, total = tuples(keys), len(SEEDS)
+    for numbers in levels:
+        keys = folded(keys, numbers)
+        seen |= tuples(keys)
+        total += keys.shape[0]
+    assert len(seen) == total > 200_000
+
+
+def test_steps_folded_into_neighbouring_seeds_differ():
+    """A loop of one's own, `fold_in(mx.random.key(seed), step)`: seeds 0 to 63 share no step's key."""
+    keys = mx.stack([mx.random.key(seed) for seed in range(64)])
+    assert len(tuples(folded(keys, range(256)))) == 64 * 256
+
+
+def test_all_levels_are_told_apart():
+    """The order of a name's numbers counts, and so does how many there are."""
+    key = mx.random.key(7)
+    names = [name for length in range(1, 5) for name in itertools.product((0, 1, 2), repeat=length)]
+    assert len(tuples(mx.stack([stream_key(key, *name) for name in names]))) == len(names)
+    assert len(tuples(mx.stack([mx.random.key(0), stream_key(mx.random.key(0), 0)]))) == 2
+
+
+def test_keys_of_neighbouring_names_have_nothing_in_common():
+    """Half of all keys have any one bit, and half of the bits differ between names that differ in a bit."""
+    keys = folded(mx.stack([mx.random.key(seed) for seed in range(64)]), range(64))
+    bits = np.unpackbits(np.array(keys).view(np.uint8), axis=-1).reshape(64, 64, 64)
+    near = np.arange(64) ^ 1
+    error = 0.5 / np.sqrt(64 * 64)
+    assert (np.abs(bits.mean(axis=(0, 1)) - 0.5) < 5 * error).all()
+    for other in (bits[::-1], bits[:, ::-1], bits[::-1, ::-1], bits[near], bits[:, near]):
+        assert (np.abs((bits != other).mean(axis=(0, 1)) - 0.5) < 8 * error).all()
+
+
+@pytest.mark.parametrize("pair", [((0, 0), (1, 1)), ((0, 3), (3, 0)), ((2, 5), (5, 2))], ids=str)
+def test_seeds_and_completions_do_not_swap_roles(pair):
+    """Seed a, completion b is not seed b, completion a, nor any other with the same a XOR b."""
+    (seed, index), (other_seed, other_index) = pair
+    one, other = (
+        completion_keys(mx.random.key(s), mx.zeros((1,), mx.int32), mx.array([i]))
+        for s, i in ((seed, index), (other_seed, other_index))
+    )
+    assert not mx.array_equal(one, other)
+
+
+def test_seeds_draw_other_completions_not_the_same_in_another_order():
+    """Four copies of a prompt, seeds 0 to 3: sixteen completions, all different."""
+    policy = tiny_policy()
+    drawn = [roll(policy, [[1, 2, 3]] * 4, seed=seed, generations=1).completions() for seed in range(4)]
+    assert len({tuple(completion) for completions in drawn for completion in completions}) == 16
+
+
+def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():
+    """Not on the rows beside it, nor on where the count begins; they are that number's keys."""
+    keys = mx.random.split(mx.random.key(3), 5)
+    words = random_words(keys, 0, 6, 3)
+    assert words.shape == (6, 5, 3) and words.dtype == mx.uint32
+    assert mx.array_equal(random_words(keys[2:4], 4, 2, 3), words[4:, 2:4])
+    assert len(tuples(words.reshape(-1, 3))) == 30
+
+
+def test_keys_are_the_same_compiled():
+    """With a number that is an array, inside a compiled step, as an update's rounding has it."""
+    key = mx.random.key(3)
+    step = g.compiled(lambda key, number: stream_key(key, prng.UPDATE_ROUNDING, number))
+    for number in (0, 5):
+        want = stream_key(key, prng.UPDATE_ROUNDING, number)
+        assert mx.array_equal(step(key, mx.array(number, mx.int32)), want)
+    assert step.traces == 1

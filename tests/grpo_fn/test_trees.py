@@ -1,0 +1,119 @@
+"""Trees of dicts, lists, tuples, NamedTuples and attrs values: what mlx's own functions pass over."""
+
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+import pytest
+
+from grpo_fn.trees import arrays_of, map_arrays, materialize, nbytes, structure_of
+from tests.support.tiny_policies import memory_in_use
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@attrs.frozen(eq=False)
+class Box:
+    content: object
+    label: str = "box"
+
+
+def numbered(count):
+    """Distinct one-element arrays."""
+    return [mx.array([float(i)]) for i in range(count)]
+
+
+def make_tree(a):
+    """One tree of every kind, arrays in the order a[0] … a[5]."""
+    return {
+        "d": {"x": a[0]},
+        "l": [a[1], (a[2], 3)],
+        "p": Pair(a[3], "text"),
+        "b": Box(content=[a[4], None]),
+        "z": a[5],
+    }
+
+
+def test_map_arrays_keeps_every_type_and_every_other_leaf():
+    """Containers come back as their own types; numbers, strings and None are untouched."""
+    a = numbered(6)
+    out = map_arrays(lambda x: x + 10, make_tree(a))
+    assert type(out["p"]) is Pair and type(out["b"]) is Box and type(out["l"][1]) is tuple
+    assert out["l"][1][1] == 3 and out["p"].right == "text" and out["b"].label == "box"
+    assert out["b"].content[1] is None
+    values = [out["d"]["x"], out["l"][0], out["l"][1][0], out["p"].left, out["b"].content[0], out["z"]]
+    assert [v.item() for v in values] == [10, 11, 12, 13, 14, 15]
+
+
+def test_map_arrays_leaves_its_argument_alone():
+    """The tree that was mapped still holds its own arrays."""
+    a = numbered(6)
+    tree = make_tree(a)
+    map_arrays(lambda x: x * 0, tree)
+    assert all(found is given for found, given in zip(arrays_of(tree), a, strict=True))
+
+
+def test_arrays_are_found_in_the_order_in_which_they_are_mapped():
+    """The compiled wrapper takes leaves out by one and puts them back by the other."""
+    a = numbered(6)
+    visited = []
+    map_arrays(lambda x: visited.append(x), make_tree(a))
+    found = []
+    structure_of(make_tree(a), found)
+    for order in (visited, found, list(arrays_of(make_tree(a)))):
+        assert [id(x) for x in order] == [id(x) for x in a]
+
+
+A, B = numbered(2)
+PAIRS = [
+    ({"x": {"a": A}, "b": B}, {"x": {"a": A, "b": B}}),
+    (([A], B), ([A, B],)),
+    ([A, B], (A, B)),
+    (Pair(A, B), (A, B)),
+    (Pair(A, B), {"left": A, "right": B}),
+    (Box(A), Box([A])),
+    (Box(A, label="x"), Box(A, label="y")),
+    ({"x": A, "y": B}, {"y": A, "x": B}),
+    ((A, None), (None, A)),
+    ((A, 1), (A, 1.0)),
+    ((A, 1), (A, True)),
+    ([[], [A]], [[A], []]),
+    ({"x": A}, {"x": A, "y": {}}),
+]
+
+
+@pytest.mark.parametrize("one, other", PAIRS)
+def test_two_structures_are_told_apart(one, other):
+    """Trees with the same arrays and another shape, type, key or value have different descriptions."""
+    assert structure_of(one, []) != structure_of(other, [])
+    hash(structure_of(one, []))
+
+
+@pytest.mark.parametrize("tree", [pair[0] for pair in PAIRS])
+def test_one_structure_is_one_whatever_the_arrays(tree):
+    """Other arrays in the same places give the same description."""
+    other = map_arrays(lambda x: mx.zeros((3, 2)), tree)
+    assert structure_of(tree, []) == structure_of(other, [])
+
+
+def test_materialize_computes_what_attrs_values_hold():
+    """The memory of a lazy array inside an attrs value is there afterwards (`mx.eval` would not see it)."""
+    size = 1 << 18
+    mx.eval(mx.array(1.0) + 1)
+    lazy = Box(content={"x": mx.arange(size) + 1})
+    before = memory_in_use()
+    mx.eval(lazy)  # the pitfall that this function is for
+    assert memory_in_use() - before < size
+    materialize(lazy)
+    assert memory_in_use() - before > 3 * size
+
+
+def test_nbytes_counts_a_shared_array_once():
+    """Three roles that share one set of weights cost one."""
+    weights = {"w": mx.zeros((10, 10)), "b": mx.zeros(10)}
+    other = {"w": mx.zeros((10, 10), mx.bfloat16)}
+    assert nbytes(weights, Box(content=weights)) == 440
+    assert nbytes(weights, other) == 640

@@ -1,0 +1,265 @@
+"""The benchmarks measure what they say: their tools on known answers, and each command end to end."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import click
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import measure, record, report
+from benchmarks.command import benchmark
+from benchmarks.quickstart import read_log
+from benchmarks.record import Figure, Measured
+from runners.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {
+    "cpu": "a CPU",
+    "cores": 2,
+    "memory_gb": 8.0,
+    "device": "a CPU",
+    "system": "Linux",
+    "blas": "OpenBLAS",
+    "blas_threads": "all",
+    "load": 0.1,
+    "python": "3",
+    "mlx": "1",
+    "mlx-lm": "1",
+    "grpo_fn": "1",
+}
+RATES = {"matmul": 2e11, "exp": 1e8, "copy": 1e10}
+
+
+def made(*figures):
+    """A record of these figures."""
+    return record.make_record("loss", figures, quick=False, machine=MACHINE, rates=RATES)
+
+
+def test_interleaved_takes_turns_and_rotates_the_first():
+    """After the warm-up each round calls everything once, and begins one call further on."""
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = measure.interleaved(calls, repeats=3, warmup=2)
+    assert "".join(order) == "abc" * 2 + "abc" + "bca" + "cab"
+    assert [len(times[name].samples) for name in "abc"] == [3, 3, 3]
+
+
+def test_a_lazy_result_is_computed_inside_the_clock():
+    """The time of a call that returns an unevaluated product is the product's, not the graph's."""
+    a_nn = mx.random.normal((700, 700), key=mx.random.key(0))
+    mx.eval(a_nn)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        mx.eval([a_nn @ a_nn for _ in range(8)])
+        seconds.append(time.perf_counter() - started)
+    lazy = measure.timed(lambda: {"nested": [a_nn @ a_nn for _ in range(8)]}, repeats=3)
+    assert lazy.high > min(seconds) / 4
+
+
+def test_ratio_of_medians_and_of_rounds():
+    """One slow round moves neither median, and the two kinds of ratio differ where rounds do."""
+    ours, theirs = measure.Timing((2.0, 9.0, 4.0)), measure.Timing((1.0, 3.0, 4.0))
+    ratio = ours / theirs
+    assert (ratio.of_medians, ratio.paired) == (4 / 3, 2.0)
+
+
+def test_peak_counts_what_a_call_adds():
+    """Two arrays of 8 MB and their sum, all three results, peak at 24 MB, whatever was there before."""
+    held = mx.ones((2**22,))
+    mx.eval(held)
+
+    def call():
+        parts = [mx.random.uniform(shape=(2**21,), key=mx.random.key(i)) for i in range(2)]
+        mx.eval(parts)
+        return [*parts, parts[0] + parts[1]]
+
+    assert 24 * 2**20 <= measure.peak_bytes(call) < 26 * 2**20
+
+
+def test_largest_error_is_relative_to_each_array():
+    """The array with the worst relative difference decides."""
+    found = [mx.array([100.0, 101.0]), (mx.array([0.5, 1.0]),)]
+    wanted = [mx.array([100.0, 100.0]), (np.array([0.5, 0.9]),)]
+    assert measure.largest_error(found, wanted) == pytest.approx(0.1 / 0.9, rel=1e-5)
+    with pytest.raises(ValueError, match=r"shape \(1,\)"):
+        measure.largest_error([mx.array([1.0])], [mx.array(1.0)])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "met"),
+    [({}, None), ({"at_most": 2}, True), ({"at_most": 1.9}, False), ({"at_least": 2.1}, False)],
+)
+def test_a_figure_knows_whether_it_meets_its_target(bounds, met):
+    """No target, no verdict; a bound itself still passes."""
+    figure = Figure(name="x", value=2.0, **bounds)
+    assert figure.met is met
+    assert made(figure).missed() == ([figure] if met is False else [])
+
+
+def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
+    """Saving returns the record that it replaces and keeps the other backend's; a table shows the change."""
+    slow, fast = made(Figure(name="x", value=2.0, unit="s")), made(Figure(name="x", value=1.0, unit="s"))
+    assert record.save_record(tmp_path, "cpu", slow) == (None, slow)
+    assert record.save_record(tmp_path, "cuda", fast) == (None, fast)
+    assert record.save_record(tmp_path, "cpu", fast) == (slow, fast)
+    assert record.load_records(tmp_path / "loss.json") == {"cpu": fast, "cuda": fast}
+    assert "-50 %" in record.table(fast, slow)
+    for other in ({"quick": True}, {"settings": {"seeds": "[0]"}}):
+        assert "change" not in record.table(fast, attrs.evolve(slow, **other))
+
+
+def test_a_record_of_nonsense_is_refused(tmp_path):
+    """Two figures of one name, a NaN, and a file that is no result."""
+    with pytest.raises(ValueError, match="share a name"):
+        made(Figure(name="x", value=1.0), Figure(name="x", value=2.0))
+    with pytest.raises(ValueError, match="not finite: y"):
+        made(Figure(name="y", value=math.nan))
+    (tmp_path / "loss.json").write_text('{"cpu": {"figures": [{"nam": 1}]}}')
+    with pytest.raises(UserError, match=r"loss\.json is no result"):
+        record.load_records(tmp_path / "loss.json")
+
+
+def test_report_fills_the_place_between_the_markers(tmp_path):
+    """Text around stays, a second run changes nothing, --check is red before and green after."""
+    readme = tmp_path / "README.md"
+    places = "\n".join(f"{report.BEGIN.format(n)}\nold\n{report.END.format(n)}" for n in report.NAMES)
+    readme.write_text(f"above\n{places}\nbelow\n")
+    record.save_record(tmp_path, "cpu", made(Figure(name="the figure", value=3.0, unit="ms", at_most=2)))
+    options = ["--results", str(tmp_path), "--readme", str(readme)]
+    assert CliRunner().invoke(report.main, [*options, "--check"]).exit_code == 1
+    result = CliRunner().invoke(report.main, options)
+    assert result.exit_code == 0 and "MISS  loss on cpu: the figure: 3 ms" in result.output
+    text = readme.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
+    assert "the figure" in text and text.count("Not measured yet") == len(report.NAMES) - 1
+    assert CliRunner().invoke(report.main, [*options, "--check"]).exit_code == 0
+    readme.write_text(text.replace(report.END.format("loss"), ""))
+    assert CliRunner().invoke(report.main, options).exit_code == 2
+
+
+def test_the_readme_shows_the_results():
+    """benchmarks/README.md and README.md have what benchmarks/results holds as it is."""
+    result = CliRunner().invoke(report.main, ["--check"])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_outcome_of_a_run_is_read_from_its_log(tmp_path):
+    """Exact match of the first and last evaluation; a run that did not end with one is refused."""
+    log = tmp_path / "training_log.jsonl"
+    lines = [
+        {"update": 0, "em": 0.5, "em_subset": 200},
+        {"update": 1, "reward": 1.0, "memory/peak_gb": 0.3},
+        {"update": 1, "em": 0.6, "em_subset": 200},
+        {"update": 2, "reward": 2.0, "memory/peak_gb": 0.2},
+        {"update": 2, "em": 0.95, "em_subset": 200},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_log(tmp_path)
+    assert (found.first, found.last, found.problems, found.updates) == (50.0, 95.0, 200, 2)
+    assert found.mlx_peak == 0.3e9
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    with pytest.raises(UserError, match="was not finished"):
+        read_log(tmp_path)
+
+
+def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
+    """--check ends with 1 where a target is missed, without it with 0; a file that is no result with 2."""
+
+    @benchmark("made")
+    @click.option("--size", default=1)
+    @click.option("--repeats", default=1)
+    def measured(quick, size, repeats):
+        return [Figure(name="x", value=3.0, at_most=2.0)]
+
+    options = ["--quick", "--out", str(tmp_path)]
+    assert CliRunner().invoke(measured, [*options, "--size", "2", "--repeats", "3"]).exit_code == 0
+    (found,) = record.load_records(tmp_path / "made.json").values()
+    assert found.settings == {"size": "2"}
+    result = CliRunner().invoke(measured, [*options, "--check"])
+    assert result.exit_code == 1 and "MISS x: 3" in result.output
+    (tmp_path / "made.json").write_text("[")
+    assert CliRunner().invoke(measured, options).exit_code == 2
+
+
+def test_files_go_beside_the_result(tmp_path):
+    """What a benchmark hands back besides figures is written where its result is."""
+
+    @benchmark("made")
+    def measured(quick):
+        return Measured([Figure(name="x", value=1.0)], {"made.txt": "printed"})
+
+    assert CliRunner().invoke(measured, ["--quick", "--out", str(tmp_path)]).exit_code == 0
+    assert (tmp_path / "made.txt").read_text() == "printed" and (tmp_path / "made.json").is_file()
+
+
+def test_a_part_measured_again_leaves_the_others(tmp_path):
+    """Figures of the part go, those of other parts stay; not where the last record was of other work."""
+    one, two = Figure(name="one: x", value=1.0), Figure(name="two: x", value=2.0)
+    record.save_record(tmp_path, "cpu", made(one, Figure(name="one: gone", value=1.0), two))
+    again = made(attrs.evolve(one, value=3.0))
+    _, kept = record.save_record(tmp_path, "cpu", again, parts=["one"])
+    assert [(figure.name, figure.value) for figure in kept.figures] == [("two: x", 2.0), ("one: x", 3.0)]
+    assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
+    quick = attrs.evolve(again, quick=True)
+    assert record.save_record(tmp_path, "cpu", quick, parts=["one"])[1] == quick
+
+
+def test_an_option_that_names_parts_is_no_other_work(tmp_path):
+    """`parts` of the command: two runs with one part each leave both, and no setting in the record."""
+
+    @benchmark("made", parts="models")
+    @click.option("--model", "models", multiple=True)
+    def measured(quick, models):
+        return [Figure(name=f"{model}: x", value=1.0) for model in models]
+
+    for model in ("a", "b"):
+        options = ["--quick", "--out", str(tmp_path), "--model", model]
+        assert CliRunner().invoke(measured, options).exit_code == 0
+    (found,) = record.load_records(tmp_path / "made.json").values()
+    assert [figure.name for figure in found.figures] == ["a: x", "b: x"] and not found.settings
+
+
+EXPECTED = {
+    "rollout": {"quick: ours over shared prefill", "quick compaction: dropped over decoded on"},
+    "learner": {"quick: peak, ours / naive", "quick: largest difference of the gradients"},
+    "peers": {"lora: step, mlx-lm-lora / ours", "lora: peak, ours / mlx-lm-lora"},
+    "quant": {"tiny: mxfp4 packed: tokens/s at batch 4", "tiny: mxfp4 dequantized: KL"},
+    "sync": {"tiny: none: time", "tiny: nvfp4 packed: memory of its own"},
+    "logprobs": {"64 rows: peak, ours / naive", "256 rows: time, ours / naive"},
+    "loss": {"dearest loss / grad step", "dearest preset / cheapest"},
+    "step": {"whole step", "rollout rate"},
+    "generation": {"embedded, greedy: ours / mlx-lm, a token", "6 × 256, sampled: ours, rate"},
+    "loading": {"embedded: added", "tiny: training: added", "grpo run --help"},
+    "memory": {"quickstart: measured peak", "LoRA: error"},
+    "checkpoint": {"quickstart: held up by saving", "large state: a save holds the run up for"},
+    "depth": {
+        "2 layers, random: affine-4, product: non-finite updates",
+        "3 layers, trained: bf16, ours: KL",
+    },
+    "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
+}
+
+
+@pytest.mark.parametrize("name", report.NAMES)
+def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
+    """--quick --check ends well, prints the table, and leaves a result with this machine and its figures."""
+    if name == "peers":
+        pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--check", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = record.load_records(tmp_path / f"{name}.json").values()
+    figures = {figure.name: figure.value for figure in found.figures}
+    assert EXPECTED[name] <= figures.keys()
+    assert all(value >= 0 for value in figures.values()) and all(rate > 0 for rate in found.rates.values())
+    assert found.quick and found.machine["mlx"] and found.machine["cores"] >= 1
+    assert all(f"| {figure} " in done.stdout for figure in figures)

@@ -1,0 +1,138 @@
+"""Dependencies: imports are declared, declarations are pinned, a version outside its range gets a line."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from runners.machine import machine as platform
+from runners.machine import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = {"grpo_fn", "runners", "configs", "benchmarks", "tests"}
+NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
+NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
+FOR_USERS = ("math", "vlm", "torch", "dashboards")
+TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright"}  # run, not imported
+BACKENDS = ("cpu", "cuda12", "cuda13")
+
+
+def declared(*extras):
+    """The requirements of the package, or of these extras, by their canonical names."""
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    requirements = [Requirement(line) for line in (lines if extras else PROJECT["dependencies"])]
+    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+
+
+def imported(*folders, at_top=False):
+    """The distributions that these folders' files import, as keys; `at_top`: outside of functions alone."""
+    found = {}
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for node in ast.iter_child_nodes(tree) if at_top else ast.walk(tree):
+                modules = []
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    modules = [node.module or ""]
+                for module in modules:
+                    name = module.split(".")[0]
+                    if name not in OURS | sys.stdlib_module_names:
+                        found[canonicalize_name(NAMES.get(name, name))] = file.name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras", "at_top"),
+    [
+        (("grpo_fn", "runners", "configs"), (), True),
+        (("grpo_fn", "runners", "configs"), FOR_USERS, False),
+        (("benchmarks",), (*FOR_USERS, "bench", "peers"), False),
+        (("tests",), (*FOR_USERS, "dev", "fuzz"), False),
+    ],
+)
+def test_what_is_imported_is_declared(folders, extras, at_top):
+    """Every import names a distribution of pyproject.toml: outside of functions, one that is always there."""
+    known = {*declared(), *(declared(*extras) if extras else ())}
+    missing = {name: file for name, file in imported(*folders, at_top=at_top).items() if name not in known}
+    assert missing == {}
+
+
+def test_what_is_declared_is_imported():
+    """No dependency is left over from code that has gone."""
+    used = {*imported("grpo_fn", "runners")} | NEEDED_BY_OTHERS
+    assert {*declared(), *declared(*FOR_USERS)} - used == set()
+    assert {*declared("dev")} - {*imported("tests", "benchmarks", "runners")} - TOOLS == set()
+
+
+def test_the_import_check_sees_what_is_there():
+    """Imports in functions, from submodules, and of modules named otherwise than their distribution."""
+    found = imported("runners")
+    assert {"mlx", "mlx-lm", "torch", "pillow", "transformers", "huggingface-hub"} <= {*found}
+    assert "torch" not in imported("runners", at_top=True)
+
+
+@pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
+def test_the_tested_range_is_the_declared_one(name):
+    """machine/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
+    wanted = SpecifierSet(versions.TESTED[name])
+    assert declared()[name].specifier == wanted
+    assert {"<", ">="} == {each.operator for each in wanted}
+    if name == "mlx":
+        assert all(declared(extra)["mlx"].specifier == wanted for extra in BACKENDS)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0rc1"])
+def test_a_version_outside_its_range_is_a_line(version, monkeypatch):
+    """A run begins with it: the version, the range, and what to type."""
+    monkeypatch.setattr(versions, "installed_version", {"mlx": version, "mlx-lm": "0.32.2"}.get)
+    line = (
+        f"mlx {version} is not a tested version (>=0.32.4,<0.33); if something fails: "
+        "pip install 'mlx>=0.32.4,<0.33'"
+    )
+    assert platform.prepare().notices[-1:] == (line,)
+
+
+def test_a_version_inside_its_range_is_no_news(monkeypatch):
+    """Nor is one of which there is no metadata, as of a build from source."""
+    for found in ({"mlx": "0.32.9", "mlx-lm": "0.32.2"}, {}):
+        monkeypatch.setattr(versions, "installed_version", found.get)
+        assert versions.untested_versions() == ()
+
+
+def test_constraints_pin_every_dependency_within_its_bounds():
+    """constraints.txt has one exact version of each, and nothing that exists on one platform alone."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {}
+    for line in lines:
+        if not line.startswith("#"):
+            assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line), line
+            name, _, version = line.partition("==")
+            pins[canonicalize_name(name)] = version
+    wanted = declared() | declared(*FOR_USERS, "dev", "bench", "peers")
+    assert [
+        name
+        for name, requirement in wanted.items()
+        if name not in pins or not requirement.specifier.contains(pins[name])
+    ] == []
+    alone = re.compile(r"mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton|setuptools|pip$")
+    assert [name for name in pins if alone.match(name)] == []
+
+
+def test_make_and_ci_install_with_the_constraints():
+    """Every installation of ours; a BLAS that is missing may come in any version."""
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if "-m pip install" in line]
+    free = [line for line in lines if "--constraint constraints.txt" not in line]
+    assert len(lines) > len(free)
+    # What makes constraints.txt works in a scratch folder.
+    assert [line for line in free if "install --quiet mkl" not in line and "$$scratch" not in line] == []
+    assert text.count("$(INSTALL) --editable") == 3

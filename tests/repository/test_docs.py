@@ -1,0 +1,334 @@
+"""The pages tell the truth: their tables against the code, their links, and every snippet that they show."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from typing import get_args
+
+import attrs
+import click
+import pytest
+
+import grpo_fn as g
+from runners import cli
+from runners.config import rules
+from runners.config.config import KEYS, SECTIONS, load_config
+from runners.config.flat_keys import FLAT_KEYS, translate
+from runners.config.reading import preset_names
+from runners.config.sections import SYSTEM_PROMPT
+from runners.rewards.builtin import REWARDS
+from runners.rewards.scoring import resolve_rewards
+from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
+
+DOCS = ROOT / "docs"
+SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
+
+
+def named(language, *, run=False):
+    """The snippets of a language; with `run`, those to be run."""
+    chosen = [s for s in SNIPPETS if s.language == language and (not run or "run" in s.comments)]
+    return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.id)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, request):
+    """The current folder: empty but for the files that the snippet's page shows or says it needs."""
+    snippet = request.getfixturevalue("snippet")
+    monkeypatch.chdir(tmp_path)
+    for other in snippets(snippet.page):
+        if "file" in other.comments:
+            (tmp_path / other.comments["file"]).write_text(other.text, encoding="utf-8")
+    for name in snippet.comments.get("needs", "").split():
+        path = tmp_path / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.touch()
+    return tmp_path
+
+
+@named("toml")
+def test_a_toml_snippet_is_a_config(snippet, folder):
+    """It loads, its loss has a meaning, and its rewards exist; a part of a config gets a model and data."""
+    table = tomllib.loads(snippet.text)
+    overrides = []
+    if not set(table) & {*FLAT_KEYS, "mlx_grpo"}:
+        overrides += ["model.path=embedded"] if "path" not in table.get("model", {}) else []
+        overrides += ["data.source=embedded"] if "source" not in table.get("data", {}) else []
+    (folder / "snippet.toml").write_text(snippet.text, encoding="utf-8")
+    config = load_config("snippet.toml", overrides).check()
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, [folder])
+    assert len(rewards) == len(config.reward.functions)
+
+
+@named("python")
+def test_a_python_snippet_is_python(snippet):
+    """It parses."""
+    ast.parse(snippet.text, filename=snippet.id)
+
+
+@named("python")
+def test_a_python_snippet_imports_the_core_before_mlx(snippet):
+    """Where it imports both: the BLAS of a Linux CPU has to be loaded first."""
+    found = re.findall(r"^\s*(?:import|from) (grpo_fn|runners|mlx\w*)\b", snippet.text, re.MULTILINE)
+    if any(name.startswith("mlx") for name in found) and {"grpo_fn", "runners"} & {*found}:
+        assert found[0] == "grpo_fn"
+
+
+@named("python", run=True)
+def test_a_python_snippet_runs(snippet, folder):
+    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", snippet.text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    if "learns" in snippet.comments:
+        printed = re.findall(r"reward (\S+)  \|gradient\| (\S+)", done.stdout)
+        rewards, gradients = (list(map(float, column)) for column in zip(*printed, strict=True))
+        assert all(value > 0 for value in [*rewards, *gradients]), done.stdout
+        assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
+
+
+def test_the_loop_of_the_readme_is_seen_to_learn():
+    """One snippet is held to that."""
+    (snippet,) = [snippet for snippet in SNIPPETS if "learns" in snippet.comments]
+    assert snippet.page.name == "README.md" and "run" in snippet.comments
+
+
+COMMANDS = [
+    (f"{snippet.page.name}: {line}", line)
+    for snippet in SNIPPETS
+    if snippet.language == "sh"
+    for line in snippet.text.splitlines()
+    if re.match(r"(\S*/)?grpo(-run)? ", line)
+]
+
+
+@pytest.mark.parametrize("line", [line for _, line in COMMANDS], ids=[name for name, _ in COMMANDS])
+def test_a_command_of_the_pages_has_these_options(line):
+    """Each `grpo` line is parsed as far as its command and options."""
+    program, *words = shlex.split(line, comments=True)
+    name, *arguments = ["run", *words] if program.endswith("-run") else words
+    with click.Context(cli.main) as group:
+        command = cli.main.get_command(group, name)
+        assert command is not None, f"grpo has no command {name}"
+        command.make_context(name, arguments, parent=group)
+
+
+def test_there_is_something_to_test():
+    """The readers of pages find what is there: comments above a block belong to it alone."""
+    assert {page.name for page in PAGES} >= {"CONTRIBUTING.md", "CHANGELOG.md", "config.md", "algorithms.md"}
+    counts = {language: sum(s.language == language for s in SNIPPETS) for language in ("toml", "python")}
+    assert counts["toml"] >= 20 and counts["python"] >= 5
+    assert 2 <= sum("run" in s.comments for s in SNIPPETS) < counts["python"]
+    assert len(COMMANDS) >= 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Each relative link names a file of the project and, where it says so, a heading of it."""
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists() and found.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_keys_exist(page):
+    """`section.key` in a text, or in a table's later columns, is a key or a table of the config."""
+    known = {".".join(path[:length]) for path in KEYS for length in range(1, len(path) + 1)}
+    pattern = re.compile(rf"({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)?")
+    texts = [line for line in prose(page) if not line.startswith("|")]
+    texts += [cell for table in tables(page) for row in table.rows for cell in row[1:]]
+    keys = [code for text in texts for code in codes(text) if pattern.fullmatch(code)]
+    assert [key for key in keys if key not in known and not key.endswith(".safetensors")] == []
+
+
+def fields_of(kind, prefix=""):
+    """(dotted key, attrs field) of a section, nested tables included."""
+    for field in attrs.fields(kind):
+        nested = next((part for part in (field.type, *get_args(field.type)) if attrs.has(part)), None)
+        if nested:
+            yield from fields_of(nested, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def choices_of(kind):
+    """The strings of a Literal, optional or not."""
+    if all(isinstance(part, str) for part in get_args(kind)):
+        return list(get_args(kind))
+    return next((found for part in get_args(kind) if (found := choices_of(part))), [])
+
+
+def within(written, value):
+    """Whether a value lies in a range as a page writes it: `>= 1`, `0 < x <= 1`, `-1 or >= 1`, `each: …`."""
+    if written.startswith("each: "):
+        return all(within(written.removeprefix("each: "), x) for x in value)
+    if isinstance(value, tuple):
+        return eval(written, {"low": value[0], "high": value[1]})
+    parts = [part if part[0] in "<>" or "x" in part else f"== {part}" for part in written.split(" or ")]
+    return any(eval(part if "x" in part else f"x {part}", {"x": value}) for part in parts)
+
+
+PROBES = {
+    "integer": (-2, -1, 0, 1, 2, 7),
+    "number": (-1.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0),
+    "list of 2 numbers": ((0.0, 0.5), (0.5, 0.2), (-0.5, 0.5), (0.5, 1.0), (0.2, 3.0), (0.5, 0.5)),
+}
+ROWS = {
+    (table.heading.strip("[]"), codes(row[0])[0]): row[1:]
+    for table in tables(DOCS / "config.md")
+    if table.heading.strip("[]") in SECTIONS
+    for row in table.rows
+}
+
+
+def test_the_reference_has_every_key_in_order():
+    """docs/config.md has a table for each section with exactly its keys, in the code's order."""
+    wanted = [(section, key) for section, kind in SECTIONS.items() for key, _ in fields_of(kind)]
+    assert list(ROWS) == wanted
+
+
+@pytest.mark.parametrize(("section", "key"), list(ROWS), ids=lambda part: part)
+def test_a_row_of_the_reference(section, key):
+    """Type, default, choices and range are those of the code, and there is a meaning."""
+    field = dict(fields_of(SECTIONS[section]))[key]
+    kind, default, written, meaning = ROWS[section, key]
+    choices = choices_of(field.type)
+    wanted = "choice" if choices else re.sub(r"^an? ", "", rules.wanted(field.type))
+    assert kind == wanted
+    if field.default is attrs.NOTHING:
+        assert default == "required"
+    elif field.default is None:
+        assert default == "preset's"
+    elif field.default == SYSTEM_PROMPT:
+        assert default == "below"
+    else:
+        plain = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert tomllib.loads(f"x = {codes(default)[0]}")["x"] == plain
+    if choices:
+        assert codes(written) == choices
+    for value in PROBES.get(kind, ()):
+        try:
+            field.validator(None, field, value)
+            accepted = True
+        except rules.Mismatch:
+            accepted = False
+        assert within(codes(written)[0], value) == accepted, value
+    assert len(meaning) > 5
+
+
+def test_the_reference_shows_the_prompt_and_the_packaged_configs():
+    """The default system prompt stands there word for word, and every packaged config is named."""
+    texts = [snippet.text for snippet in snippets(DOCS / "config.md") if snippet.language == "text"]
+    assert texts == [f"{SYSTEM_PROMPT}\n"]
+    assert set(preset_names()) <= set(codes("\n".join(prose(DOCS / "config.md"))))
+
+
+def test_the_presets_are_as_the_page_says():
+    """The table of docs/algorithms.md is PRESETS; a dash stands where a surrogate has no such ε."""
+    table = next(t for t in tables(DOCS / "algorithms.md") if t.header[0] == "preset")
+    assert [codes(row[0])[0] for row in table.rows] == list(g.PRESETS)
+    for recipe, (name, level, surrogate, low, high, *rest) in zip(
+        g.PRESETS.values(), table.rows, strict=True
+    ):
+        spec = recipe.spec
+        assert (level, surrogate) == (spec.level, spec.surrogate)
+        assert rest == [spec.aggregation, recipe.baseline, recipe.scale]
+        assert low == "–" if surrogate in ("cispo", "sapo", "none") else float(low) == spec.epsilon_low
+        assert high == "–" if surrogate in ("sapo", "none") else float(high) == spec.upper_epsilon
+        assert (recipe.dynamic_sampling, recipe.overlong) == (
+            (True, 0.2) if codes(name) == ["dapo"] else (False, 0)
+        )
+        assert (spec.beta, spec.correction) == (0, "none")
+
+
+def test_every_preset_has_a_section_and_a_snippet():
+    """Each preset has a heading of its own, with a snippet that names it below."""
+    page = DOCS / "algorithms.md"
+    chosen = {tomllib.loads(s.text)["loss"]["preset"] for s in snippets(page) if "preset =" in s.text}
+    assert set(g.PRESETS) <= anchors(page) & chosen
+
+
+def test_the_flat_keys_are_as_the_page_says(tmp_path):
+    """docs/migrating.md gives each key of MLX-GRPO its place and default, and what its script fixes."""
+    flat, fixed = tables(DOCS / "migrating.md")[:2]
+    found = {}
+    for keys, place, default in flat.rows:
+        values = [tomllib.loads(f"x = {code}")["x"] for code in codes(default)] or [None]
+        found |= {key: (codes(place)[0], value) for key, value in zip(codes(keys), values, strict=True)}
+    assert found == {key: (".".join(known.target), known.default) for key, known in FLAT_KEYS.items()}
+    entries = translate({}, complete=True).entries
+    wanted = {".".join(entry.path): entry.value for entry in entries if not entry.key}
+    assert {
+        codes(key)[0]: tomllib.loads(f"x = {codes(value)[0]}")["x"] for key, value in fixed.rows
+    } == wanted
+
+
+DEFAULTS = {f"{section}.{key}": f for section, kind in SECTIONS.items() for key, f in fields_of(kind)}
+MOVING = [
+    (page, row)
+    for page in ("from-trl.md", "from-mlx-lm-lora.md")
+    for table in tables(DOCS / page)
+    if table.header[1:3] == ("here", "default there")
+    for row in table.rows
+]
+
+
+def test_the_pages_for_movers_have_their_tables():
+    """Both pages have rows; what the second column names is a key of the config."""
+    assert {page: sum(p == page for p, _ in MOVING) > 30 for page, _ in MOVING} == {
+        "from-trl.md": True,
+        "from-mlx-lm-lora.md": True,
+    }
+    for _, row in MOVING:
+        keys = [code for code in codes(row[1]) if "." in code and not code.startswith('"')]
+        assert set(keys) <= set(DEFAULTS), row
+        assert row[1] == "–" or keys, row  # a dash, or something to set
+
+
+@pytest.mark.parametrize(("page", "row"), MOVING, ids=lambda part: part if isinstance(part, str) else part[0])
+def test_our_defaults_are_as_the_pages_for_movers_say(page, row):
+    """The fourth column has the default of each key in the second, in its order."""
+    wanted = []
+    for key in (code for code in codes(row[1]) if code in DEFAULTS):
+        default = DEFAULTS[key].default
+        if default is attrs.NOTHING or default is None:
+            wanted.append("required" if default is attrs.NOTHING else "preset's")
+        elif default == SYSTEM_PROMPT:
+            wanted.append("[text](config.md#data)")
+        else:
+            wanted.append(list(default) if isinstance(default, tuple) else default)
+    found = [
+        tomllib.loads(f"x = {code}")["x"] if code else word
+        for code, word in re.findall(r"`([^`]+)`|(required|preset's|\[text\]\S+)", row[3])
+    ]
+    assert found == wanted
+    assert wanted or row[3] == "–"
+
+
+def test_the_rewards_are_as_the_page_says():
+    """docs/rewards.md names the built-in rewards, with what they give for a perfect completion."""
+    table = next(t for t in tables(DOCS / "rewards.md") if t.header[:2] == ("name", "value"))
+    perfect = [[{"role": "assistant", "content": "<reasoning>7+5=12</reasoning>\n<answer>12</answer>"}]]
+    found = {codes(name)[0]: float(value.split(" to ")[-1]) for name, value, _ in table.rows}
+    assert found == {name: function(perfect, answer=["12"])[0] for name, function in REWARDS.items()}
+
+
+def test_nothing_is_to_be_installed_from_an_index_under_our_name():
+    """No index has the package: pages and messages name a clone, with `pip install -e`."""
+    sources = [path for name in ("grpo_fn", "runners", "configs") for path in (ROOT / name).rglob("*.py")]
+    wrong = re.compile(r"pip install ['\"]?grpo[-_]fn")
+    assert [path.name for path in (*PAGES, *sources) if wrong.search(path.read_text())] == []
+    assert "pip install -e '.[cpu]'" in (ROOT / "README.md").read_text()

@@ -1,0 +1,313 @@
+"""What SECURITY.md promises, beyond the tests of each file format."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from runners.cli import main
+from runners.config.config import load_config
+from runners.data.prompts import render
+from runners.errors import UserError, one_line
+from runners.files.links import check_links
+from runners.models.model_reading import load_tokenizer, read_model
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    path for name in ("grpo_fn", "runners", "benchmarks", "configs") for path in (ROOT / name).rglob("*.py")
+]
+PLANTED = "hf_planted4Zq8wTest"
+
+
+def names_of(node):
+    """A called function as it is written: `torch.load`, `eval`."""
+    return ast.unparse(node.func)
+
+
+def dangerous(tree):
+    """(line, what) for everything that runs, or may run, what a file says."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name, keywords = names_of(node), {word.arg: word.value for word in node.keywords}
+            if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
+                yield node.lineno, name
+            if name.split(".")[-1] in ("load", "loads") and name.split(".")[0] in (
+                "pickle",
+                "marshal",
+                "dill",
+                "shelve",
+            ):
+                yield node.lineno, name
+            if (
+                name == "torch.load"
+                and ast.unparse(keywords.get("weights_only", ast.Constant(None))) != "True"
+            ):
+                yield node.lineno, "torch.load without weights_only"
+            if name in ("np.load", "numpy.load") and "allow_pickle" in keywords:
+                yield node.lineno, "numpy.load with allow_pickle"
+            if ast.unparse(keywords.get("trust_remote_code", ast.Constant(None))) == "True":
+                yield node.lineno, "trust_remote_code=True"
+            if ast.unparse(keywords.get("shell", ast.Constant(None))) == "True":
+                yield node.lineno, "a shell"
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal"):
+            yield node.lineno, f"names out of {node.module}"
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            target = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            value = getattr(node, "value", None)
+            if target == "trust_remote_code" and value is not None and ast.unparse(value) != "False":
+                yield node.lineno, "trust_remote_code by default"
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            last = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
+            for argument, default in zip(arguments, [*last, *node.args.kw_defaults], strict=True):
+                if (
+                    argument.arg == "trust_remote_code"
+                    and default is not None
+                    and ast.unparse(default) != "False"
+                ):
+                    yield node.lineno, "trust_remote_code by default"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_what_a_file_says(path):
+    """No pickle.load, no torch.load without weights_only, no eval, no exec, no trust by default, no shell."""
+    assert list(dangerous(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle\npickle.load(open('x'))",
+        "pickle.loads(b'')",
+        "torch.load('x')",
+        "torch.load('x', weights_only=False)",
+        "eval('1')",
+        "exec(text)",
+        "load(path, trust_remote_code=True)",
+        "def load(path, *, trust_remote_code=True): pass",
+        "class Config:\n    trust_remote_code: bool = True",
+        "subprocess.run('x', shell=True)",
+        "from pickle import load",
+        "np.load('x', allow_pickle=True)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(code):
+    """One hit for each kind."""
+    assert len(list(dangerous(ast.parse(code)))) == 1
+
+
+WATCHED = """
+import os, sys
+sent = []
+def watch(event, arguments):
+    if event.startswith("socket.") and event != "socket.__new__":
+        sent.append((event, str(arguments)))
+        raise OSError("no network here")
+sys.addaudithook(watch)
+from runners.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("SENT", sent, file=sys.stderr)
+"""
+QUICK = ["optim.max_steps=3", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16"]
+
+
+def watched(folder, *arguments, **environ):
+    """A command in a process of its own, with every socket refused and written down."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": PLANTED, **environ},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done, done.stderr.rpartition("SENT ")[2].strip()
+
+
+LEAK = """
+import os
+def leak(completions, **_):
+    raise ValueError('cannot log in with ' + os.environ['HF_TOKEN'])
+"""
+
+
+def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
+    """The quickstart, shortened: no socket is opened, planted secrets are in no file and no line, not even
+    where a reward puts one into its exception."""
+    (tmp_path / "leak.py").write_text(LEAK)
+    secrets = {"WANDB_API_KEY": "w" + PLANTED, "MY_PASSWORD": "p" + PLANTED}
+    rewards = 'reward.functions=["leak.py:leak", "correctness_reward_func"]'
+    values = [*QUICK, f"run.output_dir={tmp_path}", "checkpoint.every=2", rewards]
+    sets = [part for value in values for part in ("--set", value)]
+    done, sent = watched(tmp_path, "run", "quickstart", *sets, **secrets)
+    assert done.returncode == 0, done.stderr
+    assert sent == "[]"
+    assert 'reward "leak" failed: ValueError: cannot log in with $HF_TOKEN' in done.stdout
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.resolved.json", "training_log.jsonl", "model.safetensors"} <= {
+        path.name for path in files
+    }
+    for text in (done.stdout, done.stderr, *(path.read_bytes().decode("latin-1") for path in files)):
+        assert PLANTED not in text
+
+
+def test_a_name_on_the_hub_does_open_a_socket(tmp_path):
+    """So that the test above can fail; the line that tells of it has no secret either."""
+    done, sent = watched(
+        tmp_path, "generate", "nobody/nothing", "hello", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"
+    )
+    assert done.returncode == 2 and "socket.getaddrinfo" in sent
+    assert PLANTED not in done.stdout + done.stderr
+
+
+def test_an_import_that_quotes_a_secret_is_told_without_it(tmp_path, monkeypatch):
+    """A reward file that fails as it is loaded, with the environment in its message."""
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    (tmp_path / "late.py").write_text("import os\nraise RuntimeError(os.environ['HF_TOKEN'])\n")
+    result = CliRunner().invoke(
+        main, ["run", "quickstart", "--set", f'reward.functions=["{tmp_path}/late.py:f"]']
+    )
+    assert result.exit_code == 2 and "$HF_TOKEN" in result.stderr and PLANTED not in result.output
+
+
+def test_secrets_are_known_by_their_names():
+    """Tokens, keys, passwords and proxies; short values, which might be any word, stay."""
+    environ = {
+        "HF_TOKEN": "abcdefgh1",
+        "https_proxy": "http://me:pw@proxy",
+        "HOME": "/home/anyone",
+        "KEY": "short",
+    }
+    text = one_line("abcdefgh1 via http://me:pw@proxy in /home/anyone\nshort", environ)
+    assert text == "$HF_TOKEN via $https_proxy in /home/anyone\\nshort"
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    return make_model_folder(tmp_path / "model")
+
+
+def test_a_config_in_a_model_folder_is_never_read(folder, tmp_path, monkeypatch):
+    """Files that are configs elsewhere, in the model folder: the run goes by its own, and no reward of theirs
+    runs."""
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(completions, **_):\n    return []\n")
+    planted = {
+        "run": {"name": "evil"},
+        "reward": {"functions": ["evil.py:f"]},
+        "model": {"path": str(folder)},
+    }
+    for name in ("config.resolved.json", "train.json", "trainer_state.json", "quickstart.json"):
+        (folder / name).write_text(json.dumps(planted))
+    for name in ("train.toml", "config.toml", "quickstart.toml", "pyproject.toml"):
+        (folder / name).write_text(
+            f'run.name = "evil"\nmodel.path = "{folder}"\nreward.functions = ["evil.py:f"]\n'
+        )
+    monkeypatch.chdir(tmp_path)
+    overrides = [*QUICK, f"model.path={folder}", "run.output_dir=out", "eval.at_start=false", "run.name=mine"]
+    result = run_training(load_config("quickstart", overrides), report=Quiet())
+    assert result.folder == Path("out/mine") and not ran.exists()
+    assert [path.name for path in Path("out").iterdir()] == ["mine"]
+    left = {path.name for path in (result.folder / "final").iterdir()}
+    assert not left & {"config.resolved.json", "trainer_state.json"}
+    with pytest.raises(UserError, match="found a folder, want a TOML file"):
+        load_config(str(folder))
+
+
+TEMPLATES = {
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ messages.__init__.__globals__ }}",
+    "a function's code": "{{ (raise_exception).__globals__['os'].system('touch ran') }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+    "lipsum": "{{ lipsum.__globals__['os'].system('touch ran') }}",
+    "import": "{% import 'os' as os %}{{ os.system('touch ran') }}",
+    "include": "{% include '/etc/passwd' %}",
+    "changing the messages": "{% set _ = messages.append(1) %}{{ messages }}",
+    "a range without end": "{% for i in range(1000000000) %}x{% endfor %}",
+    "format": "{{ '{0.__class__.__mro__}'.format(1) }}",
+}
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch, template, place):
+    """What would reach Python, the disk or for ever is refused in one line, wherever the template stands."""
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if place == "tokenizer_config.json":
+        config["chat_template"] = template
+    else:
+        del config["chat_template"]
+        (folder / place).write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(UserError, match="chat template fails") as caught:
+        render(tokenizer, ({"role": "user", "content": "hi"},))
+    assert "\n" not in str(caught.value)
+    assert not Path("ran").exists()
+
+
+def test_links_stay_inside(folder, tmp_path):
+    """Within the folder, from a link to the folder, and within a repository of the Hub's cache: allowed."""
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors").symlink_to("model-1.safetensors")
+    check_links(folder)
+    (tmp_path / "alias").symlink_to(folder)
+    check_links(tmp_path / "alias")
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert read_model(snapshot.resolve())
+    check_links(snapshot)
+    (snapshot / "vocab.txt").symlink_to("../../../outside.txt")
+    with pytest.raises(UserError, match=r"vocab.txt is a link that leads out of the folder"):
+        check_links(snapshot)
+
+
+def test_a_link_to_a_private_file_is_not_copied_into_a_model(folder, tmp_path):
+    """Files beside the weights travel into final/: one that leads out is refused before."""
+    (tmp_path / "private.txt").write_text(PLANTED)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").symlink_to(tmp_path / "private.txt")
+    overrides = [*QUICK, f"model.path={folder}", f"run.output_dir={tmp_path / 'out'}"]
+    with pytest.raises(UserError, match=r"additional_chat_templates/tool.jinja is a link that leads out"):
+        run_training(load_config("quickstart", overrides), report=Quiet())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
+def test_adapters_and_data_read_nothing_outside(folder, tmp_path, name):
+    """The same for a folder of adapters and one of data."""
+    from runners.config.sections import DataConfig
+    from runners.data.datasets import load_rows
+
+    adapters, data = tmp_path / "adapters", tmp_path / "data"
+    for place, names in (
+        (adapters, ("adapters.safetensors", "adapter_config.json")),
+        (data, ("train.jsonl",)),
+    ):
+        place.mkdir()
+        for each in names:
+            (place / each).write_text(json.dumps({"model": str(folder), "question": "1", "answer": "2"}))
+    for link in (adapters / name, data / "test.jsonl"):
+        target = tmp_path / f"private-{link.name}"
+        target.write_text('{"question": "1", "answer": "2"}')
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    result = CliRunner().invoke(main, ["generate", str(folder), "hi", "--adapter", str(adapters)])
+    assert result.exit_code == 2 and f"{name} is a link that leads out" in result.stderr
+    with pytest.raises(UserError, match=r"test.jsonl is a link that leads out"):
+        load_rows(DataConfig(source=str(data)))

@@ -1,0 +1,346 @@
+"""What a resume does not take as it is: damage, another config, other data, a folder in use."""
+
+import json
+import multiprocessing
+import re
+import shutil
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from runners.checkpoints.checkpoint import LATEST
+from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
+from runners.checkpoints.run_folder import locked
+from runners.errors import UserError
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.resuming import SHORT, config_in, killed, lines_of, outcome
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import same_bits
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run from beginning to end: its folder and result."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    return run_training(config_in(folder, *SHORT), report=Quiet())
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of that run, which a test may damage; the config that made it."""
+    source = finished.folder.parent.parent
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+
+    def config(*overrides):
+        # Rewards are named by their path: that of the first folder.
+        return config_in(source / "run", *SHORT, f"run.output_dir={tmp_path / 'run'}", *overrides)
+
+    config.folder = tmp_path / "run" / "tiny"
+    return config
+
+
+def rewrite(folder, **changes):
+    """Changes the manifest's own table, and nothing else."""
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**content, **changes}))
+
+
+def cut(file):
+    """A file that lost its end."""
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file):
+    """A file with one bit turned, its size as it was."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def link(file):
+    """A link to the same content elsewhere."""
+    elsewhere = file.parent.parent / "elsewhere"
+    shutil.move(file, elsewhere)
+    file.symlink_to(elsewhere)
+
+
+DAMAGE = {
+    "a cut file": (
+        lambda f: cut(f / "optimizer.safetensors"),
+        "optimizer.safetensors: found .* bytes, wanted",
+    ),
+    "a turned bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: its content is not what"),
+    "a missing file": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: the file is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda f: cut(f / MANIFEST), "manifest.json: cannot be read as JSON"),
+    "a link": (lambda f: link(f / "model.safetensors"), "model.safetensors: found a link"),
+    "a linked folder": (link, "found a link, wanted a folder"),
+    "no trainer state": (
+        lambda f: (f / "trainer_state.json").unlink(),
+        "trainer_state.json: the file is missing",
+    ),
+    "another format": (lambda f: rewrite(f, format="tar"), "found the format"),
+    "no table": (lambda f: rewrite(f, files=[]), "its table of files is damaged"),
+    "a table without the state": (
+        lambda f: rewrite(f, files={}),
+        "trainer_state.json is not among its files",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_passed_over(copy, finished, name):
+    """The one before is taken, the damaged one put aside, and the run ends as it did."""
+    damage, line = DAMAGE[name]
+    folder = copy.folder / "checkpoint-3"
+    damage(folder)
+    notes = Notes()
+    result = run_training(copy(), report=notes, resume=True)
+    (told,) = [text for text in notes.lines if "passed over" in text]
+    assert re.search(line, told)
+    assert any("going on from" in text and "checkpoint-2" in text for text in notes.lines)
+    assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
+    check_manifest(copy.folder / "checkpoint-3")
+    assert (copy.folder / "checkpoint-3.aside").exists()
+    with pytest.raises(UserError, match=line):
+        run_training(copy(), report=Quiet(), resume=copy.folder / "checkpoint-3.aside")
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun(copy):
+    """All damaged: refused with the way out, and not a byte is changed."""
+    for number in (1, 2, 3):
+        flip(copy.folder / f"checkpoint-{number}" / "optimizer.safetensors")
+    before = {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="none of its 3 checkpoints is whole; --overwrite begins anew"):
+        run_training(copy(), report=Quiet(), resume=True)
+    assert before == {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("number", "writer", "told"),
+    [
+        (1, {"grpo_fn": "0.0.9", "mlx": "0.32.4"}, r"grpo_fn 0\.0\.9"),  # it drew other random numbers
+        (7, {"grpo_fn": "9.1"}, r"grpo_fn 9\.1"),
+        (7, "somebody", "an unknown program"),
+    ],
+)
+def test_another_version_is_refused_and_not_passed_over(copy, number, writer, told):
+    """A checkpoint of another grpo_fn is no damage: going on from the one before would lose it."""
+    rewrite(copy.folder / "checkpoint-3", version=number, written_by=writer)
+    message = (
+        rf"found version {number} of grpo_fn\.checkpoint, written by {told}; .* version 2 alone: .*overwrite"
+    )
+    with pytest.raises(UserError, match=message):
+        run_training(copy(), report=Quiet(), resume=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["../latest", "/etc/passwd", "a/../../latest", "..", "a\\b", "", "sub/../x", "a\0b"]
+)
+def test_no_name_in_a_manifest_leads_out_of_its_folder(copy, name):
+    """Parents, absolute paths and the like are refused before anything is opened."""
+    folder = copy.folder / "checkpoint-3"
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    facts = {"size": (copy.folder / LATEST).stat().st_size, "sha256": digest(copy.folder / LATEST)}
+    rewrite(folder, files={**files, name: facts})
+    with pytest.raises(Damaged, match="leads out of the folder"):
+        check_manifest(folder)
+
+
+def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
+    """A stranger may write a manifest too: what it vouches for is checked all the same."""
+    folder = copy.folder / "checkpoint-3"
+    whole = json.loads((folder / "trainer_state.json").read_text())
+    for changes, line in (
+        ({"loop": {**whole["loop"], "update": "three"}}, 'update: found "three", want an integer'),
+        ({"loop": {}}, "batch_step is missing"),
+        ({"loop": None}, "loop: found None, wanted a JSON object"),
+        ({"config": 3}, "config: found 3"),
+        ({"step": -1}, "step: found -1"),
+        ({"logs": []}, r"logs: found \[\]"),
+    ):
+        (folder / "trainer_state.json").write_text(json.dumps({**whole, **changes}))
+        facts = {
+            name: {"size": (folder / name).stat().st_size, "sha256": digest(folder / name)}
+            for name in ("trainer_state.json", "optimizer.safetensors", "model.safetensors")
+        }
+        rewrite(folder, files=facts)
+        with pytest.raises(UserError, match=line):
+            run_training(copy(), report=Quiet(), resume=True)
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
+    """Refused, with the ways on; with run.overwrite old checkpoints go and the old log stays beside."""
+    with pytest.raises(UserError, match=r"tiny holds a run already \(training_log\.jsonl\); --resume"):
+        run_training(copy(), report=Quiet())
+    old = (copy.folder / "training_log.jsonl").read_bytes()
+    run_training(copy("run.overwrite=true", "optim.max_steps=1", "checkpoint.every=0"), report=Quiet())
+    names = {path.name for path in copy.folder.iterdir()}
+    assert not [name for name in names if name.startswith("checkpoint")] and LATEST not in names
+    assert (copy.folder / "training_log.previous.jsonl").read_bytes() == old
+    with pytest.raises(UserError, match="holds a finished run without checkpoints"):
+        run_training(copy(), report=Quiet(), resume=True)
+
+
+def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
+    """run.overwrite, as in the quickstart, replaces a finished run; an interrupted one asks how to go on."""
+    config, folder = config_in(tmp_path / "b", *SHORT, "run.overwrite=true"), tmp_path / "b" / "tiny"
+    killed(config, "sampling", 3)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=r"tiny holds an interrupted run \(checkpoint-2\); --resume goes on "):
+        run_training(config, report=Quiet())
+    assert sorted(folder.rglob("*")) == before
+    result = run_training(config, report=Quiet(), resume=True)
+    for _ in range(2):  # once it has finished, it is replaced again and again
+        assert run_training(config, report=Quiet()).updates == result.updates
+    # A finished run that was gone on with and interrupted is an interrupted one.
+    longer = config_in(tmp_path / "b", *SHORT, "run.overwrite=true", "optim.max_steps=5")
+    killed(longer, "sampling", 2, resume=True, allow_config_change=True)
+    with pytest.raises(UserError, match=r"an interrupted run \(checkpoint-4\)"):
+        run_training(config, report=Quiet())
+    run_training(config, report=Quiet(), overwrite=True)
+
+
+def test_a_bad_config_leaves_an_old_run_and_makes_no_folder(copy, tmp_path):
+    """--overwrite clears only when the new run is ready to start."""
+    before = sorted(path for path in copy.folder.rglob("*"))
+    bad = ["run.overwrite=true", "data.question=nope"]
+    with pytest.raises(UserError):
+        run_training(copy(*bad), report=Quiet())
+    assert sorted(path for path in copy.folder.rglob("*")) == before
+    with pytest.raises(UserError):
+        run_training(copy(*bad, f"run.output_dir={tmp_path / 'new' / 'place'}"), report=Quiet())
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_does_not_change_the_weights_may_differ(copy, finished):
+    """Logging and saving: shown as a table, and gone on with, to the same weights."""
+    notes = Notes()
+    changes = ["log.every=2", "checkpoint.every=0", "eval.every=1"]
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    result = run_training(copy(*changes), report=notes, resume=True)
+    ((title, _, rows),) = notes.tables
+    assert "checkpoint-2" in title
+    assert [row for row in rows if row[0] != "run.output_dir"] == [
+        ("checkpoint.every", "1", "0"),
+        ("eval.every", "0", "1"),
+        ("log.every", "1", "2"),
+    ]
+    assert same_bits(result.state, finished.state)
+
+
+def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
+    """Named with both values; --allow-config-change goes on, and not to the same weights."""
+    change = "optim.learning_rate=5e-3"
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    with pytest.raises(UserError, match=r"optim\.learning_rate \(was 0\.001, is 0\.005\); --allow-config"):
+        run_training(copy(change), report=Quiet(), resume=True)
+    result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
+    assert result.updates == 3 and not same_bits(result.state, finished.state)
+    with pytest.raises(UserError, match="is of another model, or of another"):
+        run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rollout.quantization=affine-4", "loss.beta=0.1", "optim.num_iterations=2", "loss.sync_every=2"],
+)
+def test_an_allowed_change_of_the_roles_goes_on(copy, change):
+    """Roles that the checkpoint does not have are made from its weights."""
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
+    assert len(lines_of(result.folder / "training_log.jsonl")[-1]) > 1
+
+
+def test_other_data_are_refused(copy):
+    """The same config with other problems behind its name."""
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    state = json.loads((copy.folder / "checkpoint-2" / "trainer_state.json").read_text())
+    state["data"] = "0" * 64
+    (copy.folder / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
+    (copy.folder / "checkpoint-2" / MANIFEST).unlink()
+    from runners.checkpoints.manifest import write_manifest
+
+    write_manifest(copy.folder / "checkpoint-2")
+    with pytest.raises(UserError, match="trained on other data than embedded has now"):
+        run_training(copy(), report=Quiet(), resume=True)
+    run_training(copy(), report=Quiet(), resume=True, allow_config_change=True)
+
+
+def test_an_older_checkpoint_by_name_begins_a_new_branch(copy, finished, tmp_path):
+    """In its own folder the later ones are put aside and the log is cut; elsewhere a new log begins."""
+    config = copy(f"run.output_dir={tmp_path / 'other'}")
+    result = run_training(config, report=Quiet(), resume=copy.folder / "checkpoint-1")
+    assert same_bits(result.state, finished.state)
+    assert [line["update"] for line in lines_of(result.folder / "training_log.jsonl")] == [2, 3, 3]
+    config = copy("checkpoint.every=0")
+    result = run_training(config, report=Quiet(), resume=copy.folder / "checkpoint-1")
+    assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
+    names = {path.name for path in copy.folder.iterdir() if path.name.startswith("checkpoint")}
+    assert names == {"checkpoint-1", "checkpoint-2.aside", "checkpoint-3.aside"}
+
+
+def test_a_log_that_is_shorter_than_the_checkpoint_says_is_gone_on_with(copy):
+    """Someone cut it: whole lines stay, and the rest of the run is written."""
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    cut(copy.folder / "training_log.jsonl")
+    run_training(copy(), report=Quiet(), resume=True)
+    assert [line["update"] for line in lines_of(copy.folder / "training_log.jsonl")] == [1, 2, 3, 3]
+
+
+def hold(folder, ready):
+    """Another process in the folder."""
+    with locked(Path(folder), "run.name"):
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
+    """A live owner is named by its number; after SIGKILL its folder is free at once."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    other = context.Process(target=hold, args=(str(copy.folder), ready))
+    other.start()
+    try:
+        assert ready.wait(240)
+        with pytest.raises(UserError, match=f"tiny is in use by process {other.pid}"):
+            run_training(copy("run.overwrite=true"), report=Quiet())
+    finally:
+        other.kill()
+        other.join()
+    assert (copy.folder / ".lock").exists()
+    run_training(copy(), report=Quiet(), resume=True)
+    assert not (copy.folder / ".lock").exists()
+
+
+def test_a_resumed_run_takes_over_what_was_measured(tmp_path, monkeypatch):
+    """What rollout.quantization = "auto" and decoding were found to be is not measured again."""
+    import runners.training.setup
+
+    settings = [*SHORT, "rollout.quantization=auto"]
+    config = config_in(tmp_path / "b", *settings)
+
+    def settle(config, *_):
+        import attrs
+
+        rollout = attrs.evolve(config.rollout, quantization="affine-8", storage="packed")
+        return attrs.evolve(config, rollout=rollout), None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runners.training.setup, "settle_quantization", settle)
+        killed(config, "sampling", 3)
+
+    def forbidden(*_, **__):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(runners.training.setup, "settle_quantization", forbidden)
+    monkeypatch.setattr(runners.training.setup, "tuned", forbidden)
+    result = run_training(config, report=Quiet(), resume=True)
+    log = lines_of(result.folder / "training_log.jsonl")
+    assert log[1]["rollout/quantization"] == "affine-8"
+    resolved = json.loads((result.folder / "config.resolved.json").read_text())["rollout"]
+    assert (resolved["quantization"], resolved["storage"]) == ("affine-8", "packed")
+    assert mx.array_equal(result.state.step, mx.array(3))

@@ -1,0 +1,208 @@
+"""A resumed run compares its columns, rewards' files, base weights, config.json and arithmetic."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from runners.checkpoints.checkpoint import TRAINER_STATE
+from runners.checkpoints.manifest import write_manifest
+from runners.checkpoints.run_inputs import _spelled, columns_read
+from runners.config.config import load_config
+from runners.config.reading import PRESET_FOLDER
+from runners.errors import UserError
+from runners.machine.arithmetic import arithmetic
+from runners.machine.machine import Platform
+from runners.rewards.builtin import REWARDS
+from runners.rewards.functions import Reward
+from runners.training import train as train_module
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import Notes, small
+from tests.support.tiny_states import same_bits
+
+REWARD = """
+def level_reward(completions, level):
+    return [float(len(completion[0]["content"]) % 7 * level[0]) for completion in completions]
+"""
+ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "level": n % 3 + 1, "note": "x"} for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run that was ended after two of its three steps, adapters over a base."""
+    folder = tmp_path_factory.mktemp("finished")
+    make_model_folder(folder / "base")
+    write_rows(folder, ROWS)
+    (folder / "level.py").write_text(REWARD)
+    (folder / "train.toml").write_text(
+        small(
+            run={"output_dir": "out"},
+            model={"path": "base", "tune": "lora", "lora": {"rank": 2}},
+            data={"source": "rows.jsonl", "eval_split": "train"},
+            reward={"functions": ["level.py:level_reward"]},
+            optim={"max_steps": 3},
+            checkpoint={"every": 1},
+        )
+    )
+    return folder
+
+
+@pytest.fixture
+def place(finished, tmp_path, monkeypatch):
+    """A copy of that folder, which is the current one; the run's folder in it is `place.run`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    train()
+    shutil.rmtree(tmp_path / "out/small/checkpoint-3")
+    return tmp_path
+
+
+def write_rows(folder, rows):
+    """The run's data set."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(*, resume=False, allow=False):
+    """Runs the config of the current folder; the result and the lines that were worth reading."""
+    notes = Notes()
+    result = run_training(load_config("train.toml"), report=notes, resume=resume, allow_config_change=allow)
+    return result, notes.lines
+
+
+def other_column(folder):
+    """A reward reads it; prompts and answers are as they were."""
+    write_rows(folder, [{**row, "level": row["level"] + 1} for row in ROWS])
+
+
+def other_reward(folder):
+    """The same name and another function."""
+    (folder / "level.py").write_text(REWARD.replace("% 7", "% 5"))
+
+
+def other_base(folder):
+    """One number of its weights."""
+    weights = dict(mx.load(str(folder / "base/model.safetensors")))
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = mx.array(weights[name])
+    weights[name][3, 4] += 0.5
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "base/model.safetensors"), weights, {"format": "mlx"})
+
+
+def other_config(folder):
+    """Another θ: no shape tells of it."""
+    file = folder / "base/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_theta": 5e5}))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (other_column, 'the column "level", which a reward reads'),
+        (other_reward, "the file of the reward level.py:level_reward"),
+        (other_base, "the weights of the base model"),
+        (other_config, "the model's config.json"),
+    ],
+)
+def test_what_the_weights_depend_on_has_to_be_what_it_was(place, change, named):
+    """Named and refused, with not a byte changed; --allow-config-change goes on and says so."""
+    change(place)
+    before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
+    with pytest.raises(UserError) as caught:
+        train(resume=True)
+    want = f"{named}: not what out/small/checkpoint-2 was trained with; --allow-config-change goes on with it"
+    assert str(caught.value) == want
+    assert {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()} == before
+    result, lines = train(resume=True, allow=True)
+    assert result.updates == 3
+    assert f"{named}: not what out/small/checkpoint-2 was trained with" in lines
+
+
+def test_what_nothing_depends_on_may_change(place, finished):
+    """A column that no reward reads, and the spaces of a config.json."""
+    whole, _ = train(resume=place / "out/small/checkpoint-1")
+    shutil.rmtree(place / "out/small/checkpoint-3")
+    write_rows(place, [{**row, "note": "y", "more": 1} for row in ROWS])
+    file = place / "base/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=7, sort_keys=True))
+    result, lines = train(resume=True)
+    assert same_bits(result.state, whole.state)
+    assert not any("not what" in line or "bit for bit" in line for line in lines)
+
+
+def test_another_arithmetic_is_told(place, monkeypatch):
+    """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
+    here = arithmetic(Platform(backend="cpu", blas="libopenblas.so.0"))
+    monkeypatch.setattr(train_module, "arithmetic", lambda _: {**here, "blas_threads": 64, "more": "x"})
+    result, lines = train(resume=True)
+    assert result.updates == 3
+    (line,) = [line for line in lines if "bit for bit" in line]
+    assert "blas_threads (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
+
+
+def test_a_checkpoint_that_says_nothing_is_gone_on_with(place):
+    """One that an earlier version wrote: a line says that nothing is compared."""
+    file = place / "out/small/checkpoint-2" / TRAINER_STATE
+    facts = json.loads(file.read_text())
+    del facts["inputs"], facts["arithmetic"]
+    file.write_text(json.dumps(facts))
+    (file.parent / "manifest.json").unlink()
+    write_manifest(file.parent)
+    other_column(place)
+    _, lines = train(resume=True)
+    assert any("says nothing of columns, rewards' files and base weights" in line for line in lines)
+
+
+def test_which_columns_a_reward_is_given():
+    """Those that it names; all with **kwargs, but for the built-in ones, which read the answer alone."""
+    names = ["question", "answer", "level"]
+
+    def named(completions, level, question="", answer=""):
+        return [0.0]
+
+    def everything(completions, **columns):
+        return [0.0]
+
+    assert columns_read([Reward("a", named)], names) == ["question", "level"]
+    assert columns_read([Reward("a", everything)], names) == ["question", "level"]
+    assert columns_read([Reward(name, function) for name, function in REWARDS.items()], names) == []
+
+
+def test_values_are_spelled_alike_in_every_process():
+    """In full, without the order of sets and without places in memory."""
+
+    class Thing:
+        pass
+
+    assert _spelled({"a": [1, None, 2.5, "é", b"x", (True,)]}) == "{'a': [1, None, 2.5, 'é', b'x', [True]]}"
+    assert _spelled({"b", "a"}) == "set('a', 'b')"
+    assert _spelled([Thing()]) == _spelled([Thing()])
+    many = np.arange(10_000)
+    other = many.copy()
+    other[5_000] = 0
+    assert _spelled(many) == _spelled(np.arange(10_000)) != _spelled(other)
+
+
+def test_the_threads_of_the_blas_are_counted():
+    """As the environment sets them: what the library says, not what was asked of it."""
+    code = (
+        "from runners import platform; from runners.machine.arithmetic import arithmetic; import json;"
+        "print(json.dumps(arithmetic(platform.prepare())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=PRESET_FOLDER.parent,
+        env={"PYTHONPATH": str(PRESET_FOLDER.parent), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    found = json.loads(done.stdout)
+    assert found["mlx"] and found["backend"] in ("cpu", "cuda", "metal")
+    if found.get("blas"):
+        assert found.get("blas_threads", 1) == 1

@@ -1,0 +1,355 @@
+"""Disks that refuse: an error in one line, the checkpoint before it whole, nothing half-written."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import pathlib
+import resource
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from runners.checkpoints import checkpoint
+from runners.checkpoints.checkpoint import LATEST, list_checkpoints, take_snapshot
+from runners.checkpoints.manifest import check_manifest
+from runners.checkpoints.run_folder import locked
+from runners.checkpoints.saving import Saver
+from runners.checkpoints.state_files import load_state
+from runners.config.sections import CheckpointConfig
+from runners.errors import UserError
+from runners.files import durable
+from runners.files.json_lines import JsonLines
+from runners.training.train import run_training
+from tests.support.checkpoints import save_checkpoint
+from tests.support.disks import small_disk
+from tests.support.folders import held
+from tests.support.resuming import Killer, config_in, lines_of, outcome
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import load, make_state, same_bits
+
+# Everything that a save asks of the disk.
+CALLS = (
+    (mx, "save_safetensors"),
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "mkdir"),
+    (os, "unlink"),
+    (os, "rmdir"),
+    (shutil, "copyfile"),
+    (pathlib.Path, "write_text"),
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A loaded llama."""
+    return load(make_model_folder(tmp_path_factory.mktemp("models") / "llama"))
+
+
+@contextlib.contextmanager
+def at_call(monkeypatch, at, act):
+    """Calls `act` before the `at`-th of the disk's calls; yields their number, and that one's name."""
+    count = [0, ""]
+
+    def watched(function):
+        def call(*args, **kwargs):
+            count[0] += 1
+            if count[0] == at:
+                count[1] = function.__name__
+                act()
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in CALLS:
+            patch.setattr(owner, name, watched(getattr(owner, name)))
+        yield count
+
+
+def faulty(monkeypatch, code, at):
+    """The `at`-th of the disk's calls fails with the error `code`; yields how many there were."""
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    return at_call(monkeypatch, at, fail)
+
+
+def assert_whole(folder, state):
+    """The folder is the checkpoint of this state."""
+    check_manifest(folder)
+    assert same_bits(load_state(folder), state)
+
+
+@pytest.mark.parametrize("step", [5, 6], ids=["replaced", "new"])
+def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, monkeypatch, step):
+    """Each call of a save in turn: the old state can be loaded, and the next save succeeds and cleans up."""
+    old, new = make_state(llama, seed=1), make_state(llama, seed=2)
+    codes = (errno.ENOSPC, errno.EIO, errno.EROFS)
+    with faulty(monkeypatch, 0, 0) as count:
+        save_checkpoint(tmp_path / "dry", step, new, llama, {})
+        save_checkpoint(tmp_path / "dry", step, new, llama, {})
+    calls, silent = count[0] // 2 + 2, []
+    for at in range(1, calls + 1):
+        run, code = tmp_path / str(at), codes[at % len(codes)]
+        run.mkdir()
+        save_checkpoint(run, 5, old, llama, {})
+        with faulty(monkeypatch, code, at) as count:
+            try:
+                save_checkpoint(run, step, new, llama, {})
+                silent.append(count[1])
+            except UserError as error:
+                assert "cannot be written: " + os.strerror(code) in str(error) and "\n" not in str(error)
+        with locked(run, "run.name"):  # as the next start does
+            pass
+        named = run / (run / LATEST).read_text().strip() if (run / LATEST).exists() else None
+        assert named is None or named.is_dir()
+        found = list_checkpoints(run)
+        if step == 6:
+            assert_whole(run / "checkpoint-5", old)
+        check_manifest(found[-1])
+        assert same_bits(load_state(found[-1]), old) or same_bits(load_state(found[-1]), new)
+        save_checkpoint(run, step, new, llama, {})
+        assert_whole(run / f"checkpoint-{step}", new)
+        assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+        shutil.rmtree(run)
+    # What only tidies up may fail in silence, and so may making the run's folder, which is there.
+    assert set(silent) <= {"unlink", "rmdir", "mkdir", ""} and silent.count("mkdir") <= 1
+
+
+def test_short_writes_are_gone_on_with(llama, tmp_path, monkeypatch):
+    """A disk that takes a part of what it is given, and says so, gets the rest."""
+
+    class Short(io.FileIO):
+        def write(self, data):
+            return super().write(bytes(data)[: max(1, len(data) // 2)])
+
+    monkeypatch.setattr(
+        durable, "open", lambda file, mode, **_: io.BufferedWriter(Short(file, "w")), raising=False
+    )
+    with durable.new_folder(tmp_path / "made") as folder:
+        durable.save_arrays(folder / "a.safetensors", {"a": mx.arange(70_000)}, {})
+    monkeypatch.undo()
+    assert mx.array_equal(durable.load_arrays(tmp_path / "made" / "a.safetensors")[0]["a"], mx.arange(70_000))
+
+
+def test_a_file_that_may_not_grow_is_refused_by_the_kernel(llama, tmp_path):
+    """RLIMIT_FSIZE: real short writes, then a real error, at several sizes."""
+    old = make_state(llama, seed=1)
+    folder = save_checkpoint(tmp_path, 5, old, llama, {})
+    largest = max(file.stat().st_size for file in folder.iterdir())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1, 100, largest // 2, largest - 1):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            with pytest.raises(UserError, match=r"checkpoint-6: cannot be written: File too large"):
+                save_checkpoint(tmp_path, 6, make_state(llama, seed=2), llama, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "latest"}
+        assert_whole(folder, old)
+
+
+def test_a_disk_that_is_really_full(llama, tmp_path):
+    """Saves until 2 MB are full, then with room made: whole checkpoints before, between and after."""
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        fill_and_go_on(llama, disk)
+
+
+def fill_and_go_on(llama, disk):
+    """Until saving fails; then a checkpoint goes, and the next one is saved."""
+    states = {}
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
+        for step in range(1, 1000):
+            state = make_state(llama, seed=step)
+            save_checkpoint(disk, step, state, llama, {})
+            states[step] = state
+    assert states
+    for step, state in states.items():
+        assert_whole(disk / f"checkpoint-{step}", state)
+    durable.remove_folder(disk / "checkpoint-1")
+    state = make_state(llama, seed=2000)
+    save_checkpoint(disk, 2000, state, llama, {})
+    assert_whole(disk / "checkpoint-2000", state)
+
+
+def test_log_lines_wait_for_room(tmp_path, monkeypatch):
+    """A full disk takes half a line, then nothing, then there is room: the file has every line, whole."""
+    lines = JsonLines(tmp_path / "log.jsonl")
+    lines.write({"n": 0})
+    write, budget = os.write, [4]
+
+    def full(file, data):
+        if budget[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(file, bytes(data)[: budget[0]])
+        budget[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", full)
+    lines.write({"n": 1})
+    assert lines.fault is not None and (tmp_path / "log.jsonl").stat().st_size == 9 + 4
+    lines.write({"n": 2})
+    budget[0] = 1000
+    lines.write({"n": 3})
+    lines.close()
+    assert lines.fault is None and [line["n"] for line in lines_of(tmp_path / "log.jsonl")] == [0, 1, 2, 3]
+
+
+def refuse(monkeypatch, times):
+    """Writing the weights of checkpoints fails so many times; the final model is not one."""
+    write, left = checkpoint.write_trained, [times]
+
+    def full(*args):
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "write_trained", full)
+
+
+def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):
+    """on_error = "continue": each failure is a line, later checkpoints are there, the result is the same."""
+    settings = ["optim.max_steps=4"]
+    straight = run_training(config_in(tmp_path / "a", *settings), report=Notes())
+    refuse(monkeypatch, 2)
+    notes = Notes()
+    result = run_training(config_in(tmp_path / "b", *settings), report=notes)
+    assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)
+    assert [path.name for path in list_checkpoints(result.folder)] == ["checkpoint-3", "checkpoint-4"]
+    told = [line for line in notes.lines if "No space left" in line]
+    assert len(told) == 2 and "checkpoint-1: cannot be written" in told[0] and "goes on" in told[0]
+
+
+def test_a_run_stops_where_that_is_asked(tmp_path, monkeypatch):
+    """on_error = "stop": the error ends the run; after it there is room, and it goes on to the same end."""
+    settings = ["optim.max_steps=4"]
+    straight = run_training(config_in(tmp_path / "a", *settings), report=Notes())
+    config = config_in(tmp_path / "b", *settings, "checkpoint.on_error=stop")
+    with monkeypatch.context() as patch:
+        refuse(patch, 100)
+        with pytest.raises(UserError, match="checkpoint-1: cannot be written: No space left on device"):
+            run_training(config, report=Notes())
+    assert not list_checkpoints(tmp_path / "b" / "tiny")
+    result = run_training(config, report=Notes(), resume=True)
+    assert same_bits(result.state, straight.state)
+
+
+def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):
+    """A full disk under the logs: the lines come later, or the run stops with the file's name."""
+    write, left = os.write, [0]
+
+    def full(file, data):
+        if left[0] and bytes(data).startswith(b'{"'):
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    config = config_in(tmp_path / "a", "optim.max_steps=2")
+    straight = run_training(config, report=Notes())
+    left[0], notes = 5, Notes()
+    late = run_training(config_in(tmp_path / "b", "optim.max_steps=2"), report=notes)
+    assert outcome(late.folder) == outcome(straight.folder)
+    assert sum("cannot be written: No space left" in line for line in notes.lines) >= 1
+    left[0] = 10**9
+    with pytest.raises(UserError, match=r"\.jsonl: cannot be written: No space left on device$"):
+        run_training(
+            config_in(tmp_path / "c", "optim.max_steps=2", "checkpoint.on_error=stop"), report=Notes()
+        )
+
+
+class Vandal(Killer):
+    """Removes the run's folder in the midst of the run."""
+
+    def __init__(self, folder, count):
+        """At the `count`-th rollout."""
+        super().__init__("sampling", count)
+        self.folder, self.lines = folder, []
+
+    def status(self, text):
+        """What is done now."""
+        if text == self.what:
+            self.left -= 1
+            if self.left == 0:  # moved first: the thread that saves may be writing into it
+                shutil.rmtree(self.folder.rename(self.folder.with_name("gone")))
+
+    def note(self, text):
+        """A line."""
+        self.lines.append(text)
+
+
+def test_a_folder_that_vanishes_is_told_and_the_model_saved(tmp_path):
+    """The checkpoints fail with a line; the final model is worth a folder of its own."""
+    vandal = Vandal(tmp_path / "out" / "tiny", 3)
+    result = run_training(config_in(tmp_path / "out", "optim.max_steps=4"), report=vandal)
+    assert sum("the run's folder is gone" in line for line in vandal.lines) >= 1
+    assert (result.folder / "final" / "model.safetensors").is_file()
+
+
+def test_a_folder_that_vanishes_at_any_moment_of_a_save_is_one_line(llama, tmp_path, monkeypatch):
+    """Before each of the disk's calls in turn: told once, nothing half-written, the next save whole."""
+    state, folder, at = make_state(llama, seed=1), tmp_path / "run", 0
+    while True:
+        at += 1
+        folder.mkdir(exist_ok=True)
+        (folder / "log").write_text("")
+        save_checkpoint(folder, 1, state, llama, {})
+        notes = []
+
+        def vanish(folder=folder, gone=tmp_path / f"gone-{at}"):
+            os.rename(folder, gone)
+            shutil.rmtree(gone)
+
+        with Saver(held(folder), CheckpointConfig(keep_last=1), ["log"], notes.append) as saver:
+            with at_call(monkeypatch, at, vanish) as count:
+                saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
+                saver.settle()
+            if count[0] < at:
+                break
+            assert len(notes) == 1 and "\n" not in notes[0]
+            left = {path.name for path in folder.iterdir()} if folder.exists() else set()
+            assert left in (set(), {"checkpoint-2", LATEST}), at
+        folder.mkdir(exist_ok=True)
+        with Saver(held(folder), CheckpointConfig(keep_last=1), [], notes.append) as saver:
+            saver.save(lambda: take_snapshot(3, state, llama, {}), (3, 3), strict=True)
+            assert_whole(folder / "checkpoint-3", state)
+    assert at > 10
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_told(tmp_path):
+    """No permission: one line, before the model is loaded."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o555)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        run_training(config_in(tmp_path / "out"), report=Notes())
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
+    """A read-only file system: one line with the key."""
+    config = config_in(tmp_path / "out")
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", refused)
+    with pytest.raises(UserError, match=r"run\.name: .*tiny cannot be written: Read-only file system"):
+        run_training(config, report=Notes())
+
+
+def test_a_trainer_state_of_nonsense_is_the_first_to_go(tmp_path):
+    """Ranking checkpoints reads a damaged one as the worst, and does not stumble over it."""
+    from runners.checkpoints.checkpoint import prune_checkpoints
+
+    for step, text in ((1, json.dumps({"em": 0.5})), (2, "{"), (3, json.dumps({"em": "high"}))):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    prune_checkpoints(tmp_path, keep_last=1, keep_best=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]

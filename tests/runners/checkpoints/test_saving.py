@@ -1,0 +1,110 @@
+"""The thread that writes checkpoints: what it holds up, and what becomes of its errors."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from runners.checkpoints import saving
+from runners.checkpoints.saving import Saver
+from runners.config.sections import CheckpointConfig
+from runners.errors import UserError
+from tests.support.folders import held
+
+
+class Snapshot:
+    """Stands in for a checkpoint in memory."""
+
+    step, nbytes = 7, 1000
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Writing waits for `gate`, then fails with what stands in `errors`, or succeeds."""
+    gate, errors = threading.Event(), []
+
+    def write(folder, snapshot, *, within):
+        assert gate.wait(300)
+        if errors:
+            raise errors.pop()
+        return folder / f"checkpoint-{snapshot.step}"
+
+    monkeypatch.setattr(saving, "write_checkpoint", write)
+    gate.errors = errors
+    yield gate
+    gate.set()
+
+
+def saver(folder: Path, notes: list, **settings) -> Saver:
+    """A saver into a folder, whose lines go to `notes`."""
+    return Saver(held(folder), CheckpointConfig(**settings), [], notes.append)
+
+
+def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):
+    """`save` and `poll` return at once; `settle` waits, says what was written, and counts the time."""
+    notes, readings = [], iter([10.0, 10.5, 20.0, 23.0])
+
+    def clock():
+        now = next(readings)
+        if now == 20.0:  # the wait has begun
+            slow.set()
+        return now
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
+    with saver(tmp_path, notes) as writer:
+        writer.save(Snapshot, (7, 3))
+        writer.poll()
+        assert notes == [] and writer.done is None and writer.stopped_seconds() == 0.5
+        writer.settle()
+        assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
+        assert writer.stopped_seconds() == 3.0 and writer.stopped_seconds() == 0.0
+
+
+def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):
+    """Twice the bytes being written have to be free; else the update waits until they are on the disk."""
+    notes = []
+    with saver(tmp_path, notes) as writer:
+        writer.save(Snapshot, (7, 3))
+        writer.make_way(lambda: 2000)
+        assert notes == []
+        threading.Timer(0.1, slow.set).start()
+        writer.make_way(lambda: 1999)
+        assert len(notes) == 1
+
+
+def test_an_error_is_told_at_the_next_step_or_ends_the_run(tmp_path, slow):
+    """Not lost with its thread: a line, or the error itself where stopping is asked for."""
+    slow.set()
+    notes = []
+    slow.errors.append(UserError("the disk is full"))
+    with saver(tmp_path, notes) as writer:
+        writer.save(Snapshot, (7, 3))
+        writer.settle()
+        assert notes == ["the disk is full; the run goes on (checkpoint.on_error)"] and writer.done is None
+    for strict, settings in ((True, {}), (False, {"on_error": "stop"})):
+        slow.errors.append(UserError("the disk is full"))
+        with (
+            pytest.raises(UserError, match=r"the disk is full$"),
+            saver(tmp_path, notes, **settings) as writer,
+        ):
+            writer.save(Snapshot, (7, 3), strict=strict)
+            writer.settle()
+
+
+def test_the_last_error_ends_the_block_too(tmp_path, slow):
+    """A checkpoint that fails after the last step is not passed over in silence."""
+    notes = []
+    slow.errors.append(UserError("the disk is full"))
+    slow.set()
+    with pytest.raises(UserError, match="full"), saver(tmp_path, notes, on_error="stop") as writer:
+        writer.save(Snapshot, (7, 3))
+
+
+def test_a_fault_of_the_program_is_no_fault_of_the_disk(tmp_path, slow):
+    """Anything but a UserError keeps its traceback, whatever on_error says."""
+    slow.errors.append(ZeroDivisionError("a bug"))
+    slow.set()
+    with pytest.raises(ZeroDivisionError), saver(tmp_path, []) as writer:
+        writer.save(Snapshot, (7, 3))
+        writer.settle()

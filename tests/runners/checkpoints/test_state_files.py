@@ -1,0 +1,152 @@
+"""The state comes back from its files bit for bit, with the shape it had."""
+
+import json
+import math
+
+import attrs
+import mlx.core as mx
+import pytest
+
+from grpo_fn.learner.optimizer import adamw
+from grpo_fn.learner.state import init_state, sync_old, zeros_like
+from grpo_fn.learner.steps import make_update_step
+from grpo_fn.policy.policy import Policy
+from grpo_fn.trees import arrays_of, structure_of
+from runners.checkpoints.state_files import load_state, pack, unpack
+from runners.config.sections import LoraConfig
+from runners.errors import UserError
+from runners.files import durable
+from tests.support.checkpoints import save_checkpoint
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_states import load, make_state, moved, same_bits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A loaded llama whose file is bfloat16."""
+    return load(make_model_folder(tmp_path_factory.mktemp("models") / "llama", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"master": "bfloat16"}, {"tune": "lora"}, {"tune": "dora", "lora": LoraConfig(layers=1)}],
+)
+@pytest.mark.parametrize("reference", [True, False])
+def test_the_state_comes_back_bit_for_bit(llama, tmp_path, changes, reference):
+    """Every field, its containers and its dtypes; layers without adapters stay empty places in their list."""
+    loaded = load(llama.path, **changes)
+    state = make_state(loaded, reference=reference)
+    folder = save_checkpoint(tmp_path, 40, state, loaded, {})
+    assert same_bits(load_state(folder), state)
+
+
+def test_shared_roles_come_back_shared_and_are_stored_once(llama, tmp_path):
+    """old = params right after a sync: one set of weights in memory and on disk, in the weights file."""
+    state = sync_old(make_state(llama, reference=False))
+    folder = save_checkpoint(tmp_path, 1, state, llama, {})
+    back = load_state(folder)
+    assert all(a is b for a, b in zip(arrays_of(back.params), arrays_of(back.old_params), strict=True))
+    stored = mx.load(str(folder / "optimizer.safetensors"))
+    assert not [name for name in stored if name.startswith(("params", "old_params"))]
+
+
+def test_gradients_of_nothing_but_zeros_take_no_space(llama, tmp_path):
+    """Between updates the accumulated gradients are zeros; they come back without having been written."""
+    params = make_state(llama).params
+    state = init_state(params, adamw(1e-3), key=mx.random.key(0))
+    folder = save_checkpoint(tmp_path, 1, state, llama, {})
+    assert not [name for name in mx.load(str(folder / "optimizer.safetensors")) if "accum_grads" in name]
+    assert same_bits(load_state(folder), state)
+
+
+def test_weights_that_are_rounded_at_random_go_on_bit_for_bit(llama, tmp_path):
+    """bfloat16 masters and moments: an update after loading draws what it would have drawn without."""
+    loaded, optimizer = load(llama.path, master="bfloat16"), adamw(1e-5, moment_dtype=mx.bfloat16)
+    update = make_update_step(optimizer)
+    state = init_state(Policy.from_module(loaded.module).params, optimizer, key=mx.random.key(3))
+    grads = moved(zeros_like(state.params), 5)
+
+    def updated(state):
+        return update(attrs.evolve(state, accum_grads=grads, accum_weight=mx.array(1.0)))[0]
+
+    state = updated(state)
+    folder = save_checkpoint(tmp_path, 1, state, loaded, {})
+    assert {leaf.dtype for leaf in arrays_of(load_state(folder).params)} == {mx.bfloat16}
+    assert same_bits(updated(load_state(folder)), updated(state))
+    other = attrs.evolve(updated(attrs.evolve(state, key=mx.random.key(4))), key=state.key)
+    assert not same_bits(other, updated(state))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {
+            "b": mx.array(1),
+            "a": (mx.array(2), [mx.array(3)]),
+        },  # mx.save's own names lose the tuple and the order
+        [{}, [], (), None, {"x": None}],
+        {"0": mx.array(1), "1": mx.array(2)},  # tree_unflatten makes a list of this
+        [
+            mx.array([-0.0]),
+            mx.array([0.0, math.nan]),
+            mx.array([True, False]),
+            mx.zeros((0, 3)),
+            1,
+            0.1,
+            "s",
+            True,
+        ],
+        [mx.array([1.5], mx.bfloat16), mx.zeros((2, 2), mx.float16), mx.array([[1, 2], [3, 4]]).T],
+    ],
+)
+def test_any_tree_keeps_its_shape(tmp_path, tree):
+    """Containers, order, empty places and scalars are kept, through a file."""
+    arrays = {}
+    shape = json.loads(json.dumps(pack(tree, "tree", arrays, {})))
+    durable.save_arrays(tmp_path / "tree.safetensors", arrays, {})
+    back = unpack(shape, durable.load_arrays(tmp_path / "tree.safetensors")[0])
+    left, right = [], []
+    assert structure_of(back, left) == structure_of(tree, right)
+    assert [bytes(memoryview(mx.contiguous(a))) for a in left] == [
+        bytes(memoryview(mx.contiguous(a))) for a in right
+    ]
+
+
+def test_what_cannot_be_written_is_refused_by_name():
+    """Names that collide and values of other types are errors, not losses."""
+    with pytest.raises(ValueError, match=r"two arrays are named t\.a\.b"):
+        pack({"a.b": mx.array(1), "a": {"b": mx.array(2)}}, "t", {}, {})
+    with pytest.raises(TypeError, match=r"t\.a: cannot write a set"):
+        pack({"a": set()}, "t", {}, {})
+    with pytest.raises(TypeError, match="the key 3 is not a string"):
+        pack({3: mx.array(1)}, "t", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors: cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "the array 'weights:.*' of the training state",
+        ),
+        (
+            lambda folder: (folder / "optimizer.safetensors").write_bytes(
+                (folder / "optimizer.safetensors").read_bytes()[:-9]
+            ),
+            "optimizer.safetensors: cannot be read",
+        ),
+        (
+            lambda folder: durable.save_arrays(
+                folder / "optimizer.safetensors", {}, {"format": "grpo_fn.learner.state", "version": "99"}
+            ),
+            "found grpo_fn.learner.state version 99, wanted grpo_fn.learner.state version 2",
+        ),
+    ],
+)
+def test_a_damaged_state_is_named(llama, tmp_path, damage, message):
+    """Missing, cut off, of a later format: one line that says which."""
+    folder = save_checkpoint(tmp_path, 1, make_state(llama), llama, {})
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load_state(folder)

@@ -1,0 +1,351 @@
+"""What strangers and slips bring: every command ends with a line and exit code 2, and nothing half done."""
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from runners.cli import COMMANDS, main
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_models import make_model_folder
+
+ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(12)]
+CONFIG = """
+[run]
+name = "mine"
+output_dir = "out"
+[model]
+path = "{model}"
+[data]
+source = "{data}"
+system_prompt = ""
+[rollout]
+num_generations = 2
+max_new_tokens = 4
+[reward]
+functions = ["{reward}"]
+[optim]
+max_steps = 1
+[eval]
+samples = 1
+"""
+FOR_A_CONFIG = (["run"], ["plan"], ["check"])
+FOR_A_MODEL = (
+    ["generate", "MODEL", "hello"],
+    ["chat", "MODEL"],
+    ["eval", "MODEL", "--data", "rows.jsonl"],
+    ["convert", "MODEL", "new"],
+    ["export", "MODEL", "--out", "new"],
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A fresh current folder with rows, a reward and a config of the embedded model."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("mine.py").write_text("def good(completions, **_):\n    return [0.0] * len(completions)\n")
+    write_config()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A good model folder, to be copied and spoiled."""
+    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def model(place, sound):
+    """A model folder of this test's own."""
+    folder = place / "model"
+    folder.mkdir()
+    for file in sound.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    write_config(model="model")
+    return folder
+
+
+def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good", more=""):
+    Path("train.toml").write_text(CONFIG.format(model=model, data=data, reward=reward) + more)
+
+
+def refused(*arguments, code=2):
+    """The one line with which a command refuses; nothing was begun, and no traceback shown."""
+    before = {path for path in Path().rglob("*") if "__pycache__" not in str(path)}
+    result = CliRunner().invoke(main, [str(part) for part in arguments], input="hello\n")
+    assert isinstance(result.exception, SystemExit), (arguments, result.exception, result.output)
+    assert result.exit_code == code, (arguments, result.output)
+    lines = result.stderr.splitlines()
+    lines = [line for line in lines if not line.startswith("BLAS") and "OpenBLAS" not in line]
+    assert lines and all(line.isprintable() and len(line) < 2100 for line in lines), lines
+    assert not any("Traceback" in line for line in lines)
+    assert {path for path in Path().rglob("*") if "__pycache__" not in str(path)} == before
+    return "\n".join(lines)
+
+
+def refused_by_all(folder, commands=(*FOR_A_CONFIG, *FOR_A_MODEL)):
+    """What each command says of a model folder."""
+    arguments = [[str(folder) if part == "MODEL" else part for part in command] for command in commands]
+    return [refused(*each, *(["train.toml"] if len(each) == 1 else [])) for each in arguments]
+
+
+def test_every_command_is_tried_here():
+    """A new command belongs into the tables above."""
+    assert {command[0] for command in (*FOR_A_CONFIG, *FOR_A_MODEL)} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[model\n", "train.toml:1:7: not TOML"),
+        ("\x00", "train.toml:1:1: not TOML"),
+        ("model.path = 3\n", "model.path: found 3, want a string"),
+        ('model.path = "embedded"\nmodel.pth = 1\n', "did you mean model.path?"),
+        ('model.path = "embedded"\nrollout.num_generations = 1\n', "found 1, want an integer of at least 2"),
+        ('model.path = "embedded"\nreward.functions = ["nope.py:f"]\n', "no such file"),
+    ],
+)
+@pytest.mark.parametrize("command", [["run"], ["plan"], ["check"]], ids=" ".join)
+def test_bad_configs(place, command, text, line):
+    """Each command that takes a config reads it in the same place."""
+    Path("train.toml").write_text(text)
+    assert line in refused(*command, "train.toml")
+
+
+BAD_MIDDLE = [*[json.dumps(row) for row in ROWS[:5]], "{broken", *[json.dumps(row) for row in ROWS[5:]]]
+LONG = "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.jsonl", "", "has no usable row"),
+        ("a.jsonl", "\n \n", "has no usable row"),
+        (
+            "a.jsonl",
+            '{"q": "1", "answer": "2"}\n' * 3,
+            'no field named "question" (data.question); found q, answer',
+        ),
+        ("a.jsonl", "\n".join(BAD_MIDDLE), "a.jsonl, line 6: not JSON"),
+        ("a.jsonl", '{"question": "1", "answer": "2"}\n{"question": "1"}\n', "line 2: no answer in answer"),
+        ("a.jsonl", b'{"question": "1\xff", "answer": "2"}\n', "line 1: byte 0xff is not UTF-8"),
+        ("a.jsonl", json.dumps(ROWS[0]) + "\n" + LONG + "\n", "line 2: not JSON"),
+        ("a.jsonl", json.dumps({LONG: 1, "question": ""}) + "\n", "no field named"),
+        ("a.jsonl", json.dumps({"question": LONG, "answer": 1}) + "\n" + "[" * 100_000, "line 2: not "),
+        ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "not CSV: field larger than field limit"),
+        ("a.csv", "question,answer\n1\n", "line 2: 1 cells under a header of 2"),
+        ("a.json", "[1, 2]", "row 1: int instead of an object"),
+        ("a.json", '{"question": "1", "answer": "2"', "line 1: not JSON"),
+        ("a.parquet", b"PAR1" + b"\x00" * 50 + b"PAR1", "is not a Parquet file"),
+        ("a.parquet", b"", "is not a Parquet file"),
+        ("a.jsonl", json.dumps({"question": "\ud800", "answer": 1}) + "\n", "half of a surrogate pair"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_bad_data(place, name, content, line):
+    """The line names the file, and the row where there is one."""
+    Path(name).write_bytes(
+        content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    )
+    write_config(data=name)
+    for command in ("run", "check"):
+        assert line in refused(command, "train.toml")
+
+
+def test_tokens_that_the_model_has_no_embedding_for(place):
+    """Added tokens may lie beyond it, as the default nudge does here: a prompt with one is refused."""
+    make_model_folder(place / "model", vocab_size=316, tokenizer_size=320)
+    write_config(model="model")
+    line = "prompt 0 has the token id 316: wanted 0 <= id < 316, the rows of the model's token embedding"
+    assert f"train data, {place}/model: {line}" in refused("run", "train.toml")
+    for command in (["generate", "model", "2"], ["chat", "model"]):
+        assert f"{place}/model: {line}" in refused(*command, "--nudge", "<reasoning>")
+    Path("prompts.txt").write_text("2\n")
+    assert line in refused("generate", "model", "--prompts", "prompts.txt", "--nudge", "<reasoning>")
+    assert line in refused("eval", "model", "--config", "train.toml")
+
+
+def test_a_bad_row_may_be_skipped(place):
+    """data.on_bad_row = "skip": the run goes on without it, and says so."""
+    Path("rows.jsonl").write_text("\n".join([*BAD_MIDDLE, LONG]))
+    result = CliRunner().invoke(main, ["check", "train.toml", "--set", "data.on_bad_row=skip"])
+    assert result.exit_code == 0, result.output
+    assert "2 bad rows left out (the first: rows.jsonl, line 6: not JSON" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("def good(completions)\n    pass\n", "importing .*line 1.*SyntaxError|SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError"),
+        ("raise SystemExit(0)\n", "SystemExit"),
+        ("1 / 0\n", "ZeroDivisionError"),
+        ("good = 3\n", "good is int; wanted a function"),
+        ("def god(completions, **_):\n    return []\n", "did you mean god?"),
+        ("def good(texts):\n    return []\n", "the signature is good"),
+        ("def good(completions, solution):\n    return []\n", "needs the column solution"),
+        ("class good:\n    pass\n", "good is a class"),
+        ("\x00", "null bytes|source code"),
+    ],
+    ids=lambda part: part[:24],
+)
+def test_bad_rewards(place, content, line):
+    """A file that does not import, or holds something else than what a reward is."""
+    import re
+
+    Path("mine.py").write_text(content)
+    for command in (
+        ["run", "train.toml"],
+        ["check", "train.toml"],
+        ["eval", "embedded", "--config", "train.toml"],
+    ):
+        assert re.search(line, refused(*command).replace("\n", " "))
+
+
+def cut(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def arrays_with(change):
+    """Rewrites the weights after `change` has been at them."""
+
+    def spoil(folder):
+        weights = dict(mx.load(str(folder / "model.safetensors")))
+        mx.eval(weights)
+        change(weights)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+
+    return spoil
+
+
+def config_with(**changes):
+    """Rewrites config.json."""
+
+    def spoil(folder):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | changes))
+
+    return spoil
+
+
+def write(name, content):
+    def spoil(folder):
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return spoil
+
+
+def link(name, target):
+    def spoil(folder):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return spoil
+
+
+NORM = "model.norm.weight"
+SPOILED = {
+    "truncated weights": cut,
+    "weights that are text": write("model.safetensors", "hello"),
+    "a header as long as the world": write("model.safetensors", b"\xff" * 8 + b"{}"),
+    "a header that is no JSON": write("model.safetensors", b"\x04\0\0\0\0\0\0\0{{{{"),
+    "wrong shapes": arrays_with(lambda w: w.update({NORM: mx.ones((7,))})),
+    "wrong rank": arrays_with(lambda w: w.update({NORM: mx.ones((32, 1))})),
+    "an unknown tensor": arrays_with(lambda w: w.update(extra=mx.ones((2,)))),
+    "a missing tensor": arrays_with(lambda w: w.pop(NORM)),
+    "NaN weights": arrays_with(lambda w: w.update({NORM: mx.full((32,), math.nan)})),
+    "infinite weights": arrays_with(lambda w: w.update({NORM: mx.full((32,), -math.inf)})),
+    "weights of integers": arrays_with(
+        lambda w: w.update({name: (leaf * 100).astype(mx.int32) for name, leaf in w.items()})
+    ),
+    "a weight of truths": arrays_with(lambda w: w.update({NORM: mx.array([True] * 32)})),
+    "a template that renders to nothing": write("chat_template.jinja", "{# nothing #}"),
+    "a newer architecture": config_with(model_type="llama9"),
+    "a quantization of no shape": config_with(quantization=7),
+    "a negative size": config_with(hidden_size=-32),
+    "a size that is text": config_with(hidden_size="32"),
+    "a size beyond memory": config_with(hidden_size=2**40),
+    "layers without end": config_with(num_hidden_layers=-1),
+    "no heads": config_with(num_attention_heads=0),
+    "a type that is a list": config_with(model_type=["llama"]),
+    "a type that leads elsewhere": config_with(model_type="../../evil"),
+    "a vocabulary of text": config_with(vocab_size="many"),
+    "end tokens that are text": config_with(eos_token_id="<eos>"),
+    "rope of no kind": config_with(rope_scaling={"type": "bent", "factor": "x"}),
+    "an index that is a list": write("model.safetensors.index.json", "[]"),
+    "an index of lists": write("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}'),
+    "an index without a table": write("model.safetensors.index.json", '{"weight_map": [1]}'),
+    "an index that climbs": write(
+        "model.safetensors.index.json", '{"weight_map": {"a": "../x.safetensors"}}'
+    ),
+    "an index from the root": write("model.safetensors.index.json", '{"weight_map": {"a": "/etc/passwd"}}'),
+    "a link out": link("vocab.txt", "/etc/hostname"),
+    "weights that are a link out": link("model.safetensors", "/etc/hostname"),
+    "a link in a circle": link("README.md", "README.md"),
+    "a tokenizer of junk": write("tokenizer.json", '{"model": 3}'),
+    "a tokenizer of bytes": write("tokenizer.json", b"\xff\xfe"),
+    "a tokenizer config that is a list": write("tokenizer_config.json", "[]"),
+    "a tokenizer with code": write(
+        "tokenizer_config.json",
+        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}',
+    ),
+    "own code": config_with(model_file="evil.py"),
+    "own code as transformers has it": config_with(model_type="evil", auto_map={"AutoModel": "evil.M"}),
+    "a config of junk": write("config.json", b"\x80\x04"),
+    "a config nested too deeply": write("config.json", b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_bad_models(model, spoil):
+    """A folder that is damaged, too new or meant ill: a line of two commands, and nothing of it runs."""
+    (model / "evil.py").write_text(
+        f"open({str(model.parent / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = dict\n"
+    )
+    spoil(model)
+    for line in refused_by_all(model, (["run"], ["generate", "MODEL", "hello"])):
+        assert "model" in line
+    assert not (model.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["truncated weights", "an index that climbs", "a link out", "a config of junk"]
+)
+def test_bad_models_by_every_command(model, name):
+    """All of them look at the folder in the same way, those that read no weights too."""
+    SPOILED[name](model)
+    commands = (*FOR_A_CONFIG, *FOR_A_MODEL)
+    if name == "truncated weights":  # `check` reads none
+        commands = tuple(command for command in commands if command[0] != "check")
+    refused_by_all(model, commands)
+
+
+TOUCH = b"touch ran"
+ROUTES = {
+    "GLOBAL, REDUCE": b"\x80\x02cos\nsystem\nU\x09" + TOUCH + b"\x85R.",
+    "STACK_GLOBAL, REDUCE": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x09" + TOUCH + b"\x85R.",
+    "INST": b"(S'touch ran'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'touch ran'\no.",
+    "NEWOBJ": b"\x80\x02csubprocess\nPopen\nU\x09" + TOUCH + b"\x85\x81.",
+    "NEWOBJ_EX": b"\x80\x04csubprocess\nPopen\nU\x09" + TOUCH + b"\x85}\x92.",
+    "BUILD": b"\x80\x02ctiktoken.core\nEncoding\n)\x81cos\nsystem\nU\x09" + TOUCH + b"\x85Rb.",
+    "builtins": b"\x80\x02cbuiltins\neval\nU\x13open('ran','w').fd()\x85R.",
+    "a persistent id": b"\x80\x02U\x09" + TOUCH + b"Q.",
+    "an extension code": b"\x80\x02\x82\x01U\x09" + TOUCH + b"\x85R.",
+}
+
+
+@pytest.mark.parametrize("content", ROUTES.values(), ids=ROUTES)
+def test_pickles_that_would_run_a_command(place, content):
+    """A real one: `touch ran`. The tokenizer is refused by each command that would read it."""
+    folder = make_nanochat_folder(place / "model")
+    (folder / "tokenizer.pkl").write_bytes(content)
+    write_config(model="model")
+    for line in refused_by_all(folder, (["run"], ["check"], ["generate", "MODEL", "hello"])):
+        assert "tokenizer.pkl" in line
+    assert not Path("ran").exists()

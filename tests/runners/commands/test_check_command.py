@@ -1,0 +1,161 @@
+"""`grpo check`: prompts and rewards before a run; what is wrong with them is said."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.config import load_config
+from runners.data.prompts import template_notices
+from runners.evaluation.check_run import check_run
+from runners.models.model_reading import load_tokenizer
+from runners.training.train import run_training
+from tests.support.tiktoken_files import make_encoding, make_nanochat_folder
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import Notes, small
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Runs `grpo check CONFIG …` in this process, in a fresh folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.main, ["check", *arguments])
+
+
+def write_data(path, answers, **columns):
+    """Rows with these answers."""
+    rows = [{"question": f"What is {i}?", "answer": answer, **columns} for i, answer in enumerate(answers)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_good_config_has_nothing_to_warn_of(check):
+    """The quickstart: the tokenizer, the data, the first prompt with its nudge, a row for each reward."""
+    result = check("quickstart")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "4,000 problems to train on, 200 of 400 held out" in lines[1]
+    assert any(line.startswith("  | <|user|>") and line.endswith("<reasoning>") for line in lines)
+    rows = {line.split()[0]: line.split()[1:] for line in lines if "_reward_func" in line}
+    assert rows["correctness_reward_func"] == ["2", "0", "0", "0", "0", "0"]
+    assert rows["int_reward_func"] == ["0.5", "0.5", "0", "0", "0", "0"]  # the wrong answer is a number too
+    assert "warning" not in result.stdout
+
+
+@pytest.mark.parametrize(("samples", "said"), [(7, "7 of 400"), (0, "400"), (999, "400")])
+def test_the_held_out_problems_are_counted_as_in_the_run(check, tmp_path, samples, said):
+    """The number that the run's own header gives, and of how many."""
+    (tmp_path / "t.toml").write_text(
+        small(optim={"max_steps": 1}, eval={"samples": samples, "max_new_tokens": 1})
+    )
+    result = check("t.toml")
+    assert result.stdout.splitlines()[1].endswith(f" to train on, {said} held out")
+    shown = Notes()
+    run_training(load_config("t.toml"), report=shown)
+    assert shown.header["data"].endswith(f" to train on, {said.split()[0]} held out)")
+
+
+def test_a_missing_chat_template_is_mentioned(check, tmp_path):
+    """By the check and by the run; not where there is one."""
+    for name, template in (("plain", False), ("chat", True)):
+        make_model_folder(tmp_path / name, chat_template=template)
+        (tmp_path / "t.toml").write_text(
+            small(model={"path": name}, run={"name": f"run-{name}"}, optim={"max_steps": 1})
+        )
+        said = "the tokenizer has no chat template: prompts are plain text"
+        assert (f"warning: {said}" in check("t.toml").stdout) is not template
+        shown = Notes()
+        run_training(load_config("t.toml"), report=shown)
+        assert any(line.startswith(said) for line in shown.lines) is not template
+
+
+def test_nanochat_s_turns_are_a_chat_template(tmp_path):
+    """A tokenizer.pkl with the marks for turns has one; without them prompts are plain text."""
+    turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"), {})
+    plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))), {})
+    assert template_notices(turns) == [] and len(template_notices(plain)) == 1
+
+
+def test_no_weights_are_loaded(check, monkeypatch):
+    """The tokenizer is enough."""
+    monkeypatch.setattr("mlx_lm.utils.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    assert check("quickstart").exit_code == 0
+
+
+def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
+    """A constant one, one that never speaks, one that fails, and a whole that prefers wrong answers."""
+    write_data(tmp_path / "d.jsonl", range(20))
+    (tmp_path / "mine.py").write_text(
+        "def constant(completions, **_): return [0.25] * len(completions)\n"
+        "def silent(completions, **_): return [None] * len(completions)\n"
+        "def broken(completions, **_): raise RuntimeError('oh')\n"
+        "def likes_nothing(completions, **_): return [-len(c[0]['content']) for c in completions]\n"
+    )
+    (tmp_path / "t.toml").write_text(
+        '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\n[reward]\n'
+        'functions = ["mine.py:constant", "mine.py:silent", "mine.py:broken", "mine.py:likes_nothing"]\n'
+    )
+    result = check("t.toml", "--problems", "3")
+    assert result.exit_code == 0, result.stderr
+    warnings = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    text = "\n".join(warnings)
+    assert "reward constant gave 0.25 to every answer, good or bad" in text
+    assert "reward silent gave no reward to any answer" in text
+    assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
+    assert "do not prefer the gold answer to: wrong answer, gold without form" in text
+    assert "likes_nothing gave" not in text
+
+
+def test_another_form_of_answers(check, tmp_path):
+    """--form says what a right completion looks like; without the answer's place it is refused."""
+    write_data(tmp_path / "d.jsonl", ["1/2", "3", "x^2", "7"] * 5)
+    (tmp_path / "t.toml").write_text(
+        '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\nnudge = ""\n'
+        '[reward]\nfunctions = ["runners.rewards.library:math_verify_reward"]\n'
+    )
+    result = check("t.toml", "--form", r"It is $\boxed{{answer}}$.")
+    assert result.exit_code == 0, result.stderr
+    row = next(line for line in result.stdout.splitlines() if "math_verify_reward" in line).split()
+    # Bare numbers are found in a text as well, a bare x^2 is not.
+    assert row[1:] == ["1", "0", "0.75", "0", "0", "0"] and "warning" not in result.stdout
+    refused = check("t.toml", "--form", "x")
+    assert refused.exit_code == 2 and "{answer}" in refused.stderr
+
+
+def test_left_out_prompts_are_counted(tmp_path, monkeypatch):
+    """Bad rows and long prompts, of both parts; nanochat's tokenizer serves as well."""
+    monkeypatch.chdir(tmp_path)
+    folder = make_nanochat_folder(tmp_path / "nano")
+    rows = [{"question": "a" * (400 if i == 3 else 5), "answer": None if i == 5 else "1"} for i in range(20)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        None,
+        [
+            f"model.path={folder}",
+            "data.source=d.jsonl",
+            "data.on_bad_row=skip",
+            "data.system_prompt=''",
+            "data.max_prompt_length=64",
+        ],
+    ).check()
+    checked = check_run(config)
+    assert checked.tokenizer.startswith("TiktokenTokenizer of ")
+    assert checked.prompt == "<|bos|><|user_start|>aaaaa<|user_end|><|assistant_start|><reasoning>"
+    assert checked.train == len(checked.lengths) == 17 and max(checked.lengths) <= 64
+    assert "train data: 1 bad rows left out (the first: d.jsonl, line 6: " in checked.warnings[0]
+    assert checked.warnings[1].startswith("train data: 1 of 18 prompts left out as over")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.functions=['mine.py:f']"], 'no such file: "mine.py"'),
+        (["data.source=nope.jsonl"], "no such file or folder"),
+        (["model.path=nope/nope/nope"], "no such file or folder"),
+        (["data.question=q"], "no field named"),
+    ],
+)
+def test_what_would_end_the_run_ends_the_check(check, overrides, message):
+    """One line, code 2."""
+    result = check("quickstart", *(f"--set={each}" for each in overrides))
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr

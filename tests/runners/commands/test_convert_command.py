@@ -1,0 +1,136 @@
+"""`grpo convert`: Hugging Face folders through mlx-lm, what is packed how, and nothing overwritten."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.config import load_config
+from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_models import make_model_folder
+
+TOKENS = mx.array([[5, 9, 70, 31]])
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A model of two layers of width 32, bfloat16."""
+    return make_model_folder(tmp_path / "model", dtype="bfloat16")
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    """Runs `grpo convert …` in this process, in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.main, ["convert", *arguments])
+
+
+def logits_of(folder):
+    """By mlx-lm's own loader, tokenizer included."""
+    module, _ = mlx_lm.load(str(folder))
+    return np.array(module(TOKENS).astype(mx.float32)), module
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "group_size", "mode"),
+    [
+        *((("--bits", str(bits), "--group-size", "32"), bits, 32, "affine") for bits in (2, 3, 4, 5, 6, 8)),
+        (("--mode", "mxfp4"), 4, 32, "mxfp4"),
+        (("--mode", "nvfp4"), 4, 16, "nvfp4"),
+        (("--mode", "mxfp8"), 8, 32, "mxfp8"),
+    ],
+)
+def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, group_size, mode):
+    """mlx-lm opens the folder; its layers are packed as asked; stdout is one line."""
+    result = convert("model", "out", *options)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
+    found, module = logits_of(tmp_path / "out")
+    layer = module.model.layers[1].mlp.up_proj
+    assert (layer.bits, layer.group_size, layer.mode) == (bits, group_size, mode)
+    full = logits_of(source)[0]
+    assert np.abs(found - full).mean() < np.abs(full).mean()
+
+
+def test_the_way_of_asking_travels(convert, source, tmp_path):
+    """grpo_prompt.json of a trained model is there afterwards too; other models get none."""
+    assert convert("model", "plain").exit_code == 0
+    assert not (tmp_path / "plain" / "grpo_prompt.json").exists()
+    settings = PromptSettings.of(load_config("quickstart").to_dict())
+    write_prompt(source, settings)
+    assert convert("model", "packed", "--bits", "4", "--group-size", "32").exit_code == 0
+    assert read_prompt(tmp_path / "packed") == settings
+
+
+def test_a_recipe_mixes_bits(convert, source, tmp_path):
+    """More bits for some layers."""
+    assert convert("model", "out", "--recipe", "mixed_3_6", "--group-size", "32").exit_code == 0
+    module = logits_of(tmp_path / "out")[1]
+    found = {part.bits for _, part in module.named_modules() if hasattr(part, "bits")}
+    assert found == {3, 6}
+
+
+def test_without_options_the_weights_stay(convert, source, tmp_path):
+    """The same logits and dtype; --dtype changes it; --dequantize brings packed ones back."""
+    assert convert("model", "same").exit_code == 0
+    assert np.array_equal(logits_of(tmp_path / "same")[0], logits_of(source)[0])
+    assert convert("model", "cast", "--dtype", "float32").exit_code == 0
+    assert logits_of(tmp_path / "cast")[1].model.embed_tokens.weight.dtype == mx.float32
+    assert convert("model", "packed", "--bits", "4", "--group-size", "32").exit_code == 0
+    assert convert("packed", "back", "--dequantize").exit_code == 0
+    found, module = logits_of(tmp_path / "back")
+    assert not any(hasattr(part, "bits") for _, part in module.named_modules())
+    packed = logits_of(tmp_path / "packed")[0]  # the same numbers, to the rounding of bfloat16
+    assert np.abs(found - packed).mean() < 0.25 * np.abs(packed - logits_of(source)[0]).mean()
+
+
+def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path):
+    """Refused, untouched; with --force the new one stands there whole."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    result = convert("model", "out")
+    assert result.exit_code == 2 and "out: this exists; --force replaces it" in result.stderr
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+    broken = convert("model", "out", "--force", "--recipe", "mixed_2_6", "--group-size", "128")
+    assert broken.exit_code == 2 and "nothing was quantized" in broken.stderr
+    assert (tmp_path / "out" / "precious").exists()
+    assert convert("model", "out", "--force").exit_code == 0
+    assert not (tmp_path / "out" / "precious").exists() and logits_of(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
+        (["model", "model", "--force"], "source and target are the same folder"),
+        (["model", "out", "--bits", "4", "--dequantize"], "exclude each other"),
+        (["model", "out", "--group-size", "32"], "nothing would be quantized"),
+        (["model", "out", "--bits", "4", "--group-size", "48"], "affine quantization has 32, 64 and 128"),
+        (["model", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits and groups of 32"),
+        (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
+        (["model", "out", "--step", "3"], "no folder of nanochat's checkpoints"),
+        (["nano", "out"], "an MLX folder of nanochat's already"),
+        (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
+    ],
+)
+def test_faults_end_with_code_2_and_a_line(convert, source, tmp_path, arguments, message):
+    """Nothing is written."""
+    make_nanochat_folder(tmp_path / "nano")
+    result = convert(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "nano"]
+
+
+def test_a_folder_with_a_part_missing_is_named(convert, source):
+    """Before mlx-lm half-loads it."""
+    (source / "tokenizer.json").unlink()
+    result = convert("model", "out")
+    assert result.exit_code == 2 and "the tokenizer is missing" in result.stderr
+    config = json.loads((source / "config.json").read_text())
+    assert config["model_type"] == "llama"

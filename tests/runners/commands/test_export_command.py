@@ -1,0 +1,278 @@
+"""`grpo export`: what is fused and packed, what the card says, what is never overwritten, and the upload."""
+
+import getpass
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import click
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import ModelCard
+
+from runners import cli
+from runners.config.reading import PRESET_FOLDER
+from tests.support.hub import serving
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_runs import train
+
+TOKENS = mx.array([[5, 9, 70, 31, 12]])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs by what they trained: "full", "lora", and "packed" (LoRA on 4 bits)."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "full": train(folder, "full", "full", dtype="bfloat16"),
+        "lora": train(folder, "lora", "lora", dtype="bfloat16"),
+        "packed": train(folder, "packed", "lora", quantize={"group_size": 32, "bits": 4}),
+    }
+
+
+@pytest.fixture
+def export(tmp_path, monkeypatch):
+    """Runs `grpo export …` in this process, in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.main, ["export", *map(str, arguments)])
+
+
+def logits_of(folder, adapter=None):
+    """By mlx-lm's own loader, tokenizer included; and the module."""
+    module, _ = mlx_lm.load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
+    return np.array(module(TOKENS).astype(mx.float32)), module
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "packed"])
+def test_a_run_gives_its_final_model(export, runs, tmp_path, kind):
+    """The same logits, in a folder with tokenizer and card, and nothing of adapters or optimizer."""
+    result = export(runs[kind], "--out", "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
+    assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(runs[kind] / "final")[0])
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "README.md",
+        "config.json",
+        "grpo_prompt.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("kind", ["lora", "packed"])
+def test_adapters_are_fused(export, runs, tmp_path, kind):
+    """A checkpoint of adapters becomes a model that computes what base and adapters do."""
+    assert export(runs[kind] / "checkpoint-2", "--out", "out").exit_code == 0
+    base = runs[kind].parents[1] / f"base-{kind}"
+    want = logits_of(base, runs[kind] / "checkpoint-2")[0]
+    found, module = logits_of(tmp_path / "out")
+    start = logits_of(base)[0]
+    assert np.abs(found - want).mean() < 0.1 * np.abs(want - start).mean()
+    packed = {name for name, part in module.named_modules() if hasattr(part, "bits")}
+    attention = "model.layers.1.self_attn.q_proj"  # adapted, and so unpacked
+    assert (attention in packed, "model.embed_tokens" in packed) == (False, kind == "packed")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "packed"])
+def test_quantization_packs_everything_anew(export, runs, tmp_path, kind):
+    """All layers in the format asked for, whatever the base had; the card says so; close to the original."""
+    result = export(runs[kind], "--out", "out", "--bits", "8", "--group-size", "32")
+    assert result.exit_code == 0, result.output
+    found, module = logits_of(tmp_path / "out")
+    kinds = {(p.bits, p.group_size) for _, p in module.named_modules() if hasattr(p, "bits")}
+    assert kinds == {(8, 32)}
+    full = logits_of(runs[kind] / "final")[0]
+    assert np.abs(found - full).mean() < 0.05 * np.abs(full).mean()
+    assert (
+        "quantized: 8 bits, groups of 32. The results are those of full"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
+
+
+def test_the_card_tells_of_the_run_and_of_nothing_else(export, runs, tmp_path):
+    """Results from the log, the config that made them, the prompt; no folder, host or user."""
+    assert export(runs["lora"], "--out", "my-model").exit_code == 0
+    text = (tmp_path / "my-model" / "README.md").read_text(encoding="utf-8")
+    card = ModelCard(text)
+    assert card.data.library_name == "mlx" and card.data.tags == ["mlx", "grpo"]
+    assert "# my-model\n" in text and "GRPO (grpo, LoRA)" in text
+    log = [json.loads(line) for line in (runs["lora"] / "training_log.jsonl").read_text().splitlines()]
+    scores, rewards = ([line[key] for line in log if key in line] for key in ("em", "reward"))
+    assert f"| exact match, 2 held-out problems | {scores[0]:.1%} | {scores[-1]:.1%} |" in text
+    assert f"| reward | {rewards[0]:.4g} | {rewards[-1]:.4g} |" in text
+    assert "4 updates" in text
+    assert "learning_rate = 0.005" in text and "Think first." in text and '"letters.py:letters"' in text
+    home = (
+        str(tmp_path),
+        str(runs["lora"].parents[1]),
+        socket.gethostname(),
+        f"/{getpass.getuser()}",
+        "output_dir",
+    )
+    assert [word for word in home if word in text] == []
+
+
+def test_the_way_of_asking_travels(export, runs, tmp_path):
+    """grpo_prompt.json as the run wrote it, with adapters too; the card shows it and how to use it."""
+    for kind, place in (("full", ""), ("full", "checkpoint-2"), ("lora", "checkpoint-2")):
+        result = export(runs[kind] / place, "--out", "out", "--force")
+        assert result.exit_code == 0, result.output
+        written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
+        assert written == (runs[kind] / "final" / "grpo_prompt.json").read_bytes()
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    prompt, use = text.split("## Prompt")[1].split("## Config")[0], text.split("## Use")[1]
+    assert "Think first." in prompt and "<reasoning>" in prompt and "at most 8 tokens" in prompt
+    assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
+
+
+def test_stop_strings_are_on_the_card(export, runs, tmp_path):
+    """A model that lies in no run, with stop strings and nothing else around its questions."""
+    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
+    file = model / "grpo_prompt.json"
+    changes = {"stop": ["</a>", "\n"], "nudge": "", "system_prompt": ""}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert export(model, "--out", "out").exit_code == 0
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert 'A reply ends with:\n\n```text\n"</a>", "\\n"\n```' in text and "around every question" not in text
+
+
+def test_a_run_from_before_the_file_gets_one(export, runs, tmp_path):
+    """Its config says the same."""
+    run = shutil.copytree(runs["full"], tmp_path / "run")
+    (run / "final" / "grpo_prompt.json").unlink()
+    assert export(run, "--out", "out").exit_code == 0
+    written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
+    assert written == (runs["full"] / "final" / "grpo_prompt.json").read_bytes()
+
+
+def test_without_a_final_model_a_checkpoint_is_exported(export, runs, tmp_path):
+    """The newest whole one, and a line says so."""
+    run = shutil.copytree(runs["full"], tmp_path / "run")
+    shutil.rmtree(run / "final")
+    result = export(run, "--out", "out")
+    assert result.exit_code == 0 and "using its newest whole checkpoint, checkpoint-4" in result.stderr
+    assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(run / "checkpoint-4")[0])
+
+
+def test_a_checkpoints_card_ends_with_the_checkpoint(export, runs, tmp_path):
+    """Two of the four updates; what came later is not its own."""
+    assert export(runs["full"] / "checkpoint-2", "--out", "out").exit_code == 0
+    assert "2 updates" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_model_of_no_run_has_a_short_card(export, tmp_path):
+    """nanochat's as well, whose tokenizer travels along; its numbers stay."""
+    make_nanochat_folder(tmp_path / "nano")
+    result = export("nano", "--out", "out", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Written by grpo_fn" in text and "## Results" not in text and 'grpo generate out "' in text
+    assert (tmp_path / "out" / "tokenizer.pkl").read_bytes() == (
+        tmp_path / "nano" / "tokenizer.pkl"
+    ).read_bytes()
+    weights = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert {leaf.dtype for leaf in weights.values()} == {mx.bfloat16}
+    result = CliRunner().invoke(cli.main, ["generate", "out", "hi", "--max-tokens", "3"])
+    assert result.exit_code == 0, result.output
+
+
+def test_nothing_is_overwritten_unasked(export, runs, tmp_path):
+    """A folder in the way stays; with --force it is replaced whole; the source never is."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    result = export(runs["full"], "--out", "out")
+    assert result.exit_code == 2 and "out: this exists; --force replaces it" in result.stderr
+    failing = export(runs["full"], "--out", "out", "--force", "--bits", "4", "--group-size", "128")
+    assert failing.exit_code == 2 and "nothing was quantized" in failing.stderr
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+    assert export(runs["full"], "--out", "out", "--force").exit_code == 0
+    assert not (tmp_path / "out" / "precious").exists()
+    for place in (runs["full"] / "final", runs["full"], runs["full"].parent):
+        result = export(runs["full"], "--out", place, "--force")
+        assert result.exit_code == 2 and "wanted another folder" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_faults_are_lines(export, runs, tmp_path):
+    """Each with code 2, before anything is written."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.resolved.json").write_text("{}")
+    (tmp_path / "run" / "checkpoint-3").mkdir()
+    for arguments, message in (
+        (["./nope", "--out", "out"], 'RUN_OR_FOLDER = "./nope": there is no such folder'),
+        (
+            ["run", "--out", "out"],
+            "run: this run has no final model and no whole checkpoint",
+        ),
+        ([runs["full"], "--out", "out", "--private"], "--private without --upload-repo"),
+        ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": wanted owner/name'),
+        ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits"),
+        ([runs["full"]], "Missing option '--out'"),
+    ):
+        result = export(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_page_has_every_option():
+    """docs/export.md names each option of the command; mlx-lm's and the config's are the others there."""
+    page = (PRESET_FOLDER.parent / "docs/export.md").read_text(encoding="utf-8")
+    command = cli.main.get_command(click.Context(cli.main), "export")
+    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+    others = {"--model", "--prompt", "--adapter-path", "--save-path", "--system-prompt", "--prefill-response"}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) == options | others
+
+
+def grpo(hub, cwd, *arguments):
+    """`grpo …` in a process of its own that knows this Hub alone."""
+    return subprocess.run(
+        [sys.executable, "-m", "runners.cli", *map(str, arguments)],
+        cwd=cwd,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(PRESET_FOLDER.parent),
+            **hub.environment(cwd / "hf"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_an_upload_happens_when_asked_for(runs, tmp_path):
+    """Every file as it is on the disk, the card with the repository's name."""
+    with serving() as hub:
+        name = "someone/my-model"
+        done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--upload-repo", name, "--private")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
+        files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
+
+
+def test_nothing_is_uploaded_unasked(export, runs, monkeypatch):
+    """Without the option the Hub is not even looked for."""
+    monkeypatch.setattr("runners.conversion.export.upload", lambda *_, **__: pytest.fail("an upload"))
+    assert export(runs["full"], "--out", "out").exit_code == 0
+
+
+def test_a_refused_upload_is_a_line(runs, tmp_path):
+    """The folder stays, and the message says so."""
+    with serving() as hub:
+        pass  # nobody listens there any more
+    done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--upload-repo", "someone/my-model")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith('--upload-repo "someone/my-model": the upload failed (') and last.endswith(
+        "out is whole"
+    )
+    assert (tmp_path / "out" / "README.md").is_file()

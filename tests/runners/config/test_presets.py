@@ -1,0 +1,139 @@
+"""Every packaged config: the memory that its comment states, and one step on a small model of its kind."""
+
+import json
+import math
+import re
+
+import pytest
+
+from runners.config.config import load_config
+from runners.config.reading import PRESET_FOLDER, preset_names
+from runners.config.sections import EMBEDDED
+from runners.machine.machine import Platform
+from runners.memory import model_sizes
+from runners.memory.forecast import forecast, longest_prompt
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_models import make_model_folder
+
+QWEN = {
+    "model_type": "qwen2",
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+NANOCHAT = {"model_type": "nanochat", "vocab_size": 65536, "max_position_embeddings": 2048}
+PACKED = {"quantization": {"group_size": 64, "bits": 4}}
+SHAPES = {  # config.json of each model that a preset names, as far as sizes depend on it
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN | dict(zip(KEYS, (896, 24, 14, 4864), strict=True)),
+    "mlx-community/Qwen2.5-0.5B-Instruct-4bit": QWEN
+    | dict(zip(KEYS, (896, 24, 14, 4864), strict=True))
+    | PACKED,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN | dict(zip(KEYS, (1536, 28, 12, 8960), strict=True)),
+    "mlx-community/Qwen2.5-7B-Instruct-4bit": QWEN
+    | dict(zip(KEYS, (3584, 28, 28, 18944), strict=True))
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
+    | PACKED,
+    "nanochat-d20": NANOCHAT
+    | dict(zip(KEYS, (1280, 20, 10, 5120), strict=True))
+    | {"num_key_value_heads": 10},
+    "nanochat-d32": NANOCHAT
+    | dict(zip(KEYS, (2048, 32, 16, 8192), strict=True))
+    | {"num_key_value_heads": 16},
+}
+STATED = re.compile(r"^# Memory: ([\d.]+) GB on Apple silicon, ([\d.]+) GB on a CPU \(grpo plan\)\.$", re.M)
+SMALL = (  # what makes any preset a step of seconds; its algorithm stays
+    "data.source=embedded",
+    "data.eval_split=valid",
+    "data.max_prompt_length=1000",
+    "data.max_samples=40",
+    "rollout.num_generations=4",
+    "rollout.max_new_tokens=20",
+    "rollout.max_batch=0",
+    "optim.max_steps=1",
+    "optim.batch_size=2",
+    "eval.samples=2",
+    "loss.overlong.buffer=0",
+    "model.lora.layers=-1",
+    'reward.functions=["letters.py:letters"]',
+)
+LETTERS = """
+def letters(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatch):
+    """The forecast for its model's shape, full prompts and completions, in tenths of a GB rounded up."""
+    monkeypatch.chdir(tmp_path)
+    text = (PRESET_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    assert "Choose it" in text.partition("[run]")[0]
+    (found,) = STATED.findall(text)
+
+    def fetched(model):
+        (tmp_path / "config.json").write_text(json.dumps(SHAPES[model]))
+        return tmp_path / "config.json"
+
+    monkeypatch.setattr(model_sizes, "_fetched_config", fetched)
+    config = load_config(name).check()
+    computed = []
+    for backend in ("metal", "cpu"):
+        monkeypatch.setattr(model_sizes, "sharing_pays", lambda backend=backend: backend == "cpu")
+        plan = forecast(config, Platform(backend), 1 << 50, prompt=longest_prompt(config))
+        computed.append(math.ceil(plan.peak.total / 1e8) / 10)
+    assert [float(number) for number in found] == computed
+
+
+def model_of(name, config, folder):
+    """A small random model of the architecture that a preset is for, packed where its model is."""
+    path = config.model.path
+    if path == EMBEDDED:
+        return EMBEDDED
+    shape = SHAPES[path]
+    if shape["model_type"] == "nanochat":
+        return str(make_nanochat_folder(folder / path, width=64))
+    packed = {"group_size": 32, "bits": 4} if "quantization" in shape else None
+    return str(make_model_folder(folder / "model", shape["model_type"], quantize=packed))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_runs_for_a_step(name, tmp_path, monkeypatch):
+    """With its own loss, roles, adapters, minibatches; every update has a gradient; final/ is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    config = load_config(name)
+    model = model_of(name, config, tmp_path)
+    accumulation = f"optim.gradient_accumulation_steps={min(config.optim.gradient_accumulation_steps, 2)}"
+    config = load_config(name, [*SMALL, accumulation, f"model.path={model}"])
+    result = run_training(config, report=Quiet())
+    lines = map(json.loads, (result.folder / "training_log.jsonl").read_text().splitlines())
+    updates = [line for line in lines if "loss" in line]
+    assert len(updates) == config.optim.minibatches
+    assert all(line["grad_norm"] > 0 for line in updates)
+    assert (result.folder / "final" / "model.safetensors").is_file()
+    assert ("rollout/quantization" in updates[0]) == (name == "nanochat_grpo")
+    mismatch = updates[0]["sampling/sampling_logp_difference/mean"]
+    if name == "nanochat_grpo":
+        assert updates[0]["rollout/quantization"] == "affine-4" and mismatch > 1e-3
+    else:
+        assert mismatch < 1e-4
+
+
+def test_the_two_nanochats_differ_as_their_depths_ask():
+    """4-bit rollouts for 20 layers, full precision for 32."""
+    d20, d32 = (load_config(name) for name in ("nanochat_grpo", "nanochat_d32"))
+    assert (d20.rollout.quantization, d20.optim.learning_rate, d20.rollout.max_new_tokens) == (
+        "affine-4",
+        5e-6,
+        64,
+    )
+    assert (d32.rollout.quantization, d32.optim.learning_rate, d32.rollout.max_new_tokens) == (
+        "none",
+        3e-6,
+        128,
+    )

@@ -1,0 +1,257 @@
+"""nanochat's PyTorch checkpoints: the logits of a PyTorch forward, unknown tensors, memory, all in place."""
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from runners.config.reading import PRESET_FOLDER
+from runners.conversion.convert import Quantization, convert
+from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
+from runners.errors import UserError
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from tests.support.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
+from tests.support.tiktoken_files import make_encoding, write_pickle
+
+torch = pytest.importorskip("torch", reason="of the extra `torch`")
+F = torch.nn.functional
+
+TOKENS = [[320, 5, 9, 70, 31, 300, 7, 7, 12, 328]]
+
+
+def rotate(x):
+    """nanochat's rotary embedding of [B,T,H,D]: the halves turned by position · 10000^(−2i/D), clockwise."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** -(torch.arange(half) / half)
+    angles = torch.arange(x.shape[1])[:, None] * frequencies
+    cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+def norm(x):
+    """RMS norm without weights."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def forward(tensors, tokens, sizes=SIZES):
+    """Logits of the architecture in PyTorch, float32: pre-norm blocks, rotary then QK norm, squared ReLU,
+    grouped keys, logits softly capped at 15."""
+    w = {name: tensor.float() for name, tensor in tensors.items()}
+    heads, groups = sizes["n_head"], sizes["n_head"] // sizes["n_kv_head"]
+    size = sizes["n_embd"] // heads
+    x = norm(w["transformer.wte.weight"][torch.tensor(tokens)])
+    batch, length, width = x.shape
+    for layer in range(sizes["n_layer"]):
+        at = f"transformer.h.{layer}."
+        h = norm(x)
+        q, k, v = (
+            (h @ w[f"{at}attn.c_{name}.weight"].T).view(batch, length, -1, size) for name in ("q", "k", "v")
+        )
+        q, k = norm(rotate(q)), norm(rotate(k))
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + y.transpose(1, 2).reshape(batch, length, width) @ w[f"{at}attn.c_proj.weight"].T
+        h = F.relu(norm(x) @ w[f"{at}mlp.c_fc.weight"].T).square()
+        x = x + h @ w[f"{at}mlp.c_proj.weight"].T
+    logits = norm(x) @ w["lm_head.weight"].T
+    return (15 * torch.tanh(logits / 15))[..., : sizes["vocab_size"]].numpy()
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
+def test_the_logits_are_those_of_pytorch(tmp_path, prefix):
+    """mlx-lm's model from the new folder and the forward above, also for tensors of a compiled module."""
+    tensors = make_tensors()
+    folder = convert(str(write_checkpoint(tmp_path / "d3", tensors, prefix=prefix)), tmp_path / "out")
+    module, config = mlx_lm.utils.load_model(folder)
+    module.set_dtype(mx.float32)
+    found, wanted = np.array(module(mx.array(TOKENS))), forward(tensors, TOKENS)
+    assert found.shape == wanted.shape == (1, 10, 329)
+    assert np.abs(found - wanted).max() < 2e-3 < 0.1 < np.abs(wanted).max()
+    assert config["vocab_size"] == 329 and config["max_position_embeddings"] == 64
+
+
+def test_the_folder_speaks(tmp_path):
+    """Tokenizer included: it loads as a model does, in its own dtypes on disk."""
+    folder = convert(str(write_checkpoint(tmp_path / "d3")), tmp_path / "out")
+    model = load_inference(str(folder), Platform(backend="cpu"))
+    assert model.eos_ids == (320, 324) and model.notices == ()
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert weights["transformer.wte.weight"].dtype == mx.bfloat16
+    assert weights["lm_head.weight"].dtype == mx.float32 and weights["lm_head.weight"].shape == (329, 64)
+    cast = convert(str(tmp_path / "d3"), tmp_path / "cast", dtype="bfloat16")
+    assert {w.dtype for w in mx.load(str(cast / "model.safetensors")).values()} == {mx.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [(Quantization(bits=4), 4), (Quantization(bits=3, group_size=32), 3), (Quantization(mode="mxfp8"), 8)],
+)
+def test_it_can_be_quantized_at_once_or_later(tmp_path, quantization, bits):
+    """From the checkpoint or from the MLX folder: the same packed weights, near the full model's logits."""
+    source = write_checkpoint(tmp_path / "d3")
+    full = convert(str(source), tmp_path / "full")
+    once = convert(str(source), tmp_path / "once", quantization=quantization)
+    later = convert(str(full), tmp_path / "later", quantization=quantization)
+    modules = [mlx_lm.utils.load_model(folder)[0] for folder in (full, once, later)]
+    assert modules[1].lm_head.bits == bits
+    logits = [np.array(module(mx.array(TOKENS)).astype(mx.float32)) for module in modules]
+    assert np.array_equal(logits[1], logits[2])
+    assert 0 < np.abs(logits[1] - logits[0]).mean() < 0.5 * np.abs(logits[0]).mean()
+    with pytest.raises(UserError, match="quantized already"):
+        convert(str(once), tmp_path / "twice", quantization=quantization)
+
+
+def spoil(tensors, **changes):
+    """The tensors with some replaced, or (None) left out."""
+    return {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"resid_lambdas": torch.ones(3), "value_embeds.1.weight": torch.ones(2)},
+            r"2 unknown tensors: resid_lambdas, value_embeds\.1\.weight; ",
+        ),
+        (
+            {"lm_head.weight": None, "transformer.h.1.mlp.c_fc.weight": None},
+            r"2 tensors are missing: lm_head\.weight, transformer\.h\.1",
+        ),
+        (
+            {"transformer.h.0.attn.c_k.weight": torch.ones(64, 64)},
+            r"c_k\.weight has the shape \(64, 64\), wanted \(32, 64\)",
+        ),
+        (
+            {"lm_head.weight": torch.ones(320, 64)},
+            r"lm_head\.weight has the shape \(320, 64\), wanted \(329, 64\)",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
+    """Unknown, missing, of another shape: nothing is written."""
+    source = write_checkpoint(tmp_path / "d3", spoil(make_tensors(), **changes))
+    with pytest.raises(UserError, match=message):
+        convert(str(source), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["d3"]
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"n_layer": "3"}, "model_config.n_layer is '3', wanted a positive integer"),
+        ({"n_head": 3}, "wanted each to be a multiple of the next"),
+        (
+            {"window_pattern": "SSSL"},
+            "model_config has window_pattern, which",
+        ),
+        ({"vocab_size": 300}, "329 ids, but the model of meta_000650.json knows 300"),
+    ],
+)
+def test_another_architecture_is_refused(tmp_path, meta, message):
+    """Sizes that are none, and settings that mlx-lm's model does not have."""
+    with pytest.raises(UserError, match=message):
+        convert(str(write_checkpoint(tmp_path / "d3", **meta)), tmp_path / "out")
+
+
+def test_long_windows_alone_are_plain_attention(tmp_path):
+    """The one setting that changes nothing."""
+    assert convert(str(write_checkpoint(tmp_path / "d3", window_pattern="LL")), tmp_path / "out").is_dir()
+
+
+def test_a_file_that_runs_code_is_refused(tmp_path):
+    """weights_only: the pickle inside asks for more than tensors."""
+    source = write_checkpoint(tmp_path / "d3")
+    torch.save({"x": __import__("collections").Counter, "y": print}, source / "model_000650.pt")
+    with pytest.raises(UserError, match=r"model_000650\.pt: cannot be read as a checkpoint of tensors"):
+        convert(str(source), tmp_path / "out")
+
+
+def test_the_last_step_or_the_one_asked_for(tmp_path):
+    """--step chooses; the tokenizer may be where nanochat keeps it."""
+    base = tmp_path / "nanochat"
+    folder = write_checkpoint(base / "chatsft_checkpoints" / "d3", step=9)
+    write_checkpoint(folder, step=650)
+    (base / "tokenizer").mkdir()
+    shutil.move(folder / "tokenizer.pkl", base / "tokenizer")
+    assert is_checkpoint(folder) and not is_checkpoint(base)
+    assert find_checkpoint(folder).model.name == "model_000650.pt"
+    found = find_checkpoint(folder, 9)
+    assert (found.model.name, found.meta.name) == ("model_000009.pt", "meta_000009.json")
+    assert found.tokenizer == base / "tokenizer" / "tokenizer.pkl"
+    with pytest.raises(UserError, match="no step 10; found 9, 650"):
+        find_checkpoint(folder, 10)
+    found.meta.unlink()
+    with pytest.raises(UserError, match=r"meta_000009\.json is missing"):
+        find_checkpoint(folder, 9)
+    (base / "tokenizer" / "tokenizer.pkl").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.pkl is missing, here and in"):
+        find_checkpoint(folder)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from runners import platform; platform.prepare()
+from runners.conversion.convert import convert
+def peak():  # of this process image; ru_maxrss would begin with the parent's
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+convert(sys.argv[1], Path(sys.argv[3]))
+before = peak()
+convert(sys.argv[2], Path(sys.argv[4]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+def test_the_peak_is_below_three_times_the_file(tmp_path):
+    """100 MB in a process of its own, beyond what the libraries and a small conversion have taken."""
+    sizes = {**SIZES, "n_embd": 512, "n_layer": 8}
+    small = write_checkpoint(tmp_path / "small")
+    large = write_checkpoint(tmp_path / "large", make_tensors(sizes=sizes), sizes=sizes)
+    size = (large / "model_000650.pt").stat().st_size
+    assert 90e6 < size < 110e6
+    targets = [str(tmp_path / name) for name in ("a", "b")]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(small), str(large), *targets],
+        cwd=PRESET_FOLDER.parent, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 0.5 * size < int(done.stdout) < 3 * size
+
+
+def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
+    """The line says what to install."""
+    source = write_checkpoint(tmp_path / "d3")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[torch\]' in a clone"):
+        convert(str(source), tmp_path / "out")
+
+
+def test_a_tokenizer_with_fewer_ids_is_fine(tmp_path):
+    """The model may know more."""
+    source = write_checkpoint(tmp_path / "d3")
+    write_pickle(source, make_encoding(size=310))
+    assert convert(str(source), tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
+def test_a_disk_that_refuses_is_one_line(tmp_path, limit):
+    """Weights are written by safetensors' own library here, whose errors are no OSError."""
+    source = write_checkpoint(tmp_path / "d3")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        with pytest.raises(UserError, match=r"out: cannot be written: File too large$"):
+            convert(str(source), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["d3"]

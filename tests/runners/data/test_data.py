@@ -1,0 +1,404 @@
+"""Rows from files, folders and the Hub: what is read, what is held out, and what a fault is told as."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets.exceptions import DatasetNotFoundError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.config.sections import DataConfig
+from runners.data import datasets as data
+from runners.data.datasets import epoch_order, gold_answer, load_rows
+from runners.errors import UserError
+from runners.rewards.builtin import parse_number
+
+GSM8K = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "gsm8k"
+ROWS = [
+    {"question": f"What is {n} + 1?", "answer": f"So {n}+1.\n#### {n + 1}", "level": n % 3} for n in range(25)
+]
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    """Write rows as JSON lines; a str is written as it stands."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def load(source: object, **changes: Any) -> tuple[data.Rows, data.Rows]:
+    """The rows of a source under a config with a few changes."""
+    return load_rows(DataConfig(source=str(source), **changes))
+
+
+def refused(source: object, **changes: Any) -> str:
+    """The one line with which a source is refused."""
+    with pytest.raises(UserError) as caught:
+        load(source, **changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write_jsonl(path: Path) -> None:
+    """The rows as JSON lines, with a byte order mark, blank lines and Windows line ends."""
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(map(json.dumps, ROWS)).encode())
+
+
+def write_json(path: Path) -> None:
+    """The rows as one indented JSON list."""
+    path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
+
+
+def write_csv(path: Path) -> None:
+    """The rows as CSV, answers with a line break in quotes."""
+    lines = [f'"{row["question"]}","{row["answer"]}",{row["level"]}' for row in ROWS]
+    path.write_text("\n".join(["question,answer,level", *lines, ""]), encoding="utf-8")
+
+
+def write_parquet(path: Path) -> None:
+    """The rows as a Parquet table."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("rows.jsonl", write_jsonl),
+        ("lines.json", write_jsonl),
+        ("rows.json", write_json),
+        ("rows.CSV", write_csv),
+        ("rows.parquet", write_parquet),
+    ],
+)
+def test_a_file_of_every_format(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+    """A file gives its rows in order, all columns kept: the last tenth to evaluate on, the rest to train."""
+    write(tmp_path / name)
+    train, evaluation = load(tmp_path / name)
+    # CSV has no types: its columns are text, as they stand.
+    rows = [{**row, "level": str(row["level"])} for row in ROWS] if name.endswith("CSV") else ROWS
+    assert train == rows[:-2]
+    assert evaluation == rows[-2:]
+    assert (train.skipped, evaluation.skipped) == (0, 0)
+
+
+def test_line_ends_inside_json_strings(tmp_path: Path) -> None:
+    """Unicode's line and paragraph separators may stand inside a JSON line and do not end it."""
+    rows = [{"question": "one\u2028two\u2029three\x85?", "answer": "3"}] * 2
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    assert load(path) == (rows[:1], rows[1:])
+
+
+def test_a_folder_of_splits(tmp_path: Path) -> None:
+    """A folder gives the file of each split, in any format; validation has several names."""
+    jsonl(tmp_path / "train.jsonl", ROWS[:10])
+    (tmp_path / "dev.json").write_text(json.dumps(ROWS[10:15]), encoding="utf-8")
+    write_parquet(tmp_path / "test.parquet")
+    (tmp_path / "README.md").write_text("about", encoding="utf-8")
+    assert load(tmp_path) == (ROWS[:10], ROWS)
+    for name in ("dev", "valid", "validation", "val"):
+        assert load(tmp_path, eval_split=name) == (ROWS[:10], ROWS[10:15])
+    assert load(tmp_path, split="test", eval_split="train") == (ROWS, ROWS[:10])
+    assert load(tmp_path, split="test", eval_split="test") == (ROWS[:-2], ROWS[-2:])
+    assert load(tmp_path, max_samples=3) == (ROWS[:3], ROWS)
+
+
+def test_shards_are_joined_in_order(tmp_path: Path) -> None:
+    """Files numbered as the Hub numbers them are one split."""
+    jsonl(tmp_path / "train-00001-of-00002.jsonl", ROWS[10:])
+    jsonl(tmp_path / "train-00000-of-00002.jsonl", [*ROWS[:10], {"question": "?"}])
+    jsonl(tmp_path / "test.jsonl", ROWS)
+    train, _ = load(tmp_path, on_bad_row="skip")
+    assert train == ROWS
+    assert train.skipped == 1
+    assert "train-00000-of-00002.jsonl, line 11: no answer" in train.first_fault
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    assert "more than once (train-00000-of-00002.jsonl" in refused(tmp_path)
+
+
+def test_missing_splits_list_those_found(tmp_path: Path) -> None:
+    """A split that is not there is answered with those that are, under the key that asked for it."""
+    assert "holds no data file" in refused(tmp_path)
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    jsonl(tmp_path / "tests.jsonl", ROWS)
+    message = refused(tmp_path)
+    assert 'data.eval_split is "test"' in message
+    assert "holds tests, train;" in message
+    assert "did you mean tests?" in message
+    assert 'data.split is "trian"' in refused(tmp_path, split="trian", eval_split="train")
+    assert 'is a file, which is the split "train"' in refused(tmp_path / "train.jsonl", split="test")
+
+
+@given(n=st.integers(2, 40), cap=st.integers(0, 50))
+def test_held_out_rows_are_never_trained_on(
+    n: int, cap: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However many rows a file has, training and evaluation share none, and only max_samples drops any."""
+    path = jsonl(
+        tmp_path_factory.mktemp("rows") / "rows.jsonl", [{"question": f"{k}?", "answer": k} for k in range(n)]
+    )
+    train, evaluation = load(path, max_samples=cap)
+    trained, evaluated = [row["answer"] for row in train], [row["answer"] for row in evaluation]
+    assert evaluated == list(range(n - max(n // 10, 1), n))
+    assert trained == list(range(n - len(evaluated)))[: cap or None]
+
+
+def test_a_single_row_cannot_be_split(tmp_path: Path) -> None:
+    """One usable row is too little to train on and to evaluate."""
+    assert "one usable row; wanted two at least" in refused(jsonl(tmp_path / "rows.jsonl", ROWS[:1]))
+
+
+GOOD = {"question": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter at column 30"),
+        ("[" * 100_000, "not usable JSON"),
+        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not usable JSON"),
+        ('["question"]', "list instead of an object"),
+        ("null", "NoneType instead of an object"),
+        ({"answer": "2"}, "no question"),
+        ({"question": None, "answer": "2"}, "no question"),
+        ({"question": " \n", "answer": "2"}, "question is blank"),
+        ({"question": 7, "answer": "2"}, "question is int; wanted text"),
+        ({"question": "a"}, "no answer in answer"),
+        ({"question": "a", "answer": None}, "no answer in answer"),
+        ({"question": "a", "answer": ""}, "no answer in answer"),
+        ({"question": "a", "answer": "So 5.\n#### "}, 'no answer in answer: "So 5.\\n#### "'),
+        ({"question": "a", "answer": ["2"]}, "no answer in answer"),
+        ({"question": "a", "answer": True}, "no answer in answer: true"),
+        ('{"question": "a", "answer": NaN}', "no answer in answer: nan"),
+        ({"question": "half \ud800", "answer": "2"}, "half of a surrogate pair, '\\ud800'"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
+    """A bad row is named by its line, or left out and counted, as the config says."""
+    path = jsonl(tmp_path / "train.jsonl", [GOOD, "", bad, GOOD, bad, GOOD])
+    message = refused(path)
+    assert message.startswith(f"{path}, line 3: ")
+    assert fault in message
+    assert 'data.on_bad_row = "skip"' in message
+    train, evaluation = load(path, on_bad_row="skip")
+    assert (train, evaluation) == ([GOOD] * 2, [GOOD])
+    assert train.skipped == 2
+    assert train.first_fault.startswith(f"{path}, line 3: ")
+
+
+def test_bad_csv_rows(tmp_path: Path) -> None:
+    """A row with too few cells is a bad row of its line; a quote that never ends spoils the file."""
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"a\nb",1\nlonely\n\nc,2\nd,3\n', encoding="utf-8")
+    assert f"{path}, line 4: 1 cells under a header of 2" in refused(path)
+    train, evaluation = load(path, on_bad_row="skip")
+    assert train.skipped == 1
+    assert [*train, *evaluation] == [
+        {"question": "a\nb", "answer": "1"},
+        {"question": "c", "answer": "2"},
+        {"question": "d", "answer": "3"},
+    ]
+    path.write_text('question,answer\na,1\n"b,2\n', encoding="utf-8")
+    assert "not CSV: unexpected end of data" in refused(path, on_bad_row="skip")
+    path.write_text("question,answer,answer\na,1,1\n", encoding="utf-8")
+    assert 'two columns named "answer"' in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("rows.jsonl", b"", "has no usable row"),
+        ("rows.jsonl", b"\n \n", "has no usable row"),
+        ("rows.json", b"[]", "has no usable row"),
+        ("rows.csv", b"question,answer\n", "has no usable row"),
+        (
+            "rows.jsonl",
+            b'{"question": "a", "answer": "1"}\n{"question": "caf\xe9"}\n',
+            "line 2: byte 0xe9 is not UTF-8",
+        ),
+        ("rows.jsonl", '{"question": "a"}'.encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
+        ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),
+        ("rows.parquet", b"PAR1 no", "is not a Parquet file"),
+        ("rows.txt", b"a", 'ends in ".txt"; wanted .jsonl, .json, .csv, .parquet'),
+    ],
+)
+def test_unusable_files(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+    """A file that is empty, in another encoding or broken is refused as a whole, whatever on_bad_row says."""
+    (tmp_path / name).write_bytes(content)
+    message = refused(tmp_path / name, on_bad_row="skip")
+    assert str(tmp_path / name) in message
+    assert expected in message
+
+
+def test_a_parquet_row_that_is_no_text(tmp_path: Path) -> None:
+    """The format takes any bytes for text: the row is named, or left out, and the others are read."""
+    texts = pyarrow.array([b"a", b"caf\xe9", b"c"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"question": texts, "answer": ["1", "2", "3"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert "rows.parquet, row 2: 'utf-8' codec can't decode byte 0xe9" in refused(tmp_path / "rows.parquet")
+    train, evaluation = load(tmp_path / "rows.parquet", on_bad_row="skip")
+    assert sorted(row["question"] for row in (*train, *evaluation)) == ["a", "c"]
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    """Leaving out every row is refused, with the fault of the first."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "", "answer": "1"}, "{", "{"])
+    assert "has no usable row; all 3 are bad, the first: " in refused(path, on_bad_row="skip")
+
+
+def test_missing_fields(tmp_path: Path) -> None:
+    """A field that no row has is named with its key, those found and the nearest, even when skipping."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"qestion": "a", "gold": 1}] * 3)
+    for changes in ({}, {"on_bad_row": "skip"}):
+        message = refused(path, **changes)
+        assert (
+            'no field named "question" (data.question); found qestion, gold; did you mean qestion?' in message
+        )
+    assert '"answer" (data.answer); found qestion, gold' in refused(path, question="qestion")
+    train, evaluation = load(path, question="qestion", answer="gold")
+    assert (len(train), len(evaluation)) == (2, 1)
+
+
+def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks like a path is never asked of the Hub; a Hub configuration means nothing for a file."""
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
+    for source in ("none.jsonl", "./none", f"{tmp_path}/none", "~/none/at/all", "a/b/c"):
+        assert "there is no file or folder" in refused(source)
+    jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert "leave data.name out" in refused(tmp_path / "rows.jsonl", name="main")
+
+
+def test_the_embedded_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own data is a folder of splits like any other."""
+    monkeypatch.setattr(data, "DATA_DIR", tmp_path)
+    for name, rows in (("train", ROWS[:10]), ("valid", ROWS[10:20]), ("test", ROWS[20:])):
+        jsonl(tmp_path / f"{name}.jsonl", rows)
+    assert load("embedded") == (ROWS[:10], ROWS[20:])
+    assert load("embedded", eval_split="valid") == (ROWS[:10], ROWS[10:20])
+    monkeypatch.setattr(data, "DATA_DIR", tmp_path / "gone")
+    assert "there is no file or folder" in refused("embedded")
+
+
+@pytest.fixture
+def in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub that nobody has to ask whether it is there."""
+    monkeypatch.setattr(data, "hub_or_cache", nullcontext)
+
+
+@pytest.mark.usefixtures("in_reach")
+@pytest.mark.parametrize(
+    ("source", "name", "asked"),
+    [("openai/gsm8k", "", "main"), ("openai/gsm8k", "socratic", "socratic"), ("someone/sums", "", None)],
+)
+def test_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, name: str, asked: str | None) -> None:
+    """A Hub name goes to load_dataset with its configuration, once for each split."""
+    calls: list[tuple[Any, ...]] = []
+
+    def load_dataset(path, config=None, *, split):
+        calls.append((path, config, split))
+        return datasets.Dataset.from_list(ROWS[:20] if split == "train" else ROWS[20:])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load(source, name=name, max_samples=4) == (ROWS[:4], ROWS[20:])
+    assert calls == [(source, asked, "train"), (source, asked, "test")]
+    assert load(source, name=name, eval_split="train") == (ROWS[:18], ROWS[18:20])
+
+
+@pytest.mark.usefixtures("in_reach")
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            ConnectionError("Couldn't reach 'a/b' on the Hub"),
+            "neither a local path nor within reach on the Hub",
+        ),
+        (DatasetNotFoundError("Dataset 'a/b' doesn't exist"), "the Hub did not give"),
+        (ValueError("Unknown split \"test\". Should be one of ['train']."), "one of ['train']"),
+        (
+            ValueError("Config name is missing.\nPlease pick one of ['x', 'y']"),
+            "Please pick one of ['x', 'y']",
+        ),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str) -> None:
+    """Whatever load_dataset raises becomes one line with the source or split that was asked for."""
+
+    def load_dataset(path, config=None, *, split):
+        if split == "train":
+            return datasets.Dataset.from_list(ROWS)
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refused("a/b")
+    assert expected in message
+    assert message.startswith("data.eval_split is" if "split" in str(error) else "data.source is")
+
+
+@pytest.mark.usefixtures("in_reach")
+def test_hub_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad row of a Hub data set is named by its number."""
+    rows = [{"question": "a", "answer": "1"}, {"question": None, "answer": "1"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert refused("a/b").startswith("a/b (train), row 2: no question")
+
+
+@pytest.mark.parametrize(
+    ("field", "gold"),
+    [
+        ("So.\n#### 1,234 ", "1,234"),
+        ("#### 1\n#### 2", "2"),
+        (" 72 ", "72"),
+        ("####", None),
+        ("", None),
+        (72, "72"),
+        (0, "0"),
+        (0.5, "0.5"),
+        (10**400, f"1{'0' * 400}"),  # more than a float holds
+        (Decimal("1e400"), "1E+400"),
+        (Decimal("sNaN"), None),
+        (Decimal("Infinity"), None),
+        (float("inf"), None),
+        (False, None),
+        (None, None),
+        ([1], None),
+    ],
+)
+def test_gold_answer(field: object, gold: str | None) -> None:
+    """The text after the last mark, else the whole field; nothing where nothing stands there."""
+    assert gold_answer(field) == gold
+
+
+@given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 1000))
+def test_epoch_order(n: int, seed: int, epoch: int) -> None:
+    """Each epoch takes every example once, the same way every time."""
+    order = epoch_order(n, seed, epoch)
+    assert sorted(order.tolist()) == list(range(n))
+    np.testing.assert_array_equal(order, epoch_order(n, seed, epoch))
+
+
+def test_epoch_orders_differ() -> None:
+    """Another epoch or another seed gives another order, and the two do not add up to the same."""
+    orders = [tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16
+
+
+def test_gsm8k() -> None:
+    """The real files: 7,473 and 1,319 rows, none of them bad, and every gold answer a number."""
+    if not (GSM8K / "train.jsonl").is_file():
+        pytest.skip("the GSM8K files are not here")
+    train, test = load(GSM8K)
+    assert (len(train), len(test)) == (7473, 1319)
+    golds = [gold_answer(row["answer"]) for row in [*train, *test]]
+    assert [gold for gold in golds if gold is None or parse_number(gold) is None] == []
+    assert golds[:3] == ["72", "10", "5"]

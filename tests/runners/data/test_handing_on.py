@@ -1,0 +1,140 @@
+"""What a run leaves opens in mlx-lm's own commands, each in a process of its own."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from tests.support.tiny_runs import train
+
+PROMPT = "Anna bakes 48 rolls."
+TOKENS = mx.array([[5, 9, 70, 31, 12]])
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each kind, and each one's base."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {tune: train(folder, tune, tune) for tune in ("full", "lora")}
+    return {**found, "base": folder / "base-lora"}
+
+
+def mlx(*arguments):
+    """`python -m mlx_lm …`, its output; it must end well."""
+    command = [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
+    done = subprocess.run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expected(folder, adapter=None, count=8):
+    """The greedy reply of a model as mlx-lm's library loads it, by whole forward passes."""
+    module, tokenizer = mlx_lm.load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_dict=False
+    )
+    start = len(tokens)
+    while len(tokens) < start + count:
+        token = int(module(mx.array([tokens]))[0, -1].argmax())
+        if token in tokenizer.eos_token_ids:
+            break
+        tokens.append(token)
+    return tokenizer.decode(tokens[start:])
+
+
+def generated(output):
+    """The reply between the rules that `mlx_lm generate` draws."""
+    return re.search(r"={10}\n(.*?)\n={10}", output, re.DOTALL)[1]
+
+
+def generate(folder, *options):
+    """The greedy reply of `mlx_lm generate`."""
+    fixed = ("--prompt", PROMPT, "--max-tokens", 8, "--temp", 0)
+    return generated(mlx("generate", "--model", folder, *fixed, *options))
+
+
+@pytest.mark.parametrize(("tune", "place"), [("full", "final"), ("full", "checkpoint-2"), ("lora", "final")])
+def test_mlx_lm_generates_from_a_run(runs, tune, place):
+    """The reply is the greedy one of these very weights, which training has moved."""
+    folder = runs[tune] / place
+    assert generate(folder) == expected(folder)
+    trained, base = (mlx_lm.load(str(path))[0](TOKENS) for path in (folder, runs["base"]))
+    assert mx.abs(trained - base).max().item() > 1e-3
+
+
+def test_mlx_lm_generates_with_the_adapters_of_a_checkpoint(runs):
+    """--adapter-path takes the folder as it is."""
+    adapter = runs["lora"] / "checkpoint-2"
+    assert generate(runs["base"], "--adapter-path", adapter) == expected(runs["base"], adapter)
+
+
+def test_mlx_lm_fuses_the_adapters(runs, tmp_path):
+    """What `mlx_lm fuse` makes of base and adapters is what final/ holds already."""
+    mlx(
+        "fuse",
+        "--model",
+        runs["base"],
+        "--adapter-path",
+        runs["lora"] / "final",
+        "--save-path",
+        tmp_path / "fused",
+    )
+    fused, final = (
+        mlx_lm.load(str(path))[0](TOKENS) for path in (tmp_path / "fused", runs["lora"] / "final")
+    )
+    assert mx.abs(fused - final).max().item() < 1e-4
+
+
+def test_mlx_lm_serves_the_final_model(runs):
+    """One chat completion over HTTP, the same reply; then it is stopped."""
+    folder = runs["lora"] / "final"
+    body = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 8,
+        "temperature": 0.0,
+    }
+    answer = None
+    for _ in range(3):  # another program may take the free port before the server does
+        answer = answer or served(folder, body)
+    assert answer is not None
+    assert answer["choices"][0]["message"]["content"] == expected(folder)
+
+
+def served(folder, body):
+    """The answer of a server of its own to a chat completion; None where it could not come up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
+    server = subprocess.Popen(command, env=OFFLINE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        return post(f"http://127.0.0.1:{port}/v1/chat/completions", body, server)
+    finally:
+        server.terminate()
+        server.wait(timeout=600)
+
+
+def post(url, body, server, *, patience=600):
+    """The JSON answer, once the server listens; None where it ends before."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    end = time.monotonic() + patience
+    while True:
+        try:
+            with opener.open(request, timeout=patience) as response:
+                return json.load(response)
+        except urllib.error.URLError as error:
+            assert isinstance(error.reason, ConnectionRefusedError), error
+            if server.poll() is not None:
+                return None
+            assert time.monotonic() < end, "the server has not come up"
+            time.sleep(0.2)

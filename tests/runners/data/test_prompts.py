@@ -1,0 +1,166 @@
+"""Prompts: chat templates and their quirks, the plain fallback, and what becomes of a row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from runners.config.sections import DataConfig
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples, columns_of, render, reward_columns
+from runners.errors import UserError
+
+GSM8K = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "gsm8k"
+SPECIAL = {"<s>": 256, "</s>": 257, "<|user|>": 258, "<|end|>": 259, "<|bot|>": 260}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+)
+DROPS_SYSTEM = TEMPLATE.replace("in messages", "in messages if m['role'] != 'system'")
+MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"})
+
+
+def tokenizer(template: str | None, adds: str = "") -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per byte, which adds to a text what `adds` says: "<s> $A", say."""
+    alphabet = {character: k for k, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab={**alphabet, **SPECIAL}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(list(SPECIAL))
+    if adds:
+        inner.post_processor = processors.TemplateProcessing(
+            single=adds, special_tokens=list(SPECIAL.items())[:2]
+        )
+    outer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    outer.chat_template = template
+    return outer
+
+
+@pytest.mark.parametrize("wrap", [lambda plain: plain, TokenizerWrapper])
+@pytest.mark.parametrize("adds", ["", "<s> $A", "<s> $A </s>"])
+def test_chat_template(wrap: Any, adds: str) -> None:
+    """The template's text, the nudge after it, and exactly one BOS: the template's own."""
+    text, tokens = render(wrap(tokenizer(TEMPLATE, adds)), MESSAGES, "<reasoning>")
+    assert text == "<s><|user|>system: Be brief.<|end|><|user|>user: 1+1?<|end|><|bot|><reasoning>"
+    assert tokens[:2] == (256, 258)
+    assert tokens.count(256) == 1
+    assert 257 not in tokens
+    assert tokenizer(TEMPLATE).decode(tokens) == text
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, DROPS_SYSTEM])
+def test_templates_without_a_system_role(template: str) -> None:
+    """Where the template refuses or drops the system role, its text opens the user's message."""
+    text, _ = render(tokenizer(template), MESSAGES)
+    assert text == "<s><|user|>user: Be brief.\n\n1+1?<|end|><|bot|>"
+    assert render(tokenizer(template), MESSAGES[1:])[0] == "<s><|user|>user: 1+1?<|end|><|bot|>"
+
+
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:]])
+def test_failing_templates(messages: Any) -> None:
+    """A template that fails whatever it is given is one line with its reason."""
+    with pytest.raises(UserError, match="chat template fails: TemplateError: never"):
+        render(tokenizer("{{ raise_exception('never') }}"), messages)
+
+
+@pytest.mark.parametrize("wrap", [lambda plain: plain, TokenizerWrapper])
+@pytest.mark.parametrize(
+    ("adds", "first"), [("", 260), ("<s> $A", 256), ("<s> $A </s>", 256), ("$A </s>", 260)]
+)
+def test_plain_fallback(wrap: Any, adds: str, first: int) -> None:
+    """Without a template: named turns, BOS only if the tokenizer adds it by default, and never its EOS."""
+    plain = tokenizer(None, adds)
+    text, tokens = render(wrap(plain), MESSAGES, "<reasoning>")
+    assert text == "System: Be brief.\n\nUser: 1+1?\n\nAssistant: <reasoning>"
+    with_bos = first == 256
+    assert (tokens[0] == 256) == with_bos
+    assert 257 not in tokens
+    assert plain.decode(tokens[with_bos:]) == text
+
+
+def test_examples() -> None:
+    """A row becomes messages, a prompt, a gold answer, and its columns with `answer` the gold one."""
+    rows = [
+        {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "prompts": "clash"},
+        {"q": "2+2?", "solution": 4, "answer": "raw"},
+    ]
+    config = DataConfig(question="q", answer="solution", system_prompt="Be brief.", nudge="<reasoning>")
+    examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
+    assert too_long == 0
+    assert [example.answer for example in examples] == ["2", "4"]
+    first = examples[0]
+    assert first.messages == (MESSAGES[0], {"role": "user", "content": "1+1?"})
+    assert (first.text, first.tokens) == render(tokenizer(TEMPLATE), first.messages, "<reasoning>")
+    assert first.columns == {
+        "q": "1+1?",
+        "solution": "So.\n#### 2",
+        "level": 3,
+        "column_prompts": "clash",
+        "answer": "2",
+    }
+    assert examples[1].columns["level"] is None
+    assert reward_columns(rows) == {
+        "q": "q",
+        "solution": "solution",
+        "level": "level",
+        "column_prompts": "prompts",
+        "answer": "answer",
+    }
+    assert columns_of(examples, 2) == {
+        "q": ["1+1?", "1+1?", "2+2?", "2+2?"],
+        "solution": ["So.\n#### 2"] * 2 + [4] * 2,
+        "level": [3, 3, None, None],
+        "column_prompts": ["clash", "clash", None, None],
+        "answer": ["2", "2", "4", "4"],
+    }
+
+
+def test_no_system_prompt() -> None:
+    """An empty or blank system prompt makes no message."""
+    for empty in ("", " \n"):
+        config = DataConfig(system_prompt=empty)
+        examples, _ = build_examples([{"question": "1+1?", "answer": "2"}], config, tokenizer(TEMPLATE))
+        assert examples[0].messages == ({"role": "user", "content": "1+1?"},)
+
+
+def test_long_prompts_are_left_out_and_counted() -> None:
+    """A prompt at the limit stays, one token more goes; when all go, the shortest one's length is told."""
+    rows = [{"question": "x" * n, "answer": "1"} for n in (5, 6, 7)]
+    fit = len(render(tokenizer(TEMPLATE), ({"role": "user", "content": "x" * 6},), "<r>")[1])
+    config = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit)
+    examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
+    assert [len(example.tokens) for example in examples] == [fit - 1, fit]
+    assert too_long == 1
+    short = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit - 2)
+    with pytest.raises(
+        UserError, match=f"max_prompt_length is {fit - 2}, but the shortest of 3 prompts has {fit - 1}"
+    ):
+        build_examples(rows, short, tokenizer(TEMPLATE))
+    assert build_examples([], short, tokenizer(TEMPLATE)) == ([], 0)
+
+
+def test_rows_without_an_answer() -> None:
+    """A row that never went through load_rows and has no answer is refused, not trained on."""
+    with pytest.raises(UserError, match="a row has no answer in answer: None"):
+        build_examples([{"question": "1+1?", "answer": None}], DataConfig(), tokenizer(TEMPLATE))
+
+
+def test_gsm8k_prompts() -> None:
+    """Real problems keep their text whole in the prompt, and their tokens decode to it."""
+    if not (GSM8K / "test.jsonl").is_file():
+        pytest.skip("the GSM8K files are not here")
+    config = DataConfig(source=str(GSM8K), max_samples=200, max_prompt_length=4096)
+    rows, _ = load_rows(config)
+    bytewise = tokenizer(TEMPLATE)
+    examples, too_long = build_examples(rows, config, bytewise)
+    assert (len(examples), too_long) == (200, 0)
+    for row, example in zip(rows, examples, strict=True):
+        assert row["question"] in example.text
+        assert example.text.endswith("<|bot|><reasoning>")
+        assert bytewise.decode(example.tokens) == example.text

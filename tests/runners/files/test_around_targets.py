@@ -1,0 +1,119 @@
+"""Files around the targets of convert, export and runs are untouched; full disks leave no half target."""
+
+import os
+import resource
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.decoys import look, plant
+from tests.support.disks import small_disk
+from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import train
+
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """What is converted, and what is exported: of full weights, and of adapters."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {
+        "convert": ["convert", str(make_model_folder(folder / "model", dtype="bfloat16"))],
+        "export": ["export", str(train(folder, "full", "full")), "--out"],
+        "fuse": ["export", str(train(folder, "lora", "lora") / "checkpoint-2"), "--out"],
+    }
+
+
+def grpo(*arguments):
+    """A command in this process."""
+    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_files_of_the_users_beside_a_new_model_are_untouched(sources, tmp_path, command):
+    """Whatever they are called; with a new target, one that is refused, one that fails and one replaced."""
+    folder = tmp_path / "models"
+    decoys = plant(folder, "out")
+    before = look(decoys)
+    assert grpo(*sources[command], folder / "out").exit_code == 0
+    assert grpo(*sources[command], folder / "out").exit_code == 2
+    bad = ["--force", "--bits", "2", "--group-size", "128"]  # no layer is as wide
+    assert "nothing was quantized" in grpo(*sources[command], folder / "out", *bad).stderr
+    assert grpo(*sources[command], folder / "out", "--force").exit_code == 0
+    assert look(decoys) == before
+    inside = {path.name for path in folder.iterdir()} - {path.name for path in decoys}
+    assert inside == {"out"}
+
+
+def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
+    """Through a run, one that goes on from a checkpoint, and one that begins anew."""
+    beside = plant(tmp_path / "out", "tiny")
+    inside = plant(tmp_path / "out" / "tiny", "checkpoint-2")
+    before = look(beside) | look(inside)
+    straight = run_training(config_in(tmp_path / "other", *SHORT), report=Quiet()).folder
+    for resume, overwrite in ((False, "false"), (True, "false"), (False, "true")):
+        config = config_in(tmp_path / "out", *SHORT, f"run.overwrite={overwrite}")
+        result = run_training(config, report=Quiet(), resume=resume)
+        assert outcome(result.folder)["final"] == outcome(straight)["final"]
+        assert look(beside) | look(inside) == before
+
+
+def test_an_earlier_checkpoint_put_aside_stays(tmp_path):
+    """The next one of that step gets another name."""
+    config = config_in(tmp_path / "out", *SHORT)
+    folder = run_training(config, report=Quiet()).folder
+    (folder / "checkpoint-3.aside").mkdir()
+    (folder / "checkpoint-3.aside" / "precious").write_text("x")
+    run_training(config, report=Quiet(), resume=folder / "checkpoint-2")
+    assert (folder / "checkpoint-3.aside" / "precious").read_text() == "x"
+    assert (folder / "checkpoint-3.aside-2" / "manifest.json").exists()
+
+
+def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
+    """A target that the source lies in is refused, with --force too."""
+    source = make_model_folder(tmp_path / "models" / "model")
+    before = look([tmp_path / "models"])
+    result = grpo("convert", source, tmp_path / "models", "--force")
+    assert result.exit_code == 2 and f"the source {source} lies in it; wanted another folder" in result.stderr
+    assert look([tmp_path / "models"]) == before
+
+
+@pytest.mark.parametrize("command", ["convert", "export", "fuse"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.8, 0.9])
+def test_a_full_disk_is_one_line_and_leaves_nothing(sources, tmp_path, command, share):
+    """A tmpfs with room for a part: exit code 2, the target as it was, nothing beside it."""
+    assert grpo(*sources[command], tmp_path / "whole").exit_code == 0
+    pages = sum(-(-file.stat().st_size // PAGE) for file in (tmp_path / "whole").iterdir())
+    with small_disk(tmp_path / "disk", PAGE * (2 + int(pages * share))) as disk:
+        (disk / "out").mkdir()
+        (disk / "out" / "old").touch()
+        result = grpo(*sources[command], disk / "out", "--force")
+        assert result.exit_code == 2, result.output
+        (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
+        assert line == f"{disk / 'out'}: cannot be written: No space left on device"
+        assert [path.name for path in disk.iterdir()] == ["out"]
+        assert [path.name for path in (disk / "out").iterdir()] == ["old"]
+        (disk / "out" / "old").unlink()
+        (disk / "out").rmdir()
+        assert grpo(*sources[command], disk / "out").exit_code == 2 and not os.listdir(disk)
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
+def test_a_file_that_may_not_grow_is_one_line(sources, tmp_path, command, limit):
+    """RLIMIT_FSIZE, for where a disk cannot be mounted: the kernel refuses in the midst of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        result = grpo(*sources[command], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
+    assert line == f"{tmp_path / 'out'}: cannot be written: File too large"
+    assert not os.listdir(tmp_path)

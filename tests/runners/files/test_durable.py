@@ -1,0 +1,278 @@
+"""Files that survive: a crash at any moment leaves the old folder or the new one; nothing else is touched."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from runners.errors import UserError
+from runners.files import durable, staging
+from tests.support.decoys import look, plant
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Counts the calls that the action asks of the disk; then a child for each, which ends there as by SIGKILL.
+KILLED = """
+import fcntl, os, shutil, sys
+from pathlib import Path
+from runners import durable
+
+def act(target, action):
+    if action == "text":
+        durable.save_text(target, "new")
+    elif action == "removal":
+        durable.remove_folder(target)
+    else:
+        with durable.new_folder(target) as folder:
+            (folder / "one").write_text("new")
+            (folder / "two").write_text("new")
+
+def watch(owner, name, at, count):
+    function = getattr(owner, name)
+    def call(*args, **kwargs):
+        count[0] += 1
+        if count[0] == at:
+            os._exit(9)
+        return function(*args, **kwargs)
+    setattr(owner, name, call)
+
+base, action, calls = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+for at in range(1, calls + 1) if calls else [0]:
+    child = os.fork()
+    if not child:
+        count = [0]
+        for name in ("rename", "mkdir", "open", "write", "fsync", "unlink", "rmdir"):
+            watch(os, name, at, count)
+        watch(fcntl, "flock", at, count)
+        act(base / str(at) / "target", action)
+        os._exit(0 if calls else count[0])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 9 or not calls
+if not calls:
+    print(code)
+"""
+
+
+def kill_everywhere(tmp_path, action, prepare):
+    """Runs an action in a folder for each of its calls, killed there: in 1, 2, …; how many there are."""
+
+    def run(calls):
+        for at in range(1, calls + 1) if calls else [0]:
+            (tmp_path / str(at)).mkdir()
+            prepare(tmp_path / str(at) / "target")
+        command = [sys.executable, "-c", KILLED, str(tmp_path), action, str(calls)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    calls = int(run(0))
+    assert 10 < calls < 200
+    run(calls)
+    return calls
+
+
+def debris(folder, ours):
+    """Names in a folder but for these."""
+    return {path.name for path in folder.iterdir()} - ours
+
+
+def made(folder):
+    """Which folder it is; None: there is none."""
+    if not folder.exists():
+        return None
+    contents = {file.name: file.read_text() for file in folder.iterdir()}
+    assert contents in ({"one": "old"}, {"one": "new", "two": "new"})
+    return contents["one"]
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["replaced", "new"])
+def test_a_kill_at_any_call_leaves_the_old_folder_or_the_new_one(tmp_path, exists):
+    """Whole, at once or after the next start, which clears away the rest; decoys around it are untouched."""
+
+    def prepare(target):
+        if exists:
+            target.mkdir()
+            (target / "one").write_text("old")
+        decoys[target.parent] = plant(target.parent, "target")
+        before[target.parent] = look(decoys[target.parent])
+
+    decoys, before, unmarked = {}, {}, 0
+    calls = kill_everywhere(tmp_path, "folder", prepare)
+    for at in range(1, calls + 1):
+        folder = tmp_path / str(at)
+        first = made(folder / "target")
+        durable.check_target(folder / "target", True)
+        after = made(folder / "target")
+        assert first is None or after == first
+        assert after or not exists
+        left = debris(folder, {"target", *(path.name for path in decoys[folder])})
+        unmarked += len(left)  # killed before the marker was written, or after it was removed
+        assert all(not any(file.stat().st_size for file in (folder / name).iterdir()) for name in left)
+        with durable.new_folder(folder / "target") as fresh:
+            (fresh / "one").write_text("new")
+            (fresh / "two").write_text("new")
+        assert made(folder / "target") == "new"
+        assert look(decoys[folder]) == before[folder], at
+    assert unmarked <= 6
+
+
+def test_a_kill_at_any_call_leaves_the_old_file_or_the_new_one(tmp_path):
+    """Never half of one, and the next start clears away what was begun."""
+    calls = kill_everywhere(tmp_path, "text", lambda target: target.write_text("old"))
+    found = []
+    for at in range(1, calls + 1):
+        found.append((tmp_path / str(at) / "target").read_text())
+        durable.check_target(tmp_path / str(at) / "target", True)
+        assert (tmp_path / str(at) / "target").read_text() == found[-1]
+    assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}
+
+
+def test_a_kill_at_any_call_of_a_removal_leaves_the_folder_or_nothing(tmp_path):
+    """Never half of one under its name."""
+
+    def prepare(target):
+        target.mkdir()
+        (target / "one").write_text("old")
+
+    for at in range(1, kill_everywhere(tmp_path, "removal", prepare) + 1):
+        target = tmp_path / str(at) / "target"
+        before = made(target)
+        durable.check_target(target, True)
+        assert made(target) == before
+
+
+def test_a_folder_that_comes_back_counts_as_being_there(tmp_path):
+    """Killed between the renames: the next start restores the old one first, and then asks for --force."""
+    parent = os.open(tmp_path, os.O_RDONLY)
+    stage = staging._make(parent, "target")
+    for name, content in (("old", "old"), ("new", "half")):
+        (tmp_path / stage.name / name).mkdir()
+        (tmp_path / stage.name / name / "one").write_text(content)
+    with pytest.raises(OSError):  # its owner lives
+        staging._claim(parent, stage.name)
+    stage.close()
+    with pytest.raises(UserError, match="target: this exists; --force replaces it"):
+        durable.check_target(tmp_path / "target", False)
+    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
+    os.close(parent)
+
+
+def test_what_was_moved_aside_is_not_lost_where_its_name_is_taken(tmp_path):
+    """Killed between the renames, and then the user made a folder of that name: both stay."""
+    parent = os.open(tmp_path, os.O_RDONLY)
+    stage = staging._make(parent, "target")
+    for path in (tmp_path / stage.name / "old", tmp_path / stage.name / "new", tmp_path / "target"):
+        path.mkdir()
+    (tmp_path / stage.name / "old" / "one").write_text("old")
+    stage.close()
+    with durable.new_folder(tmp_path / "other"):
+        pass
+    assert (tmp_path / stage.name / "old" / "one").read_text() == "old"
+    (tmp_path / "target").rmdir()
+    with durable.new_folder(tmp_path / "other"):
+        pass
+    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target", "other"}) == set()
+    os.close(parent)
+
+
+def test_a_living_owners_work_is_left_alone(tmp_path):
+    """Two side by side, for one name and for two: each becomes whole, the later one of a name stays."""
+    with durable.new_folder(tmp_path / "target") as first:
+        (first / "one").write_text("old")
+        with durable.new_folder(tmp_path / "other") as second:
+            (second / "one").write_text("old")
+        with durable.new_folder(tmp_path / "target") as third:
+            (third / "one").write_text("new")
+            (third / "two").write_text("new")
+        assert made(tmp_path / "target") == "new" and (first / "one").exists()
+    assert made(tmp_path / "target") == made(tmp_path / "other") == "old"
+    assert debris(tmp_path, {"target", "other"}) == set()
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
+    """Without `replace` the first to be ready wins, and the other one says so."""
+    with (
+        pytest.raises(UserError, match="target: this exists; --force replaces it"),
+        durable.new_folder(tmp_path / "target", replace=False) as folder,
+    ):
+        (folder / "one").write_text("new")
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target" / "one").write_text("old")
+    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
+
+
+@pytest.mark.parametrize("shape", ["a file", "a link", "a dangling link"])
+def test_a_target_that_is_no_folder_is_replaced_itself(tmp_path, shape):
+    """Not what a link leads to."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "one").write_text("old")
+    if shape == "a file":
+        (tmp_path / "target").write_text("old")
+    else:
+        (tmp_path / "target").symlink_to(tmp_path / ("precious" if shape == "a link" else "nowhere"))
+    with pytest.raises(UserError, match="this exists"):
+        durable.check_target(tmp_path / "target", False)
+    with durable.new_folder(tmp_path / "target") as folder:
+        (folder / "one").write_text("old")
+    assert made(tmp_path / "target") == made(tmp_path / "precious") == "old"
+    assert not (tmp_path / "target").is_symlink() and debris(tmp_path, {"target", "precious"}) == set()
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "a/.."])
+def test_a_target_without_a_name_is_refused(name):
+    """Before any work is done."""
+    with pytest.raises(UserError, match="cannot be replaced; wanted the name of a new one"):
+        durable.check_target(Path(name), True)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Folders are written all the same; nobody's leftovers are cleared away, as their owners may live."""
+
+    def missing(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    parent = os.open(tmp_path, os.O_RDONLY)
+    left = staging._make(parent, "target")
+    left.close()
+    os.close(parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", missing)
+        with durable.new_folder(tmp_path / "target") as folder:
+            (folder / "one").write_text("old")
+    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == {left.name}
+    durable.check_target(tmp_path / "target", True)
+    assert debris(tmp_path, {"target"}) == set()
+
+
+def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    """The order is: the marker, each file, the folder, then the rename, then the parent."""
+    log = []
+    rename, fsync = os.rename, os.fsync
+    monkeypatch.setattr(os, "rename", lambda a, b, **more: log.append("rename") or rename(a, b, **more))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: log.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name) or fsync(fd)
+    )
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc to tell which file a descriptor is")
+    with durable.new_folder(tmp_path / "made") as folder:
+        (folder / "one").write_text("1")
+        (folder / "two").write_text("2")
+    assert log[0] == staging.MARKER and set(log[1:3]) == {"one", "two"}
+    assert log[3:] == ["new", "rename", tmp_path.name]
+
+
+def test_loaded_arrays_do_not_change_with_their_file(tmp_path):
+    """mx.load is lazy and would read what lies there later: here it has been read."""
+    file = tmp_path / "a.safetensors"
+    durable.save_arrays(file, {"a": mx.ones((4096,))}, {})
+    arrays, _ = durable.load_arrays(file)
+    with open(file, "r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        size = stream.tell()
+        stream.seek(size - 4096)
+        stream.write(b"\xff" * 4096)
+    assert mx.array_equal(arrays["a"], mx.ones((4096,)))

@@ -1,0 +1,300 @@
+"""Vision-language models: what is said without mlx-vlm, and with it a tiny Qwen2-VL from end to end.
+
+The second part needs the extra `vlm` and PyTorch; CI installs neither, so there it is skipped.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tokenizers import AddedToken
+
+from runners import cli
+from tests.support.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
+
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+needs_vlm = pytest.mark.skipif(
+    not (find_spec("mlx_vlm") and find_spec("torch")), reason="wants mlx-vlm and PyTorch"
+)
+
+
+@pytest.fixture
+def grpo(tmp_path, monkeypatch):
+    """Runs `grpo …` in this process, in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.main, [*arguments])
+
+
+@pytest.fixture
+def with_vision(tmp_path):
+    """A folder whose config.json says that it has a vision part; no more of it is there."""
+    folder = make_model_folder(tmp_path / "seeing")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
+    return folder
+
+
+def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
+    """Converting and generating; nothing is left behind; the language part alone needs no extra."""
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    for arguments in (
+        ("convert", "seeing", "out"),
+        ("generate", "seeing", "hello", "--image", "x.png"),
+    ):
+        result = grpo(*arguments)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+        assert "pip install -e '.[vlm]' in a clone" in result.stderr
+    assert not (with_vision.parent / "out").exists()
+    assert "--text-only" in grpo("convert", "seeing", "out").stderr
+    assert grpo("convert", "seeing", "out", "--text-only").exit_code == 0
+
+
+def test_images_want_a_model_that_sees(grpo, tmp_path):
+    """A model of text is refused before anything is loaded, and so is what images do not go with."""
+    make_model_folder(tmp_path / "blind")
+    result = grpo("generate", "blind", "hello", "--image", "x.png")
+    assert result.exit_code == 2 and "no vision_config" in result.stderr
+    for extra in (("--num", "2"), ("--out", "x"), ("--adapter", "x")):
+        assert "--image goes with one PROMPT" in grpo("generate", "m", "p", "--image", "x", *extra).stderr
+    assert "--image goes with one PROMPT" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
+
+
+def test_code_of_a_folder_is_not_run_unasked(grpo, with_vision):
+    """mlx-vlm would import the file that `model_file` names."""
+    config = json.loads((with_vision / "config.json").read_text())
+    (with_vision / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))
+    for arguments in (("convert", "seeing", "out"), ("generate", "seeing", "p", "--image", "x")):
+        assert "names code to run, evil.py" in grpo(*arguments).stderr
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """A Qwen2-VL of two layers and two vision blocks, random, in PyTorch."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**settings())).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # the usual small weights would leave all logits alike
+            weight.copy_(torch.randn_like(weight) * 0.25)
+    return model
+
+
+def settings():
+    """config.json of the model, in the form of the models on the Hub."""
+    text = {
+        "vocab_size": 324,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    ids = dict(zip(("vision_start", "vision_end", "image", "video"), range(320, 324), strict=True))
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "in_channels": 3,
+        "in_chans": 3,
+        "patch_size": 4,
+        "spatial_patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "model_type": "qwen2_vl",
+    }
+    return text | {f"{name}_token_id": i for name, i in ids.items()} | {"vision_config": vision}
+
+
+@pytest.fixture
+def source(tmp_path, theirs):
+    """The model as a Hugging Face folder, with a tokenizer and an image processor."""
+    folder = tmp_path / "qwen"
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", **settings()}))
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    assert tokenizer.token_to_id("<|image_pad|>") == settings()["image_token_id"]
+    write_tokenizer(folder, tokenizer)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    pictures = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 1024,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    return folder
+
+
+@pytest.fixture
+def images(tmp_path):
+    """One of noise, one that is white."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
+    for number, pixels in enumerate((noise, np.full_like(noise, 255))):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    return ["0.png", "1.png"]
+
+
+def inputs_of(folder, images):
+    """The arrays that mlx-vlm makes of a question about images, and the model."""
+    import mlx_vlm
+    from mlx_vlm.prompt_utils import apply_chat_template
+    from mlx_vlm.utils import prepare_inputs
+
+    module, processor = mlx_vlm.load(str(folder), trust_remote_code=False)
+    prompt = apply_chat_template(processor, module.config, "How many?", num_images=len(images))
+    return module, prepare_inputs(processor, images=images, prompts=prompt, add_special_tokens=False)
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_converted_it_is_pytorch_s_model(grpo, source, theirs, images):
+    """The same logits at every position, with the image's features among the words'."""
+    import torch
+
+    result = grpo("convert", "qwen", "out", "--dtype", "float32")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
+    module, inputs = inputs_of(source.parent / "out", images[:1])
+    ids, pixels, grid = (inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw"))
+    assert (np.array(ids) == settings()["image_token_id"]).sum() == 12  # 24 × 32 in tokens of 8 × 8 pixels
+    ours = np.array(module(ids, pixels, image_grid_thw=grid).logits)
+    with torch.no_grad():
+        wanted = theirs(
+            input_ids=torch.tensor(np.array(ids)),
+            pixel_values=torch.tensor(np.array(pixels)),
+            image_grid_thw=torch.tensor(np.array(grid)),
+            mm_token_type_ids=torch.tensor((np.array(ids) == settings()["image_token_id"]).astype(int)),
+        ).logits.numpy()
+    np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_all_but_what_sees(grpo, source, images):
+    """Packed layers of the language part, in the format asked for; the vision part is as it was."""
+    assert grpo("convert", "qwen", "out", "--bits", "4", "--group-size", "32").exit_code == 0
+    weights = mx.load(str(source.parent / "out" / "model.safetensors"))
+    packed = {name for name in weights if name.endswith(".scales")}
+    assert packed and not any("vision" in name for name in packed)
+    config = json.loads((source.parent / "out" / "config.json").read_text())
+    assert (config["quantization"]["bits"], config["quantization"]["group_size"]) == (4, 32)
+    result = grpo("generate", "out", "How many?", "--image", images[0], "--max-tokens", "4")
+    assert result.exit_code == 0, result.stderr
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_opened_is_not_left(grpo, source, tmp_path):
+    """Tensors that mlx-vlm does not know are named in one line."""
+    weights = dict(mx.load(str(source / "model.safetensors")))
+    mx.eval(weights)
+    strange = weights | {"visual.strange.weight": mx.zeros((2, 2))}
+    mx.save_safetensors(str(source / "model.safetensors"), strange, metadata={"format": "pt"})
+    result = grpo("convert", "qwen", "out")
+    assert result.exit_code == 2 and "vision_tower.strange.weight" in result.stderr
+    assert "mlx-vlm cannot convert it" in result.stderr and not (tmp_path / "out").exists()
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_is_that_of_the_model(grpo, source, images):
+    """The text is that of the model's likeliest tokens; stderr has the speed; a stop string ends it."""
+    from runners.tokenization.text import TextDecoder
+
+    def answer(*options):
+        result = grpo("generate", "qwen", "How many?", *options, "--temperature", "0", "--max-tokens", "8")
+        assert result.exit_code == 0, result.stderr
+        return result
+
+    module, inputs = inputs_of(source, images[:1])
+    ids, tokens = inputs["input_ids"], []
+    for _ in range(8):
+        logits = module(ids, inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"]).logits
+        tokens.append(int(logits[0, -1].argmax()))
+        ids = mx.concatenate([ids, mx.array([[tokens[-1]]], ids.dtype)], axis=1)
+        if tokens[-1] == 2:
+            break
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from transformers import AutoTokenizer
+
+    tokenizer = TokenizerWrapper(AutoTokenizer.from_pretrained(source), eos_token_ids=[2])
+    one = answer("--image", images[0])
+    assert one.stdout == TextDecoder(tokenizer).decode(tokens) + "\n"
+    assert f"completion {len(tokens)} tokens" in one.stderr
+    stop = TextDecoder(tokenizer).decode(tokens[:2])
+    assert answer("--image", images[0], "--stop", stop).stdout == stop + "\n"
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_sampling_has_a_seed(grpo, source, images):
+    """One seed, one answer; another image and the penalty change it; the nudge stands in front."""
+
+    def answer(*options, image=images[0]):
+        result = grpo("generate", "qwen", "How?", "--image", image, "--max-tokens", "40", *options)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert answer("--seed", "1") == answer("--seed", "1") != answer("--seed", "2")
+    assert answer() != answer(image=images[1])
+    assert answer() != answer("--image", images[1])
+    assert answer("--temperature", "0", "--repetition-penalty", "1000") != answer("--temperature", "0")
+    assert answer("--nudge", "<reasoning>").startswith("<reasoning>")
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_that_is_no_image(grpo, source, tmp_path):
+    """One line, with its name."""
+    (tmp_path / "text.png").write_text("no")
+    for name in ("text.png", "absent.png"):
+        result = grpo("generate", "qwen", "How?", "--image", name)
+        assert result.exit_code == 2 and f"--image {name}: cannot be read as an image" in result.stderr
+
+
+@needs_vlm
+@pytest.mark.filterwarnings("ignore")
+def test_the_language_part_alone_is_mlx_lm_s(grpo, source, tmp_path):
+    """`--text-only` leaves the vision part out; what mlx-vlm converted mlx-lm reads as well, for training."""
+    import mlx_lm
+
+    assert grpo("convert", "qwen", "text", "--text-only").exit_code == 0
+    assert grpo("convert", "qwen", "both").exit_code == 0
+    tokens = mx.array([[5, 9, 70, 31]])
+    found = [np.array(mlx_lm.load(str(tmp_path / name))[0](tokens)) for name in ("text", "both")]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert not any("vis" in name for name in mx.load(str(tmp_path / "text" / "model.safetensors")))
+    result = grpo("generate", "text", "How?", "--image", "x.png")
+    assert result.exit_code == 2 and "no vision_config" in result.stderr

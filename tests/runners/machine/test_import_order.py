@@ -1,0 +1,73 @@
+"""The BLAS before MLX: whatever a command imports, a fast BLAS is global by the time `mlx.core` is loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runners.cli import COMMANDS
+from runners.machine import machine as platform
+
+ROOT = Path(__file__).resolve().parents[3]
+IN_TIME, TOO_LATE = 42, 43
+# Runs a command up to its first import of MLX, and ends the process there.
+PROBE = f"""
+import ctypes, os, sys, traceback
+
+class Probe:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlx.core":
+            if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+                os._exit({IN_TIME})
+            traceback.print_stack()
+            sys.stderr.flush()
+            os._exit({TOO_LATE})
+
+sys.meta_path.insert(0, Probe())
+from runners.cli import main
+main(sys.argv[1:])
+"""
+CALLS = {
+    "run": ["run quickstart", "run quickstart --dry-run", "run quickstart --resume"],
+    "plan": ["plan quickstart"],
+    "check": ["check quickstart"],
+    "generate": [
+        "generate embedded hello",
+        "generate embedded --prompts prompts.txt",
+        "generate embedded --prompts prompts.jsonl",
+        "generate embedded --prompts prompts.parquet",
+        "generate embedded hello --image picture.png",
+    ],
+    "chat": ["chat embedded"],
+    "convert": ["convert model out"],
+    "export": ["export model --out out"],
+    "eval": ["eval embedded", "eval embedded --config quickstart --data prompts.jsonl"],
+}
+
+
+@pytest.mark.skipif(platform.blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
+@pytest.mark.parametrize("call", [call for calls in CALLS.values() for call in calls])
+def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
+    """Each command, in each of the ways in which it begins with other modules."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello", "question": "1+1?", "answer": "2"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["hello"]}), tmp_path / "prompts.parquet")
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *call.split()],
+        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "GRPO_FN_CACHE": str(tmp_path)},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == IN_TIME, done.stdout + done.stderr
+
+
+def test_every_command_is_among_them():
+    """A new command needs a line above."""
+    assert set(CALLS) == set(COMMANDS)

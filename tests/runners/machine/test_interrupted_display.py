@@ -1,0 +1,92 @@
+"""Ctrl-C while the display is on: the screen stays in order, and says how to go on."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import CTRL_C, Session
+from tests.support.tiny_runs import small
+
+ROOT = Path(__file__).resolve().parents[3]
+REWARD = """
+import time
+
+def slow(completions, trainer_state, **_):
+    if trainer_state.global_step >= 2:
+        time.sleep({seconds})
+    return [float(n % 2) for n in range(len(completions))]
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run on a terminal, whose reward takes so many seconds from the third update on."""
+
+    def start_run(seconds, columns=70):
+        (tmp_path / "slow.py").write_text(REWARD.format(seconds=seconds))
+        (tmp_path / "train.toml").write_text(
+            small(
+                run={"output_dir": str(tmp_path / "out put")},
+                reward={"functions": ["slow.py:slow"]},
+                optim={"max_steps": 6},
+            )
+        )
+        command = [sys.executable, "-m", "runners.cli", "run", str(tmp_path / "train.toml")]
+        command += ["--set", "run.name=my-first"]
+        return Session(command, columns, PYTHONPATH=str(ROOT), HOME=str(tmp_path))
+
+    return start_run
+
+
+def blocks(lines):
+    """The blocks on a screen, each as its number of lines; AssertionError for half a block."""
+    tops = [n for n, line in enumerate(lines) if line.startswith("╭")]
+    ends = [n for n, line in enumerate(lines) if line.startswith("╰")]
+    inside = [n for n, line in enumerate(lines) if line.startswith("│")]
+    whole = [range(top + 1, end) for top, end in zip(tops, ends, strict=True)]
+    assert inside == [n for block in whole for n in block], "\n".join(lines)
+    return [len(block) for block in whole]
+
+
+def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start):
+    """The block is as wide as the terminal allows; the command is run as it was printed, to the end."""
+    with start(seconds=1) as session:
+        session.read_until("update 2/6")
+        session.type(CTRL_C)
+        code, screen = session.finish()
+    lines = [line for line in screen.lines if line]
+    assert code == 130 and screen.cursor_shown
+    assert blocks(lines) == [5]
+    assert "Saving after this step. Press Ctrl-C again to quit now." in lines
+    assert any(line.startswith("interrupted: saved") for line in lines)
+    advice = screen.lines[screen.lines.index("interrupted") + 1 :]  # a long line, which the terminal wraps
+    said, _, command = "".join(advice).partition(": ")
+    assert said == "to go on"
+    program, *arguments = shlex.split(command)
+    assert program == "python" and arguments[-1] == "--resume" and "run.name=my-first" in arguments
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stdout and "update 6/6" in done.stdout
+
+
+def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start):
+    """The process ends at once, in the midst of a step; the cursor is back, on a line of its own."""
+    with start(seconds=600) as session:
+        session.read_until("update 2/6")
+        session.type(CTRL_C)
+        session.read_until("Saving after this step.")
+        session.read_until("╰")
+        session.type(CTRL_C)
+        code, screen = session.finish()
+    assert code == 130 and screen.cursor_shown
+    assert blocks(screen.lines) == [5] and screen.lines[-1] == ""

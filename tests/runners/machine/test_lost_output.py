@@ -1,0 +1,200 @@
+"""Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from runners.machine.signals import Stopped, StopSignals
+from runners.machine.terminal import OutputLost
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.tiny_states import same_bits
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+run = {name = "r", output_dir = "out"}
+model.path = "embedded"
+data = {source = "rows.jsonl", system_prompt = ""}
+rollout = {num_generations = 2, max_new_tokens = 4}
+optim = {batch_size = 2, max_steps = 1000}
+eval = {samples = 2, at_start = false}
+"""
+COMMANDS = {
+    "generate": ["generate", "embedded", "hello", "--max-tokens", "2"],
+    "lines": ["generate", "embedded", "hello", "--max-tokens", "2", "--num", "2"],
+    "chat": ["chat", "embedded", "--max-tokens", "2"],
+    "check": ["check", "train.toml"],
+    "run": ["run", "train.toml"],
+    "plan": ["plan", "train.toml"],
+    "eval": ["eval", "embedded", "--config", "train.toml", "--max-tokens", "2"],
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A fresh current folder with a config and its data."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def start(*arguments, **options):
+    """A command in a process of its own."""
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(
+        [sys.executable, "-m", "runners.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        **given,
+    )
+
+
+def ended(process):
+    """Its exit code and what it said on standard error, without the BLAS's notice."""
+    error = process.communicate(input="hello\n", timeout=600)[1]
+    return process.returncode, [line for line in error.splitlines() if "BLAS" not in line]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_under_standard_output_is_a_line(place, command):
+    """`grpo … > /dev/full`: code 2, and the line is the last thing said."""
+    with open("/dev/full", "w") as full:
+        code, lines = ended(start(*COMMANDS[command], stdin=subprocess.PIPE, stdout=full))
+    assert code == 2 and lines[-1] == "standard output: No space left on device", lines
+    assert not any("Traceback" in line or "Error" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("command", ["generate", "run"])
+def test_a_closed_standard_output_is_a_line(place, command):
+    """`grpo … >&-`: at once, as the next file to be opened would be written to otherwise."""
+    code, lines = ended(start(*COMMANDS[command], stdout=None, preexec_fn=lambda: os.close(1)))
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("standard output: it is closed"), lines
+
+
+def test_other_closed_streams_are_not_missed(place):
+    """Standard input and error lead nowhere then."""
+
+    def close():
+        os.close(0)
+        os.close(2)
+
+    process = start(*COMMANDS["chat"], stdin=None, stderr=None, preexec_fn=close)
+    assert process.communicate(timeout=600)[0] == "" and process.returncode == 0
+
+
+def test_a_full_disk_under_standard_error_is_no_reason_to_stop(place):
+    """Notices are lost, the reply is not."""
+    with open("/dev/full", "w") as full:
+        process = start(*COMMANDS["generate"], stderr=full)
+        assert process.communicate(timeout=600)[0].strip() and process.returncode == 0
+
+
+def first_update(stream):
+    """Reads a run's output as far as its first update."""
+    for line in stream:
+        if line.startswith("update"):
+            return
+    raise AssertionError("the run ended before its first update")
+
+
+def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
+    """`grpo-run … | head`: code 141, a line on standard error, and a checkpoint to go on from."""
+    process = start("run", "train.toml")
+    first_update(process.stdout)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(600) == 141
+    lines = [line for line in error.splitlines() if "BLAS" not in line]
+    assert lines[0] == "standard output: Broken pipe: the run ends"
+    assert lines[-1].startswith(("interrupted: saved out/r/checkpoint-", "saved out/r/checkpoint-"))
+    assert "Traceback" not in error and "Exception" not in error
+    step = max(int(path.name.partition("-")[2]) for path in Path("out/r").glob("checkpoint-*"))
+    process = start(
+        "run", "train.toml", "--resume", "--set", f"optim.max_steps={step}", "--allow-config-change"
+    )
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0 and f"batch step {step}" in out
+
+
+class Lost(Quiet):
+    """A display that nobody reads after so many updates."""
+
+    def __init__(self, after):
+        self.after, self.fault, self.lines = after, None, []
+
+    def step(self, metrics):
+        if metrics["update"] == self.after:
+            self.fault = BrokenPipeError(32, "Broken pipe")
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize("settings", [[], ["optim.num_iterations=2", "optim.minibatches=2"]])
+def test_the_rest_of_such_a_run_is_the_same(tmp_path, settings):
+    """It stops where it is, between two updates of one rollout too, and goes on from there bit for bit."""
+    settings = [*SHORT, "checkpoint.every=0", *settings]
+    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    config = config_in(tmp_path / "b", *settings)
+    report = Lost(2)
+    with pytest.raises(OutputLost, match="standard output: Broken pipe"):
+        run_training(config, report=report)
+    assert report.lines[-2] == "standard output: Broken pipe: the run ends"
+    assert report.lines[-1].startswith("interrupted: saved ")
+    resumed = run_training(config, report=Quiet(), resume=True)
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_a_run_whose_terminal_goes_away_saves(place):
+    """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
+    leader, follower = pty.openpty()
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+
+    with open("errors", "w+") as errors:
+        options = {"stdin": follower, "stdout": follower, "stderr": errors}
+        process = start("run", "train.toml", preexec_fn=own_terminal, **options)
+        os.close(follower)
+        shown = b""
+        while b"update 1/" not in shown and b"update 2/" not in shown:
+            shown += os.read(leader, 1 << 16)
+        os.close(leader)
+        assert process.wait(600) == 128 + signal.SIGHUP
+        errors.seek(0)
+        said = errors.read()
+    assert "Traceback" not in said and list(Path("out/r").glob("checkpoint-*"))
+
+
+def test_a_hangup_that_nohup_has_turned_off_stays_off():
+    """`nohup grpo-run …` goes on when its terminal goes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.stopped and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+            assert signals.received == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert Stopped(signal.SIGHUP).exit_code == 129
+
+
+def test_closed_descriptors_are_survived():
+    """A reward may close every one that it finds."""
+    with StopSignals() as signals:
+        os.close(signals._reader)
+        os.close(signals._writer)
+    assert not signals.stopped

@@ -1,0 +1,300 @@
+"""What reaches a terminal: no control character of a model's, a tokenizer's, a reward's or a data set's."""
+
+import io
+import json
+import logging
+import os
+import pty
+import select
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from runners.files.json_lines import json_line, to_json
+from runners.machine import terminal
+from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
+from runners.telemetry.live import LiveReport
+from runners.telemetry.report import PlainReport, Quiet, make_report
+from tests.support.tiny_models import make_model_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
+EVIL = "\x1b]0;evil\x07\x9b31m\x7f\r\x00\x85"
+SHOWN = "\\x1b]0;evil\\x07\\x9b31m\\x7f\\r\\x00\\x85"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def harmless(text):
+    """Whether no control character but line feed and tab is in a text."""
+    return not any(ord(letter) in CONTROLS for letter in text)
+
+
+@given(st.text(st.characters(codec=None) | st.sampled_from(sorted(map(chr, CONTROLS)))))
+def test_every_control_character_is_spelt_out(text):
+    """All others stay; what comes out has bytes."""
+    shown = visible(text)
+    assert harmless(shown)
+    assert harmless(shown.encode().decode())
+    if text.isprintable() or set(text) <= {"\n", "\t", "a"}:
+        assert shown == text
+
+
+def test_what_stands_in_their_place():
+    """As Python spells them; what turns the writing's direction is spelt as well, and letters are not."""
+    assert visible(f"a\tb\n{EVIL}") == f"a\tb\n{SHOWN}"
+    assert visible("\u202eabc\u2066 \ud800") == "\\u202eabc\\u2066 \\ud800"
+    assert visible("Größe 漢字 שלום 👩\u200d👩 \u00a0") == "Größe 漢字 שלום 👩\u200d👩 \u00a0"
+
+
+@pytest.mark.parametrize("err", [False, True])
+def test_a_terminal_gets_it_visible_and_a_pipe_as_it_is(monkeypatch, err):
+    """`raw` gives the terminal the text, too."""
+    cases = ((Terminal(), False, SHOWN), (Terminal(), True, EVIL), (io.StringIO(), False, EVIL))
+    for stream, raw, wanted in cases:
+        monkeypatch.setattr(sys, "stderr" if err else "stdout", stream)
+        echo(EVIL, err=err, raw=raw, nl=False)
+        assert stream.getvalue() == wanted
+
+
+def test_what_a_stream_has_no_bytes_for_is_spelt_out(monkeypatch):
+    """An old terminal's encoding, and halves of surrogate pairs, are no reason to fail."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    echo("0.1 → 0.2 \ud800")
+    output = Output(stream)
+    output.write("→")
+    output.flush()
+    assert stream.buffer.getvalue() == b"0.1 \\u2192 0.2 \\ud800\n\\u2192" and output.fault is None
+
+
+class Full(io.StringIO):
+    """A stream that takes nothing."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_stream_that_fails(monkeypatch):
+    """Standard output's end is an error; standard error's is not, as it would be said there."""
+    monkeypatch.setattr(sys, "stderr", Full())
+    echo("x", err=True)
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OutputLost, match="standard output: No space left on device") as caught:
+        echo("x")
+    assert caught.value.exit_code == 2 and OutputLost(BrokenPipeError(32, "Broken pipe")).exit_code == 141
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.raises(OutputLost):
+        echo("x")
+
+
+def test_a_report_whose_stream_fails_goes_on(monkeypatch):
+    """It keeps the fault; notes go to standard error from there on."""
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    for report in (PlainReport(Full()), LiveReport(Full())):
+        with report:
+            report.start(2, {"run": "r"})
+            report.step({"update": 1})
+            report.status("x")
+            report.note("saved")
+            report.finish({})
+        assert isinstance(report.fault, OSError)
+    assert errors.getvalue() == "saved\n" * 2
+    monkeypatch.setattr(sys, "stdout", None)
+    assert isinstance(make_report(), Quiet)
+
+
+def test_a_descriptor_that_is_another_files_by_now(tmp_path):
+    """What would go into that file goes nowhere."""
+    with open(tmp_path / "log", "w") as stream, open(tmp_path / "weights", "wb") as other:
+        output = Output(stream)
+        output.write("1\n")
+        output.flush()
+        os.dup2(other.fileno(), stream.fileno())
+        output.write("2\n")
+        output.flush()
+    assert "closed" in str(output.fault)
+    assert (tmp_path / "log").read_text() == "1\n" and (tmp_path / "weights").read_bytes() == b""
+
+
+def told(report):
+    """Text of strangers' in every place that a report has for one."""
+    with report:
+        report.status(EVIL)
+        report.start(2, {"run": EVIL, EVIL: EVIL, "model": EVIL})
+        report.status(EVIL)
+        report.step({"update": 1, "reward": 0.5})
+        report.eval(EVIL, 0.5, 1, 2, 1.0)
+        report.note(EVIL)
+        report.table(EVIL, (EVIL, EVIL), [(EVIL, EVIL)])
+        report.status(EVIL)
+        yield
+        report.finish({EVIL: EVIL})
+
+
+def test_the_live_display_shows_it_visible():
+    """The block and all lines above it; rich lets escape sequences through."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, color_system=None)
+    report = LiveReport(console=console)
+    console.print(report.render())
+    for _ in told(report):
+        console.print(report.render())
+    text = stream.getvalue()
+    assert harmless(text) and text.count("evil") >= 10
+
+
+def test_plain_lines_on_a_terminal_show_it_visible():
+    """As with TERM=dumb; in a file they are as they are."""
+    stream, file = Terminal(), io.StringIO()
+    for output in (stream, file):
+        list(told(PlainReport(output)))
+    assert harmless(stream.getvalue()) and SHOWN in stream.getvalue()
+    assert "\x1b]0;evil" in file.getvalue()
+
+
+def test_lines_of_json_have_no_control_characters():
+    """Not in the logs, nor from `grpo generate`: C1 and delete are spelt as JSON spells them."""
+    for line in (json_line({"a": EVIL}), to_json({"a": EVIL})[0]):
+        assert harmless(line) and "\n" not in line and json.loads(line) == {"a": EVIL}
+
+
+def test_what_others_log_is_visible(monkeypatch):
+    """Their records and warnings quote files; afterwards all is as it was."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("somebody's")
+    logger.addHandler(handler)
+    before = logging.getLogRecordFactory(), warnings.formatwarning
+    with others_visible():
+        logger.warning("model type %s", EVIL)
+        logger.warning("%d arguments that do not fit")
+        stream.write(warnings.formatwarning(UserWarning(EVIL), UserWarning, "file", 1))
+    assert (logging.getLogRecordFactory(), warnings.formatwarning) == before
+    logger.removeHandler(handler)
+    assert harmless(stream.getvalue()) and stream.getvalue().count(SHOWN) == 2
+
+
+# A model that answers with what stands in EVIL, whatever it is asked.
+ANSWERS = """
+import os, sys
+from types import SimpleNamespace
+import runners.machine.machine
+runners.machine.machine.load_blas()
+import mlx_lm
+def answer(model, tokenizer, prompt, **options):
+    for token in tokenizer.encode(os.environ["EVIL"], add_special_tokens=False):
+        yield SimpleNamespace(token=token, prompt_tokens=1, prompt_tps=1.0, generation_tps=1.0)
+mlx_lm.stream_generate = answer
+from runners.cli import main
+main(sys.argv[1:])
+"""
+
+
+def on_a_terminal(*arguments, folder, typed=""):
+    """What a command writes to a terminal, as bytes; `typed` is what it reads."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ANSWERS, *arguments],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EVIL": EVIL.replace("\x00", ""), "TERM": "xterm"},
+    )
+    os.close(follower)
+    process.stdin.write(typed.encode())
+    process.stdin.close()
+    written = b""
+    while select.select([leader], [], [], 600)[0]:
+        try:
+            data = os.read(leader, 1 << 16)
+        except OSError:  # EIO: the other side has closed it
+            break
+        if not data:
+            break
+        written += data
+    os.close(leader)
+    process.wait()
+    return written
+
+
+def injected(written):
+    """Whether a sequence of EVIL's is among bytes for a terminal, which turns each line feed into two."""
+    return b"\x1b]0;" in written or b"\xc2\x9b" in written or b"\x7f" in written
+
+
+@pytest.fixture(scope="module", name="model")
+def _model(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+def test_generate_and_chat_on_a_terminal(model, tmp_path):
+    """Replies are visible, with --raw as they are; nothing else changes."""
+    generate = on_a_terminal("generate", str(model), "hello", folder=tmp_path)
+    chat = on_a_terminal("chat", str(model), folder=tmp_path, typed="hello\n")
+    for written in (generate, chat):
+        assert not injected(written) and b"\\x1b]0;evil\\x07\\x9b31m\\x7f\\r" in written
+    assert injected(on_a_terminal("generate", str(model), "hello", "--raw", folder=tmp_path))
+
+
+def test_a_pipe_gets_the_models_bytes(model, tmp_path):
+    """All of them: click alone would take sequences out."""
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS, "generate", str(model), "hello"],
+        cwd=tmp_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EVIL": "\x1b[31mred\x9b0m"},
+    )
+    assert done.stdout == "\x1b[31mred\x9b0m\n".encode()
+
+
+CONFIG = """
+run = {name = "r", output_dir = "out"}
+model.path = "MODEL"
+data = {source = "rows.jsonl", system_prompt = ""}
+rollout = {num_generations = 2, max_new_tokens = 4}
+optim = {batch_size = 2, max_steps = 2}
+eval = {samples = 2}
+reward.functions = ["mine.py:evil"]
+"""
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_data_and_rewards_on_a_terminal(model, tmp_path, command):
+    """A question, a column and a reward's exception, in the prompt shown, in warnings and on the display."""
+    rows = [{"question": f"{i} {EVIL}", "answer": EVIL + str(i), EVIL: 1} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(f"def evil(completions, **_):\n    raise ValueError({EVIL!r})\n")
+    (tmp_path / "train.toml").write_text(CONFIG.replace("MODEL", str(model)))
+    written = on_a_terminal(command, "train.toml", folder=tmp_path)
+    assert not injected(written), written
+    assert b"\\x1b]0;evil" in written
+
+
+def test_every_output_goes_through_one_place():
+    """No command writes by itself."""
+    allowed = {"terminal.py", "tokenizer_probe.py"}  # the probe's output is read by its parent
+    for path in (ROOT / "runners").rglob("*.py"):
+        if path.name in allowed or "embedded" in path.parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        for word in ("click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"):
+            assert word not in text, (path, word)
+        assert not any(line.lstrip().startswith("print(") for line in text.splitlines()), path
+    assert terminal.echo

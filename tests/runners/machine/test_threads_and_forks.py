@@ -1,0 +1,183 @@
+"""Runs in threads, which the process waits for at its end, and in forked processes, which are refused."""
+
+import os
+import threading
+
+import pytest
+
+from runners.machine import thread_ends
+from tests.support.new_process import digest_of, in_new_process
+from tests.support.tiny_runs import small
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+IN_THREADS = """
+import sys
+import threading
+
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+
+
+def train(name):
+    folders.append(run_training(load_config(sys.argv[1], [f"run.name={name}"]), report=Quiet()).folder)
+
+
+folders = []
+threads = [threading.Thread(target=train, args=(name,)) for name in ("one", "two")]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(folders))
+"""
+
+
+def test_two_runs_in_threads_end_well_and_alike(tmp_path):
+    """The process does not abort at its end, and both runs have the weights of a run alone."""
+    config = tmp_path / "small.toml"
+    config.write_text(small(run={"output_dir": str(tmp_path)}))
+    assert in_new_process(IN_THREADS, str(config)) == "2\n"
+    alone = "import sys; from runners.cli import main; main(['run', sys.argv[1]])"
+    in_new_process(alone, str(config))
+    folders = [tmp_path / name / "final/model.safetensors" for name in ("one", "two", "small")]
+    assert len({digest_of(file) for file in folders}) == 1
+
+
+PROGRAMS = """
+import threading
+
+import grpo_fn
+import mlx.core as mx
+from runners import platform
+
+
+def compute():
+    platform.prepare()
+    programs.extend(mx.compile(lambda x, n=n: x * n) for n in range(2000))
+    for program in programs:
+        program(mx.ones(4))
+
+
+programs = []
+thread = threading.Thread(target=compute)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_s_programs_are_freed_before_the_process_ends():
+    """MLX does so after the thread's last line: without a wait, most processes like this one abort."""
+    for _ in range(3):
+        in_new_process(PROGRAMS)
+
+
+def test_a_thread_that_goes_on_is_not_waited_for(monkeypatch):
+    """A daemon that still runs, and one that has ended altogether, cost no time."""
+    release = threading.Event()
+    running = threading.Thread(target=release.wait, daemon=True)
+    ended = threading.Thread(target=lambda: None)
+    for thread in (running, ended):
+        thread.start()
+    ended.join()
+    monkeypatch.setattr(thread_ends, "_threads", [running, ended])
+    monkeypatch.setattr(thread_ends, "_LONGEST", 30.0)
+    started = thread_ends.time.monotonic()
+    thread_ends._wait()
+    release.set()
+    assert thread_ends.time.monotonic() - started < 10
+
+
+def test_macos_is_asked_by_the_thread_s_number(monkeypatch):
+    """Where there is no /proc, a thread that the system does not know any more has ended."""
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    answers = [None, ProcessLookupError()]
+
+    def kill(number, signal):
+        assert (number, signal) == (thread.ident, 0)
+        answer = answers.pop(0)
+        if answer:
+            raise answer
+
+    monkeypatch.setattr(thread_ends.sys, "platform", "darwin")
+    monkeypatch.setattr(thread_ends.signal, "pthread_kill", kill)
+    assert [thread_ends._is_ending(thread), thread_ends._is_ending(thread)] == [True, False]
+
+
+FORKED = """
+import os
+import signal
+import sys
+
+import grpo_fn as g
+import mlx.core as mx
+from runners import platform
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_policies import tiny_policy
+
+
+def roll(policy):
+    key = mx.random.key(0)
+    return g.generate(policy, policy.params, [[1, 2]], key=key, num_generations=2, max_new_tokens=2)
+
+
+def train():
+    return run_training(load_config(sys.argv[2]), report=Quiet())
+
+
+def in_child(action):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends it where it hangs
+        try:
+            action()
+            line = "fine"
+        except Exception as error:
+            line = f"{type(error).__name__}: {error}"
+        print(line, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the child was ended"
+
+
+platform.prepare()
+if sys.argv[1] == "before":
+    in_child(lambda: roll(tiny_policy()))
+else:
+    policy = tiny_policy()
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    update_step = g.make_update_step(g.adamw(1e-3))
+    double = g.compiled(lambda x: 2 * x, enabled=False)
+    roll(policy)
+    actions = (
+        lambda: roll(policy),
+        lambda: update_step(state),
+        lambda: g.materialize(state),
+        lambda: double(mx.ones(2)),
+        lambda: g.Policy.from_module(policy.module),
+        lambda: g.Policy.for_inference(policy.module),
+        train,
+    )
+    for action in actions:
+        in_child(action)
+"""
+
+
+@needs_fork
+def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
+    """Each way into MLX says so at once instead of waiting for ever; run_training as a user's error."""
+    config = tmp_path / "small.toml"
+    config.write_text(small(run={"output_dir": str(tmp_path)}))
+    lines = in_new_process(FORKED, "after", str(config)).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["RuntimeError"] * 6 + ["UserError"]
+    assert all("after MLX was used there" in line and 'get_context("spawn")' in line for line in lines)
+
+
+@needs_fork
+def test_a_process_forked_before_use_computes():
+    """Imports, and looking at the machine, are no use."""
+    assert in_new_process(FORKED, "before") == "fine\n"

@@ -1,0 +1,225 @@
+"""Adapters keep the rules of whole models: complete, finite, and of the base that they are applied to."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from grpo_fn.trees import named_leaves
+from runners import cli
+from runners.config.sections import LoraConfig, ModelConfig
+from runners.conversion.export import Quantization, export
+from runners.errors import UserError
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.models.adapters import new_adapters
+from runners.models.base_digest import SAMPLED, WHOLE, base_digest
+from runners.models.model_writing import trained, write_trained
+from runners.models.models import load_model
+from tests.support.tiny_models import make_model_folder
+
+CPU = Platform(backend="cpu")
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A model in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return make_model_folder(tmp_path / "base", dtype="bfloat16")
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """Adapters for it as a run saves them; `mlx` beside them: the same as mlx-lm's trainer saves them."""
+    settings = ModelConfig(path=str(base), tune="lora", lora=LoraConfig(rank=2, scale=4.0))
+    loaded = load_model(settings, CPU)
+    for name in ("adapter", "mlx"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_trained(folder, trained(loaded.module.trainable_parameters(), loaded), loaded)
+        (folder / "config.json").unlink()
+    edit(tmp_path / "mlx", base_digest=None)
+    return tmp_path / "adapter"
+
+
+def edit(folder, **changes):
+    """Changes keys of adapter_config.json; None leaves them out."""
+    file = folder / "adapter_config.json"
+    settings = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
+def grpo(*arguments):
+    """What a command says: its exit code and its lines on stderr."""
+    done = CliRunner().invoke(cli.main, [*map(str, arguments)], input="")
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "base", "hi"), ("chat", "base")])
+def test_a_folder_that_is_not_there_is_a_line(base, command):
+    """Before the model is read: it is broken here, and nobody notices."""
+    (base / "model.safetensors").write_bytes(b"")
+    (base / "note.txt").write_text("a file")
+    for name, what in (("nosuch", "there is no such folder"), ("base/note.txt", "this is a file")):
+        line = f"{name}: {what}; wanted a folder of adapters as mlx-lm writes them"
+        code, said = grpo(*command, "--adapter", name)
+        assert code == 2 and said.splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("scale", "x", 'lora_parameters.scale: found "x", wanted a finite number'),
+        ("scale", float("nan"), "lora_parameters.scale: found nan, wanted a finite number"),
+        ("scale", float("inf"), "lora_parameters.scale: found inf, wanted a finite number"),
+        ("scale", True, "lora_parameters.scale: found true, wanted a finite number"),
+        pytest.param("scale", 10**400, "lora_parameters.scale: found an integer of 1329 bits", id="huge"),
+        ("scale", None, "lora_parameters.scale: found nothing, wanted a finite number"),
+        ("rank", 2.0, "lora_parameters.rank: found 2.0, wanted a whole number from 1 on"),
+        ("rank", 0, "lora_parameters.rank: found 0, wanted a whole number from 1 on"),
+        ("dropout", 1.0, "lora_parameters.dropout: found 1.0, wanted a number from 0 to below 1"),
+        ("keys", "q_proj", 'lora_parameters.keys: found "q_proj", wanted a list of layers'),
+    ],
+)
+def test_numbers_that_mlx_lm_cannot_compute_with(base, adapter, key, value, line):
+    """The key, what was found and what is wanted, in one line."""
+    table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
+    edit(adapter, lora_parameters={**table, key: value})
+    code, said = grpo("generate", base, "hi", "--adapter", adapter)
+    assert code == 2 and line in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"fine_tune_type": "lorra"}, 'found "lorra", wanted one of lora, dora, full; did you mean lora'),
+        ({"lora_parameters": [1]}, "lora_parameters: found [1], wanted a JSON object"),
+        ({"num_layers": None}, "num_layers: found nothing, wanted a number of layers, or -1 for all"),
+        ({"num_layers": "2"}, 'num_layers: found "2", wanted a number of layers'),
+    ],
+)
+def test_settings_of_another_kind(base, adapter, changes, line):
+    """Of the table's own keys."""
+    edit(adapter, **changes)
+    code, said = grpo("generate", base, "hi", "--adapter", adapter)
+    assert code == 2 and line in said.splitlines()[-1]
+
+
+def first(weights):
+    """The name of a tensor."""
+    return sorted(weights)[0]
+
+
+SPOILT = {
+    "three of the tensors": (
+        lambda weights: {name: weights[name] for name in sorted(weights)[:3]},
+        r"adapters\.safetensors: 25 of 28 tensors are missing, the first is model\.layers\.0",
+    ),
+    "NaN": (
+        lambda weights: weights | {first(weights): weights[first(weights)] * float("nan")},
+        r"adapters\.safetensors: the weight .*lora_a holds NaN or infinity",
+    ),
+    "infinity": (
+        lambda weights: weights | {first(weights): weights[first(weights)] - float("inf")},
+        "holds NaN or infinity",
+    ),
+    "integers": (
+        lambda weights: weights | {first(weights): weights[first(weights)].astype(mx.int32)},
+        r"lora_a\" is mlx\.core\.int32; wanted floating numbers",
+    ),
+    "none": (lambda weights: {}, "28 of 28 tensors are missing"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
+    """To talk to, and to export: no model of NaN, none that is half of two."""
+    spoil, line = SPOILT[name]
+    weights = mx.load(str(adapter / "adapters.safetensors"))
+    weights = {key: mx.array(value) for key, value in weights.items()}
+    mx.eval(weights)
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), spoil(weights))
+    with pytest.raises(UserError, match=line):
+        load_inference(str(base), CPU, adapter=str(adapter))
+    with pytest.raises(UserError, match=line):
+        export(str(adapter), base.parent / "out", quantization=Quantization())
+    assert not (base.parent / "out").exists()
+
+
+def test_whole_layers_have_to_be_whole(base, adapter):
+    """mlx-lm's fine_tune_type "full": all numbers of the last layers, or a line."""
+    module = load_model(ModelConfig(path=str(base)), CPU).module
+    weights = {f"model.layers.1.{name}": leaf for name, leaf in named_leaves(module.layers[1]).items()}
+    edit(adapter, fine_tune_type="full", num_layers=1, lora_parameters=None, base_digest=None)
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
+    load_inference(str(base), CPU, adapter=str(adapter))
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
+    with pytest.raises(UserError, match=r"1 of 9 tensors are missing, the first is .*up_proj\.weight"):
+        load_inference(str(base), CPU, adapter=str(adapter))
+
+
+def test_adapters_know_their_base(base, adapter, tmp_path):
+    """The same weights wherever they lie and in whatever dtype holds them; others are refused by name."""
+    assert load_inference(str(base), CPU, adapter=str(adapter)).notices == ()
+    shutil.copytree(base, tmp_path / "moved")
+    weights = {
+        name: leaf.astype(mx.float32) for name, leaf in mx.load(str(base / "model.safetensors")).items()
+    }
+    mx.save_safetensors(str(tmp_path / "moved" / "model.safetensors"), weights, {"format": "mlx"})
+    assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
+    other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
+    line = (
+        rf"{adapter}: the adapters were made for other weights than {other} has; their base model is {base}"
+    )
+    with pytest.raises(UserError, match=line):
+        load_inference(str(other), CPU, adapter=str(adapter))
+    edit(adapter, model=str(other))
+    with pytest.raises(UserError, match="made for other weights"):
+        export(str(adapter), tmp_path / "out", quantization=Quantization())
+    edit(adapter, base_digest=7)
+    with pytest.raises(UserError, match="made for other weights"):
+        load_inference(str(base), CPU, adapter=str(adapter))
+
+
+def test_a_base_that_nothing_tells_of_is_a_line(base, adapter, tmp_path):
+    """Adapters of mlx-lm's own trainer have no digest: they are applied, and a line says what is known."""
+    (line,) = load_inference(str(base), CPU, adapter=str(tmp_path / "mlx")).notices
+    assert f"which names {base} as the base model, has no base_digest" in line and "shapes alone" in line
+    code, said = grpo("export", tmp_path / "mlx", "--out", tmp_path / "out")
+    assert code == 0 and "has no base_digest" in said
+    code, said = grpo("export", adapter, "--out", tmp_path / "second")
+    assert code == 0 and said == ""
+
+
+def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_one():
+    """Names, shapes and numbers count, the dtype that holds them does not; places are spread evenly."""
+    leaf = mx.random.normal((WHOLE // 64, 64), key=mx.random.key(0)).astype(mx.bfloat16)
+    digest = base_digest({"a": leaf})
+    assert base_digest({"a": leaf.astype(mx.float32)}) == digest
+    for other in ({"b": leaf}, {"a": leaf.reshape(-1)}, {"a": leaf, "b": leaf}):
+        assert base_digest(other) != digest
+    for row, column in ((0, 0), (511, 33), (WHOLE // 64 - 1, 63)):
+        changed = mx.array(leaf)
+        changed[row, column] += 1
+        assert base_digest({"a": changed}) != digest
+    for shape in ((1024, 1024), (1000, 700), (WHOLE + 1,)):
+        large = mx.zeros(shape)
+        for part in range(64):  # a sixty-fourth of the numbers, anywhere
+            changed = mx.zeros(large.size)
+            width = large.size // 64
+            changed[part * width : (part + 1) * width] = 1
+            assert base_digest({"a": changed.reshape(shape)}) != base_digest({"a": large})
+    assert SAMPLED < WHOLE
+
+
+def test_a_model_that_was_adapted_has_the_digest_of_its_base(base):
+    """It is taken before adapters are in the module."""
+    loaded = load_model(ModelConfig(path=str(base), tune="dora", lora=LoraConfig(rank=2)), CPU)
+    plain = load_model(ModelConfig(path=str(base)), CPU).module
+    assert loaded.base_digest == base_digest(named_leaves(plain.parameters()))
+    new_adapters(plain, "lora", LoraConfig(rank=2), 0)
+    assert loaded.base_digest != base_digest(named_leaves(plain.parameters()))

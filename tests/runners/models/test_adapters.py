@@ -1,0 +1,127 @@
+"""LoRA, DoRA and full training from end to end, on plain and quantized bases; the reference costs nothing."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from grpo_fn.trees import arrays_of, named_leaves, nbytes
+from runners.config.config import load_config
+from runners.machine.machine import Platform
+from runners.models.models import load_model
+from runners.telemetry.report import Quiet
+from runners.training.setup import build_run
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+
+CPU = Platform(backend="cpu")
+TOKENS = mx.array([[5, 9, 70, 31, 12]])
+QUANTIZED = {"group_size": 32, "bits": 4}
+CONFIG = small(
+    model={"lora": {"rank": 4, "scale": 8.0}},
+    reward=BY_LETTERS,
+    loss={"beta": 0.05},
+    optim={"learning_rate": 5e-3, "max_steps": 3},
+    checkpoint={"every": 3},
+)
+
+
+def config_of(tmp_path: Path, tune: str, quantize: dict | None, *overrides: str):
+    """A run's config, and the folder of its random model."""
+    folder = make_model_folder(tmp_path / "model", "llama", quantize=quantize)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    more = [f"run.output_dir={tmp_path / 'out'}", f"model.path={folder}", f"model.tune={tune}", *overrides]
+    return load_config(str(tmp_path / "train.toml"), more), folder
+
+
+def log_of(result):
+    """The log lines of a run's updates."""
+    lines = (result.folder / "training_log.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+CASES = [("full", None), ("lora", None), ("dora", None), ("lora", QUANTIZED), ("dora", QUANTIZED)]
+
+
+@pytest.mark.parametrize(("tune", "quantize"), CASES)
+def test_what_was_trained_opens_in_mlx_lm(tmp_path, tune, quantize):
+    """final/ as a model, and its adapters over the base, both compute what the learner ended with."""
+    from mlx_lm import load
+
+    config, folder = config_of(tmp_path, tune, quantize)
+    result = run_training(config, report=Quiet())
+    log = log_of(result)
+    assert all(line["grad_norm"] > 0 for line in log) and log[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert log[-1]["kl"] > 1e-7
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in log)
+    loaded = load_model(config.model, CPU)
+    before = loaded.module(TOKENS)
+    loaded.module.update(result.state.params)
+    want = loaded.module(TOKENS)
+    assert mx.abs(want - before).max().item() > 1e-4
+    model, _ = load(str(result.folder / "final"))[:2]
+    assert mx.abs(model(TOKENS) - want).max().item() < 2e-3
+    if tune != "full":
+        for place in ("final", "checkpoint-3"):
+            adapted, _ = load(str(folder), adapter_path=str(result.folder / place))[:2]
+            assert mx.abs(adapted(TOKENS) - want).max().item() < 1e-4
+            fitted = json.loads((result.folder / place / "adapter_config.json").read_text())
+            assert fitted["fine_tune_type"] == tune and fitted["lora_parameters"]["rank"] == 4
+
+
+@pytest.mark.parametrize(("tune", "quantize"), CASES[1:])
+def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
+    """All roles share the frozen base and the first adapters, array by array; the reference is the base."""
+    from mlx_lm import load
+
+    config, folder = config_of(tmp_path, tune, quantize)
+    run = build_run(config, CPU)
+    learner, state = run.learner, run.learner.state
+    for role in (state.ref_params, state.old_params):
+        assert [id(a) for a in arrays_of(role)] == [id(a) for a in arrays_of(state.params)]
+    held = {id(a) for a in run.loaded.frozen.values()}
+    assert {id(a) for a in arrays_of(learner.policy.frozen)} == held
+    assert learner.role.policy is learner.policy and learner.reference.policy is None
+    assert nbytes(state.params, state.ref_params, state.old_params) == nbytes(state.params)
+    base, _ = load(str(folder))[:2]
+    reference = learner.policy.logits(state.ref_params, TOKENS)
+    assert mx.abs(reference - base(TOKENS)).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("tune", ["lora", "dora"])
+def test_the_reference_stays_where_it_was(tmp_path, tune):
+    """After training it still is the first adapters, in arrays of the adapters' size and no more."""
+    config, _ = config_of(tmp_path, tune, None)
+    result = run_training(config, report=Quiet())
+    first = load_model(config.model, CPU, seed=config.run.seed)
+    start = named_leaves(first.module.trainable_parameters())
+    reference = named_leaves(result.state.ref_params)
+    assert reference.keys() == start.keys()
+    assert all(mx.array_equal(reference[name], start[name]) for name in start)
+    assert any(not mx.array_equal(leaf, start[name]) for name, leaf in tree_flatten(result.state.params))
+
+
+def test_on_a_quantized_base_no_role_is_made(tmp_path):
+    """rollout.quantization has nothing left to do: a line says so, and both sides run the same weights."""
+    config, _ = config_of(tmp_path, "lora", QUANTIZED, "rollout.quantization=affine-8")
+    notes = Notes()
+    result = run_training(config, report=notes)
+    (line,) = [line for line in notes.lines if "rollout.quantization" in line]
+    assert "makes no role" in line and "sampler and learner run the same ones" in line
+    for entry in log_of(result):
+        assert "rollout/quantization" not in entry
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_adapters_over_a_base_that_the_sampler_rounds(tmp_path):
+    """With a plain base the sampler's copy of it is rounded, adapters are not; the mismatch is told."""
+    config, _ = config_of(
+        tmp_path, "lora", None, "rollout.quantization=affine-8", "rollout.group_size=32", "loss.beta=0.0"
+    )
+    log = log_of(run_training(config, report=Quiet()))
+    assert all(entry["rollout/quantization"] == "affine-8" for entry in log)
+    assert all(1e-5 < entry["sampling/sampling_logp_difference/mean"] < 0.3 for entry in log)

@@ -1,0 +1,78 @@
+"""Every architecture that is promised: loaded, trained for two updates, saved, and generated from."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from mlx_lm.utils import load_model as mlx_lm_load
+
+from runners import cli
+from runners.config.sections import ModelConfig
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.models.models import load_model
+from runners.tokenization.text import TextDecoder
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_models import ARCHITECTURES, make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+
+CPU = Platform(backend="cpu")
+TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])  # longer than gemma3's window here
+CONFIG = small(
+    run={"name": "two", "output_dir": "."},
+    model={"path": "model"},
+    rollout={"max_new_tokens": 12},
+    reward=BY_LETTERS,
+)
+
+
+@pytest.fixture(params=[*ARCHITECTURES, "nanochat"])
+def folder(request, tmp_path, monkeypatch):
+    """The current folder, with a model of two blocks, a config and a reward."""
+    monkeypatch.chdir(tmp_path)
+    make = make_nanochat_folder if request.param == "nanochat" else make_model_folder
+    make(tmp_path / "model", **({} if request.param == "nanochat" else {"arch": request.param}))
+    (tmp_path / "train.toml").write_text(CONFIG)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    return tmp_path
+
+
+def greedy(module, prompt, count, ends):
+    """The likeliest continuation by whole forward passes; ends with an end token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(module(mx.array([tokens]))[0, -1].argmax()))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+def test_an_architecture_from_end_to_end(folder):
+    """Learner and sampler agree on log-probs; training moves the model; mlx-lm opens what was written, and
+    our generation is the greedy one of its forward."""
+    start = load_model(ModelConfig(path="model"), CPU).module(TOKENS)
+    result = CliRunner().invoke(cli.main, ["run", "train.toml"])
+    assert result.exit_code == 0, result.output
+    lines = map(json.loads, (folder / "two" / "training_log.jsonl").read_text().splitlines())
+    updates = [line for line in lines if "loss" in line]
+    assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in updates)
+    module, _ = mlx_lm_load(folder / "two" / "final")
+    end = module(TOKENS)
+    assert mx.isfinite(end).all() and mx.abs(end - start).max().item() > 1e-4
+    loaded = load_inference("two/final", CPU)
+    assert mx.allclose(loaded.module(TOKENS), end, atol=1e-4)
+    prompt = "Anna has 7 pens."
+    result = CliRunner().invoke(
+        cli.main, ["generate", "two/final", prompt, "--temperature", "0", "--max-tokens", "12", "--num", "2"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    tokens = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+    )
+    want = greedy(module, tokens, 12, loaded.eos_ids)
+    assert [row["tokens"] for row in rows] == [len(want)] * 2
+    assert rows[0]["completion"] == rows[1]["completion"]
+    assert rows[0]["completion"] == TextDecoder(loaded.tokenizer).decode(want)

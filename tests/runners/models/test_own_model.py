@@ -1,0 +1,156 @@
+"""`model.loader`: the documented example is trained, saved, opened and generated from; faults are lines."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+
+from runners import cli
+from runners.config.config import load_config
+from runners.config.sections import ModelConfig
+from runners.config.user_functions import resolve_function
+from runners.errors import ConfigError, UserError
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.memory.plan import make_plan
+from runners.models.model_files import resolve_model
+from runners.models.models import load_model
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.pages import ROOT, snippets
+from tests.support.tiny_models import make_tokenizer, write_tokenizer
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+
+CPU = Platform(backend="cpu")
+TOKENS = mx.array([[5, 9, 70, 31, 12]])
+SIZES = {"width": 32, "heads": 2, "blocks": 2, "vocab_size": 320}
+CONFIG = small(
+    run={"name": "own"},
+    model={"path": "wide", "loader": "parallel.py:load"},
+    reward=BY_LETTERS,
+    optim={"learning_rate": 5e-3},
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder: parallel.py as docs/own-model.md has it, a model of random weights, a config."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "own-model.md"
+    (text,) = [s.text for s in snippets(page) if s.comments.get("file") == "parallel.py"]
+    (tmp_path / "parallel.py").write_text(text)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    model = tmp_path / "wide"
+    model.mkdir()
+    mx.random.seed(0)
+    module = _model(tmp_path, SIZES)
+    weights = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(model / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (model / "config.json").write_text(json.dumps({**SIZES, "eos_token_id": 2}))
+    write_tokenizer(model, make_tokenizer())
+    return tmp_path
+
+
+def _model(folder, sizes):
+    """The example's module with random weights."""
+    load = resolve_function(str(folder / "parallel.py:load"), key="test")
+    return load.__globals__["Model"](sizes)
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_the_documented_architecture_is_trained_and_opened_again(folder, tune):
+    """Two updates move it; the learner and the sampler agree; final/ opens by the same loader, trained."""
+    config = load_config("train.toml", [f"model.tune={tune}"])
+    result = run_training(config, report=Quiet())
+    log = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    updates = [line for line in log if "loss" in line]
+    assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in updates)
+    loaded = load_model(config.model, CPU, folders=[folder])
+    before = loaded.module(TOKENS)
+    loaded.module.update(result.state.params)
+    want = loaded.module(TOKENS)
+    final = load_inference(str(result.folder / "final"), CPU, loader="parallel.py:load")
+    assert mx.abs(final.module(TOKENS) - want).max().item() < 1e-4 < mx.abs(want - before).max().item()
+
+
+def test_decoding_with_caches_is_the_forward(folder):
+    """The page's block over a cache gives the logits of the whole text."""
+    module = load_model(ModelConfig(path="wide", loader="parallel.py:load"), CPU, folders=[folder]).module
+    caches = mlx_lm.models.cache.make_prompt_cache(module)
+    parts = [module(TOKENS[:, i : i + 1], cache=caches) for i in range(TOKENS.shape[1])]
+    assert mx.allclose(mx.concatenate(parts, axis=1), module(TOKENS), atol=1e-5)
+
+
+def test_the_commands_take_the_loader(folder):
+    """grpo generate and eval open it with --loader; without, mlx-lm's word on the architecture is a line."""
+
+    def grpo(*arguments):
+        return CliRunner().invoke(cli.main, arguments)
+
+    done = grpo("generate", "wide", "hi", "--loader", "parallel.py:load", "--max-tokens", "3")
+    assert done.exit_code == 0, done.output
+    done = grpo("eval", "wide", "--config", "train.toml", "--max-tokens", "3")
+    assert done.exit_code == 0 and "exact match" in done.output, done.output
+    for missing in (("generate", "wide", "hi"), ("check", "train.toml", "--set", "model.loader=")):
+        done = grpo(*missing)
+        assert done.exit_code == 2 and "model_type is missing" in done.stderr, done.output
+    assert grpo("check", "train.toml").exit_code == 0
+
+
+def test_the_forecast_says_what_it_does_not_know(folder):
+    """A config without Hugging Face's names has no forecast, and says so; the run above went on."""
+    with pytest.raises(UserError, match="cannot be foretold"):
+        make_plan(load_config("train.toml").check(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def load(folder):\n    pass",
+            r"own.py:load.*: the signature is load\(folder\); wanted load\(folder, c",
+        ),
+        (
+            "def load(folder, config):\n    return {}",
+            "model.loader load returned dict; wanted an mlx.nn.Module",
+        ),
+        (
+            "import mlx.nn as nn\ndef load(folder, config):\n    return nn.Linear(2, 2)",
+            "the Linear of model.loader load has no `layers`",
+        ),
+        ("def load(folder, config):\n    return config['depth']", "load failed: line 2: KeyError: 'depth'"),
+        ("def lode(folder, config):\n    pass", "has no load; did you mean lode?"),
+        ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
+    ],
+)
+def test_a_loader_that_does_not_work_is_told_in_a_line(folder, text, message):
+    """What was named, what came of it, what is wanted."""
+    (folder / "own.py").write_text(text + "\n")
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(ModelConfig(path="wide", loader="own.py:load"), CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_for_a_loader_still_needs_config_and_tokenizer(folder):
+    """They are read here, whatever the loader does with the weights."""
+    (folder / "wide" / "model.safetensors").rename(folder / "wide" / "weights.npz")
+    assert resolve_model("wide", own_loader=True) == folder / "wide"
+    (folder / "wide" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="the tokenizer is missing"):
+        resolve_model("wide", own_loader=True)
+    (folder / "wide" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config.json is missing"):
+        resolve_model("wide", own_loader=True)
+
+
+@pytest.mark.parametrize("key", ["model.loader", "data.transform"])
+def test_a_function_is_looked_at_before_anything_is_loaded(folder, key):
+    """A missing file, or what is no function's name, is a fault of the config."""
+    for value, message in (("nope.py:load", 'no such file: "nope.py"'), ("load", "want package.module:func")):
+        with pytest.raises(ConfigError, match=rf"--set: {key}: .*{message}"):
+            load_config("train.toml", [f"{key}={value}"])

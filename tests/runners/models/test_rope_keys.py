@@ -1,0 +1,344 @@
+"""rope_parameters, as transformers 5 writes them, in the keys that mlx-lm's modules read."""
+
+import importlib
+import json
+import math
+import pkgutil
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.models
+import mlx_lm.utils
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.sections import ModelConfig
+from runners.errors import UserError
+from runners.machine.machine import Platform
+from runners.models import rope_keys
+from runners.models.model_writing import save_model
+from runners.models.models import load_model
+from runners.models.rope_keys import rope_notices, with_rope_keys
+from tests.support.tiny_models import make_model_folder
+
+CPU = Platform(backend="cpu")
+TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])
+LENGTHS = {"max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 16,
+}
+LAYERS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
+
+
+def config(model_type, rope_parameters, **more):
+    """A config.json as far as the rotary embedding goes."""
+    return {"model_type": model_type, **LENGTHS, **more, "rope_parameters": rope_parameters}
+
+
+def added(before):
+    """What the mapping adds; everything else stays, and a second pass changes nothing."""
+    after = with_rope_keys(before)
+    assert after.items() >= before.items() and with_rope_keys(after) == after
+    return {key: value for key, value in after.items() if key not in before}
+
+
+def scaling(table, **changes):
+    """rope_scaling of a table: both names of its type, neither θ nor the rotated share."""
+    kept = {k: v for k, v in table.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    return {**kept, "type": table["rope_type"], **changes}
+
+
+@pytest.mark.parametrize(
+    ("before", "want"),
+    [
+        (
+            config("llama", {"rope_type": "default", "rope_theta": 5e5}),
+            {"rope_theta": 5e5},
+        ),
+        (config("mistral", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
+        (config("qwen3", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
+        (
+            config("qwen2", {"type": "linear", "rope_theta": 1e6, "factor": 4}),
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0},
+            },
+        ),
+        (
+            config("llama", LLAMA3),
+            {"rope_theta": 5e5, "rope_scaling": scaling(LLAMA3)},
+        ),
+        (
+            config("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0},
+            },
+        ),
+        (
+            config("qwen2", YARN),
+            {"rope_theta": 1e6, "rope_scaling": scaling(YARN)},
+        ),
+        (
+            config("phi3", {**LONG, "partial_rotary_factor": 0.5}),
+            {
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 16,
+                "rope_scaling": scaling(LONG),
+            },
+        ),
+        (
+            config("gpt_neox", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}),
+            {"rotary_emb_base": 1e4, "rotary_pct": 0.25},
+        ),
+        (
+            config("minimax_m2", {"rope_theta": 5e6, "partial_rotary_factor": 0.5}, head_dim=128),
+            {"rope_theta": 5e6, "rotary_dim": 64},
+        ),
+        (
+            config("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        ),
+        (
+            config("recurrent_gemma", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+            {"rope_theta": 10000.0},
+        ),
+        (
+            config("gemma3_text", LAYERS, layer_types=["sliding_attention", "full_attention"] * 3),
+            {
+                "rope_theta": 2e6,
+                "rope_local_base_freq": 3e4,
+                "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+        ),
+        (
+            config("olmo3", {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in LAYERS}),
+            {"rope_theta": 5e5},
+        ),
+        (
+            config("llama", {"rope_type": "default", "rope_theta": 5e5}, rope_scaling=None),
+            {"rope_theta": 5e5},
+        ),
+    ],
+)
+def test_the_keys_of_each_kind(before, want):
+    """θ, scaling, the rotated share and layers' own tables go where mlx-lm's module looks for them."""
+    assert added(before) == want
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "qwen2_vl", "llama4", "mistral3"])
+def test_the_text_part_of_a_model_with_images(wrapper):
+    """The keys go beside the text's rope_parameters, where that part's module reads them."""
+    stated = LAYERS if wrapper == "gemma3" else {"rope_type": "default", "rope_theta": 7e5}
+    text = {"model_type": "mistral", "rope_parameters": stated, **LENGTHS}
+    after = with_rope_keys({"model_type": wrapper, "text_config": text})
+    assert after.keys() == {"model_type", "text_config"}
+    assert after["text_config"]["rope_theta"] == (2e6 if wrapper == "gemma3" else 7e5)
+
+
+def test_nothing_to_map_changes_nothing():
+    """No rope_parameters, a module that reads them itself or of its own, or no module at all."""
+    table = {"rope_type": "default", "rope_theta": 5e5}
+    for before in (
+        {"model_type": "llama", "rope_theta": 1e4},
+        config("llama", None),
+        config("ministral3", {**YARN, "llama_4_scaling_beta": 0.1}),
+        config("gemma4_text", LAYERS),
+        config("llama", table, model_file="own.py"),
+        config("nobody", table),
+        config(7, table),
+        config("mistral3", None, text_config={"model_type": "ministral3", "rope_parameters": YARN}),
+    ):
+        assert with_rope_keys(before) is before
+
+
+@pytest.mark.parametrize(
+    ("changes", "mscale"),
+    [
+        ({}, None),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, None),
+        ({"mscale": 0.7}, 1.0),  # without its partner transformers passes over it
+        ({"attention_factor": 1.5}, 0.5 / (0.1 * math.log(4))),
+        ({"attention_factor": 1.0, "mscale_all_dim": 2.0}, 2.0),
+    ],
+)
+def test_yarns_factor_on_attention(changes, mscale):
+    """mlx-lm has no attention_factor: an mscale makes its own formula give that number."""
+    table = with_rope_keys(config("llama", {**YARN, **changes}))["rope_scaling"]
+    assert table.get("mscale") == (pytest.approx(mscale) if mscale else changes.get("mscale"))
+    slope = 0.1 * math.log(4)
+    pair = changes.get("mscale") and changes.get("mscale_all_dim")
+    wanted = changes.get("attention_factor", 1.0 if pair else slope + 1)
+    computed = (slope * table.get("mscale", 1) + 1) / (slope * table.get("mscale_all_dim", 0) + 1)
+    assert computed == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        (config("gemma2", {**YARN}), 'gemma2 does not compute rope_type = "yarn"'),
+        (
+            config("mixtral", {"rope_type": "linear", "factor": 2.0}),
+            'mixtral does not compute rope_type = "linear"',
+        ),
+        (config("lfm2", {**YARN}), 'lfm2 does not compute rope_type = "yarn"'),
+        (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not compute rope_type = "default"'),
+        (config("llama", {"rope_type": "axial"}), 'llama does not compute rope_type = "axial"'),
+        (config("deepseek_v3", LONG), 'deepseek_v3 does not compute rope_type = "longrope"'),
+        (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
+        (config("recurrent_gemma", {"rope_theta": 5e5}), "does not compute rope_theta = 500000.0"),
+        (config("llama", {**YARN, "truncate": False}), "does not compute truncate = false"),
+        (
+            config("llama", {**YARN, "factor": 1, "attention_factor": 2.0}),
+            "attention_factor = 2.0 with a factor of 1",
+        ),
+        (config("llama", {**LONG, "attention_factor": 3.0}), "does not compute a factor of 3 on attention"),
+        (config("llama", {**LONG, "long_factor": 4.0}), "long_factor: found 4.0, wanted a list"),
+        (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
+        (
+            config("gemma3_text", {"sliding_attention": YARN}),
+            'rope_type = "yarn" for sliding_attention',
+        ),
+        (config("gemma3_text", {"compressed": YARN}), "does not compute layers of type compressed"),
+        (
+            config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
+            "has full_attention in every n-th layer alone",
+        ),
+        (config("llama", [1.0]), r"rope_parameters: found \[1.0\], wanted an object"),
+        (config("llama", {"rope_theta": "10000"}), 'rope_theta: found "10000", wanted a positive number'),
+        (config("llama", {"rope_theta": True}), "rope_theta: found true, wanted a positive number"),
+        (config("llama", {"rope_theta": 10**400}), "rope_theta: found an integer of 1329 bits"),
+        (config("llama", {"rope_type": ["linear"]}), "rope_type: found"),
+        (config("llama", {"rope_type": "linear"}), 'rope_type = "linear" without factor'),
+        (
+            config("llama", YARN, rope_scaling={"rope_type": "yarn", "factor": 8.0}),
+            "rope_scaling and rope_parameters disagree: factor is 8.0 and 4.0",
+        ),
+        (
+            config("llama", {"rope_theta": 1e4}, rope_scaling={"type": "linear", "factor": 8.0}),
+            'disagree: rope_type is "linear" and "default"',
+        ),
+    ],
+)
+def test_what_mlx_lm_does_not_compute_is_refused_by_name(before, line):
+    """One line, which names the key: no default in its place."""
+    with pytest.raises(UserError, match=line) as caught:
+        with_rope_keys(before)
+    assert "\n" not in str(caught.value)
+
+
+def test_longrope_of_short_texts_is_told():
+    """In mlx-lm the long factors hold at every length, whichever spelling the config has."""
+    old = {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}
+    new = with_rope_keys(config("phi3", LONG))
+    for found in (old, new, {"text_config": old}):
+        (line,) = rope_notices(found)
+        assert "uses long_factor for texts of every length" in line
+    assert rope_notices(with_rope_keys(config("llama", YARN))) == ()
+    assert rope_notices({"rope_scaling": {"type": "su", "short_factor": [2.0], "long_factor": [2.0]}}) == ()
+
+
+def modules():
+    """mlx-lm's modules with the keys that they read: name, keys, source."""
+    for found in pkgutil.iter_modules(mlx_lm.models.__path__):
+        if found.name == "olmo":  # ends the process where a package of its own is missing
+            continue
+        module = importlib.import_module(f"mlx_lm.models.{found.name}")
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and is_dataclass(kind)]
+        arguments = getattr(module, "ModelArgs", None)
+        if arguments is None or not is_dataclass(arguments):
+            continue
+        own = {field.name for kind in kinds if kind.__module__ == module.__name__ for field in fields(kind)}
+        yield found.name, own | {field.name for field in fields(arguments)}, Path(module.__file__).read_text()
+
+
+def test_every_module_of_mlx_lm_is_accounted_for():
+    """Whoever reads rope_scaling in its own way, reads rope_parameters or has a text part is listed."""
+    found = {name: (keys, source) for name, keys, source in modules()}
+    assert len(found) > 90
+    themselves = {"gemma4", "kimi_k3", "minimax_m3_vl", "muse_spark", "qwen3_5", "qwen3_5_moe"}
+    themselves.add("prism_hadamard_qwen35")
+    for name, (keys, source) in found.items():
+        if "rope_parameters" in keys and name not in rope_keys._READ_IT:
+            assert "rope_theta" in keys, f"{name} reads rope_parameters: is it to be left alone?"
+        if "rope_scaling" in source and not re.search(r"initialize_rope\(", source):
+            assert name in {*rope_keys._COMPUTED, *rope_keys._READ_IT}, f"{name}: which types?"
+        if "text_config" in keys and name not in rope_keys._TEXT:
+            assert name in themselves, f"{name}: where are its text's keys read?"
+    named = {*rope_keys._COMPUTED, *rope_keys._READ_IT, *rope_keys._TEXT, *rope_keys._BUILT_IN}
+    assert named <= found.keys()
+
+
+@pytest.fixture
+def spelled(tmp_path, monkeypatch):
+    """One model twice, in the current folder: `old` has mlx-lm's keys, `new` has transformers'."""
+    monkeypatch.chdir(tmp_path)
+    folders = make_model_folder(tmp_path / "old"), make_model_folder(tmp_path / "new")
+    stated = json.loads((folders[0] / "config.json").read_text()) | {"rope_theta": 777.0, **LENGTHS}
+    (folders[0] / "config.json").write_text(json.dumps({**stated, "rope_scaling": scaling(LLAMA3)}))
+    del stated["rope_theta"]
+    stated["rope_parameters"] = LLAMA3 | {"rope_theta": 777.0}
+    (folders[1] / "config.json").write_text(json.dumps(stated))
+    return folders
+
+
+def logits(folder):
+    """What mlx-lm alone computes with a folder."""
+    return mlx_lm.utils.load_model(folder)[0](TOKENS)
+
+
+def test_both_spellings_compute_the_same(spelled):
+    """Loaded to train or to use; mlx-lm alone reads what training, `convert` and `export` write."""
+    old, new = spelled
+    want = logits(old)
+    assert mx.abs(logits(new) - want).max().item() > 1e-3  # mlx-lm alone takes defaults
+    loaded = load_model(ModelConfig(path=str(new)), CPU)
+    assert mx.allclose(loaded.module(TOKENS), want, atol=1e-5)
+    assert loaded.config["rope_theta"] == 777.0
+    save_model(new.parent / "saved", loaded.module.parameters(), loaded)
+    for command in (("convert", "new", "converted"), ("export", "new", "--out", "exported")):
+        done = CliRunner().invoke(cli.main, [*command])
+        assert done.exit_code == 0, done.output
+    for name in ("saved", "converted", "exported"):
+        stated = json.loads((new.parent / name / "config.json").read_text())
+        assert stated["rope_parameters"] == LLAMA3 | {"rope_theta": 777.0}
+        assert mx.allclose(logits(new.parent / name), want, atol=1e-5), name
+    assert "rope_theta" not in json.loads((new / "config.json").read_text())
+
+
+def test_a_folder_that_cannot_be_mapped_is_refused_by_every_command(spelled):
+    """One line with the file, the key and the module; nothing is written."""
+    _, new = spelled
+    stated = json.loads((new / "config.json").read_text())
+    stated["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    (new / "config.json").write_text(json.dumps(stated))
+    line = "config.json: rope_parameters: mlx-lm's llama does not compute partial_rotary_factor = 0.25\n"
+    for command in (
+        ("generate", "new", "hi"),
+        ("convert", "new", "out"),
+        ("export", "new", "--out", "out"),
+    ):
+        done = CliRunner().invoke(cli.main, [*command])
+        assert done.exit_code == 2 and done.stderr.endswith(line), done.stderr
+    assert not Path("out").exists()

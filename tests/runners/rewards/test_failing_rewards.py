@@ -1,0 +1,101 @@
+"""Rewards that fail for every completion of a batch step: the run ends, and can be gone on with."""
+
+import pytest
+
+from runners.errors import RewardError
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import same_bits
+
+FAILS_WHERE_BROKEN = """
+import pathlib, zlib
+
+def letters(completions, trainer_state, **_):
+    if trainer_state.global_step >= 2 and pathlib.Path(__file__).with_name("broken").exists():
+        raise ConnectionError("the judge does not answer")
+    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
+
+def broken(completions, **_):
+    return [1 / 0 for completion in completions]
+
+def rarely(completions, **_):
+    return ["x", *[1.0] * (len(completions) - 1)]
+"""
+FAILS_ONCE = """
+calls = []
+
+def once(completions, **_):
+    calls.append(1)
+    if len(calls) == 1:
+        raise OSError("not yet")
+    return [float(n % 2) for n in range(len(completions))]
+"""
+
+
+def prepared(folder, *overrides):
+    """The config of a short run with these rewards."""
+    config = config_in(folder, *SHORT, "checkpoint.every=0", *overrides)
+    (folder.parent / "letters.py").write_text(FAILS_WHERE_BROKEN)
+    return config
+
+
+def test_the_run_ends_at_the_first_batch_step_of_a_broken_reward(tmp_path):
+    """Nothing is trained: the line names the reward, the fault and the ways on; there is no final model."""
+    config = prepared(tmp_path / "a", f"reward.functions=['{tmp_path}/letters.py:broken']")
+    with pytest.raises(RewardError) as caught:
+        run_training(config, report=Quiet())
+    line = str(caught.value)
+    assert 'reward "broken" failed' in line and "ZeroDivisionError" in line and caught.value.exit_code == 2
+    assert "--resume" in line and "reward.stop_if_all_fail = false" in line
+    assert not (tmp_path / "a" / "tiny" / "final").exists()
+
+
+def test_the_failed_step_is_taken_again_by_a_resumed_run(tmp_path):
+    """With the reward mended, the result is that of a run whose reward never failed."""
+    straight = run_training(prepared(tmp_path / "a"), report=Quiet())
+    config = prepared(tmp_path / "b")
+    (tmp_path / "broken").touch()
+    notes = Notes()
+    with pytest.raises(RewardError, match="the judge does not answer"):
+        run_training(config, report=notes)
+    assert any(line.startswith("before the reward failed: saved") for line in notes.lines)
+    (tmp_path / "broken").unlink()
+    resumed = run_training(config, report=Quiet(), resume=True)
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_on_request_the_run_goes_on_without_the_reward(tmp_path):
+    """reward.stop_if_all_fail = false: as many steps, and a line for each failure."""
+    config = prepared(
+        tmp_path / "a", f"reward.functions=['{tmp_path}/letters.py:broken']", "reward.stop_if_all_fail=false"
+    )
+    notes = Notes()
+    assert run_training(config, report=notes).updates == 3
+    assert sum("ZeroDivisionError" in line for line in notes.lines) == 3
+
+
+def test_a_reward_that_judges_some_completions_does_not_end_the_run(tmp_path):
+    """One bad value a batch step is left out."""
+    functions = [f"{tmp_path}/letters.py:{name}" for name in ("letters", "rarely")]
+    config = prepared(tmp_path / "a", f"reward.functions={functions}")
+    assert run_training(config, report=Quiet()).updates == 3
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_all_rounds_of_dynamic_sampling_count_as_one_batch_step(tmp_path, rounds):
+    """A reward that fails in the first round alone has judged completions of the batch step."""
+    (tmp_path / "once.py").write_text(FAILS_ONCE)
+    config = prepared(
+        tmp_path / "a",
+        f"reward.functions=['{tmp_path}/once.py:once']",
+        "loss.dynamic_sampling=true",
+        f"loss.max_resample={rounds}",
+    )
+    if rounds:
+        assert run_training(config, report=Quiet()).updates == 3
+    else:
+        with pytest.raises(RewardError, match="not yet"):
+            run_training(config, report=Quiet())

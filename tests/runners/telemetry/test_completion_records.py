@@ -1,0 +1,112 @@
+"""completions.jsonl: what each reward was made of; and the length penalty on the display."""
+
+import json
+import math
+
+import pytest
+
+from runners.config.config import load_config
+from runners.telemetry.run_watch import unknown_metric
+from runners.training.train import run_training
+from tests.support.tiny_runs import Notes, small
+
+REWARDS = """
+def odd(completions, completion_ids, log_metric, log_extra, **_):
+    log_metric("mine/odd", len(completion_ids))
+    log_metric("mine/odd", 0)
+    log_extra("ids", [len(ids) for ids in completion_ids])
+    return [None if len(ids) % 2 == 0 else float(len(ids)) for ids in completion_ids]
+
+
+def letters(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+"""
+WEIGHTS = {"odd": 0.5, "letters": -0.25}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The completions, the log and the header of a run with a length penalty, its flat groups replaced."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "mine.py").write_text(REWARDS)
+    (folder / "train.toml").write_text(
+        small(
+            run={"output_dir": str(folder / "outputs")},
+            rollout={"max_new_tokens": 24},
+            reward={"functions": ["mine.py:odd", "mine.py:letters"], "weights": list(WEIGHTS.values())},
+            loss={
+                "preset": "dapo", "dynamic_sampling": True, "max_resample": 2,
+                "overlong": {"buffer": 8, "penalty": 2.0},
+            },
+            optim={"batch_size": 4, "max_steps": 4, "gradient_accumulation_steps": 2},
+        )
+    )  # fmt: skip
+    shown = Notes()
+    result = run_training(load_config(str(folder / "train.toml")), report=shown)
+
+    def lines(name):
+        return [json.loads(line) for line in (result.folder / name).read_text().splitlines()]
+
+    return (
+        lines("completions.jsonl"),
+        [row for row in lines("training_log.jsonl") if "loss" in row],
+        shown.header,
+    )
+
+
+def test_a_reward_is_the_sum_of_what_the_record_says(run):
+    """Weights times each function's own value, None left out, and the length penalty: that of the formula."""
+    records, _, _ = run
+    assert len(records) == 4 * 4 * 4
+    for record in records:
+        assert list(record["rewards"]) == list(WEIGHTS)
+        assert (record["rewards"]["odd"] is None) == (record["tokens"] % 2 == 0)
+        assert record["rewards"]["letters"] == len(set(record["completion"]))
+        assert record["length_penalty"] == pytest.approx(2.0 * min(0.0, (16 - record["tokens"]) / 8))
+        given = {name: value for name, value in record["rewards"].items() if value is not None}
+        total = sum(WEIGHTS[name] * value for name, value in given.items()) + record["length_penalty"]
+        assert record["reward"] == pytest.approx(total, rel=1e-5) and math.isfinite(record["advantage"])
+    assert len({record["rewards"]["odd"] for record in records}) > 2, "all alike would prove little"
+
+
+def test_a_record_says_whether_the_completion_was_cut_off(run):
+    """Shorter than the limit: ended by itself."""
+    records, log, _ = run
+    assert {record["finished"] for record in records} == {True, False}
+    assert all(record["finished"] for record in records if record["tokens"] < 24)
+    assert {record["tokens"] for record in records if not record["finished"]} == {24}
+    cut = [line["completions/clipped_ratio"] for line in log]
+    for update, share in enumerate(cut, 1):
+        rows = [record for record in records if record["update"] == update]
+        assert share == pytest.approx(sum(not record["finished"] for record in rows) / len(rows))
+
+
+def test_what_rewards_logged_is_there(run):
+    """Columns as they are, metrics as means over the batch step's calls."""
+    records, _, _ = run
+    assert all(record["extra"] == {"ids": record["tokens"]} for record in records)
+    for step in range(1, 5):
+        (metrics,) = {json.dumps(record["metrics"]) for record in records if record["batch_step"] == step}
+        assert list(json.loads(metrics)) == ["mine/odd"] and 2 <= json.loads(metrics)["mine/odd"] <= 8
+
+
+def test_the_length_penalty_is_shown(run):
+    """A line before the run says what it is, and each update's line its mean; stop.when may name it."""
+    records, log, header = run
+    assert header["length penalty"] == "0 up to 16 tokens, then down to -2 at 24 (loss.overlong)"
+    for line in log:
+        rows = [record for record in records if record["update"] == line["update"]]
+        mean = sum(record["length_penalty"] for record in rows) / len(rows)
+        assert line["length_penalty"] == pytest.approx(mean, rel=1e-5) and mean < 0
+    assert unknown_metric("length_penalty", []) is None
+
+
+def test_without_a_penalty_and_logs_there_is_none(tmp_path):
+    """Neither in the header, nor in the log, nor in the records."""
+    (tmp_path / "train.toml").write_text(small(run={"output_dir": str(tmp_path / "outputs")}))
+    shown = Notes()
+    folder = run_training(load_config(str(tmp_path / "train.toml")), report=shown).folder
+    texts = [(folder / name).read_text() for name in ("completions.jsonl", "training_log.jsonl")]
+    assert "length penalty" not in shown.header and not any("length_penalty" in text for text in texts)
+    record = json.loads(texts[0].splitlines()[0])
+    assert "metrics" not in record and "extra" not in record and len(record["rewards"]) == 5

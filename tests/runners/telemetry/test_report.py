@@ -1,0 +1,361 @@
+"""The display: what a person reads, on a terminal and in a file, and the numbers behind it."""
+
+import io
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from runners.telemetry import progress
+from runners.telemetry.live import LiveReport
+from runners.telemetry.progress import Progress, count, duration, gigabytes, number, sparkline
+from runners.telemetry.report import PlainReport, Quiet, make_report
+from tests.support.terminal import RICH_READS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def story(report, clock, *, updates=42, total=110):
+    """A run as the loop tells it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
+    with report:
+        report.start(total, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
+        report.status("evaluating")
+        clock.now += 4
+        report.eval("start", 0.52, 104, 200, 4.0)
+        for update in range(1, updates + 1):
+            clock.now += 2
+            report.step(
+                {
+                    "update": update,
+                    "reward": update / 100,
+                    "loss": -0.0123 if update != 5 else math.nan,
+                    "kl": 0.00031,
+                    "grad_norm": 0.4219,
+                    "completions/mean_length": 48.2,
+                    "entropy": 0.61,
+                    "num_tokens": 5000 * update,
+                }
+            )
+        report.note("checkpoint outputs/quickstart/checkpoint-42")
+        clock.now += 4
+        report.eval("end", 0.915, 183, 200, 4.0)
+        report.finish({"exact match": "52.0% -> 91.5%", "model": "outputs/quickstart/final"})
+
+
+def plain_lines(**settings):
+    """What a log file would hold."""
+    clock, stream = Clock(), io.StringIO()
+    story(PlainReport(stream, clock=clock, memory=lambda: 312_000_000, **settings), clock)
+    return stream.getvalue().splitlines()
+
+
+def test_plain_lines_say_everything_once():
+    """Header, evaluations, an update's numbers, checkpoint, summary; times and rates are right."""
+    lines = plain_lines(every=10)
+    assert lines[:3] == ["run     quickstart", "model   embedded", "folder  outputs/quickstart"]
+    assert lines[3] == "eval start: exact match 52.0% (104 of 200) in 4.0 s"
+    # 90 updates of 2 s are left, 5,000 tokens in each; the gradient's norm has no room.
+    assert lines[5] == (
+        "update  20/110  reward 0.200  em 52.0%  2.5k tok/s  0.31 GB  3:00 left  loss -0.0123  kl 3.1e-04"
+    )
+    assert [line for line in lines if line.startswith("update")] == lines[4:8]
+    assert lines[8:] == [
+        "checkpoint outputs/quickstart/checkpoint-42",
+        "eval end: exact match 91.5% (183 of 200) in 4.0 s",
+        "finished in 1:32",
+        "exact match  52.0% -> 91.5%",
+        "model        outputs/quickstart/final",
+    ]
+
+
+def test_plain_output_is_plain_and_narrow():
+    """No escape sequence, no carriage return, no line over 100 columns."""
+    lines = plain_lines(every=1)
+    assert len([line for line in lines if line.startswith("update")]) == 42
+    assert all(len(line) <= 100 and line.isprintable() for line in lines)
+    assert "loss nan" in lines[8]
+
+
+def test_a_length_penalty_is_said_where_the_reward_is():
+    """On an update's line behind the reward, on the panel below it; not where there is none."""
+    metrics = {"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}
+    stream, terminal = io.StringIO(), io.StringIO()
+    console = Console(file=terminal, width=80, force_terminal=True, color_system=None)
+    for report in (PlainReport(stream), LiveReport(console=console)):
+        with report:
+            report.start(3, {"run": "r"})
+            report.step(metrics)
+            report.step({"update": 2, "reward": 0.5})
+    first, second = [line for line in stream.getvalue().splitlines() if line.startswith("update")]
+    assert "reward -0.940  length penalty -0.940  em -" in first and "length" not in second
+    assert "length penalty -0.940" in terminal.getvalue()
+
+
+ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
+
+
+def test_a_table_is_in_columns():
+    """Plain: names to the left, numbers to the right, one row a line, the title above."""
+    stream = io.StringIO()
+    PlainReport(stream).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    assert stream.getvalue().splitlines() == [
+        "the choice",
+        "  sampler   tokens/s",
+        "  none         1,234  taken",
+        "  affine-8        99  KL above 0.01",
+    ]
+
+
+def test_a_table_on_a_terminal_has_all_cells():
+    """Rich's table: title, header and every cell in the order given."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=True, color_system=None)
+    LiveReport(console=console).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    shown = stream.getvalue()
+    places = [shown.index(cell) for cell in ("the choice", "sampler", "tokens/s", *ROWS[0], *ROWS[1])]
+    assert places == sorted(places)
+
+
+def test_long_notes_are_wrapped_but_paths_stay_whole():
+    """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
+    stream = io.StringIO()
+    path = "/" + "x" * 120
+    PlainReport(stream).note("word " * 30 + path)
+    lines = stream.getvalue().splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 100
+    assert lines[-1].strip() == path
+
+
+def test_the_last_update_is_always_shown():
+    """every = 10 of 12 updates shows 10 and 12."""
+    clock, stream = Clock(), io.StringIO()
+    story(PlainReport(stream, every=10, clock=clock, memory=lambda: 0), clock, updates=12, total=12)
+    shown = [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("update")]
+    assert shown == ["10/12", "12/12"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_block_shows_the_promised_numbers_at_any_width(width):
+    """Update, time left, reward, exact match, tokens/s, memory, and the small ones; no row wraps."""
+    clock = Clock()
+    console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
+    report = LiveReport(console=console, clock=clock, memory=lambda: 312_000_000)
+    story(report, clock)
+    console.export_text()
+    console.print(report.render())
+    rows = console.export_text().splitlines()
+    block = "\n".join(rows)
+    assert {len(row) for row in rows} == {min(width - 2, 100)}
+    assert len(rows) == 7
+    for text in (
+        "quickstart",
+        "update 42/110",
+        "2:12 left",
+        "reward    0.420",
+        "exact match  91.5% from 52.0%",
+        "tokens/s  2.5k",
+        "memory       0.31 GB",
+        "loss -0.0123",
+        "kl 3.1e-04",
+        "finished in 1:32",
+    ):
+        assert text in block
+    assert ("length" in block) == ("length 48.2" in block)  # what has no room is left out, not cut
+    assert "▁" in block and "█" in block
+
+
+def test_a_resumed_run_is_shown_from_its_beginning():
+    """The first evaluation is the one before training, and the update is the one that was reached."""
+    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
+    report = LiveReport(console=console, clock=Clock(), memory=lambda: 0)
+    with report:
+        report.start(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89])
+        console.print(report.render())
+        report.eval("after update 50", 0.97, 194, 200, 0.4)
+        console.print(report.render())
+    text = console.export_text()
+    assert "update 25/100" in text
+    assert "exact match  89.0% from 45.5%" in text and "exact match  97.0% from 45.5%" in text
+
+
+def test_lines_scroll_above_the_block():
+    """Header, evaluations, notes and the summary are printed as they are, brackets included."""
+    clock = Clock()
+    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
+    report = LiveReport(console=console, clock=clock, memory=lambda: 0)
+    report.note("[red] /a[0]")
+    story(report, clock)
+    text = console.export_text()
+    for line in (
+        "[red] /a[0]",
+        "model   embedded",
+        "eval start: exact match 52.0%",
+        "checkpoint outputs/quick",
+    ):
+        assert line in text
+    assert "model        outputs/quickstart/final" in text
+
+
+TERMINAL = """
+import time
+from runners.telemetry.report import make_report
+with make_report() as report:
+    report.status("loading the model")
+    time.sleep(0.05)
+    report.start(3, {"run": "tiny"})
+    report.step({"update": 1, "reward": 0.5})
+    print("a reward function prints")
+    raise KeyboardInterrupt
+"""
+
+
+def on_a_terminal(**environment):
+    """Runs the report in a process whose stdout is a pseudo-terminal; what arrives there."""
+    leader, follower = pty.openpty()
+    plain = {name: value for name, value in os.environ.items() if name not in RICH_READS}
+    settings = {
+        **plain,
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm-256color",
+        "COLUMNS": "80",
+        **environment,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", TERMINAL], stdout=follower, stderr=subprocess.DEVNULL, env=settings
+    ) as child:
+        os.close(follower)
+        output = b""
+        while select.select([leader], [], [], 240)[0]:
+            try:
+                output += os.read(leader, 65536)
+            except OSError:  # Linux's way of saying that the other side has closed
+                break
+            if child.poll() is not None and not select.select([leader], [], [], 0)[0]:
+                break
+    os.close(leader)
+    return output.decode()
+
+
+def test_an_interrupt_leaves_the_terminal_as_it_was():
+    """The cursor was hidden and is back; what a reward printed is there."""
+    output = on_a_terminal()
+    assert output.rfind("\x1b[?25h") > output.find("\x1b[?25l") >= 0
+    assert "a reward function prints" in output
+    assert output.count("loading the model ...") >= 1  # shown before the block was
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]m", output)  # in colour
+
+
+def test_no_color_and_dumb_terminals_are_honoured():
+    """NO_COLOR takes colours out and keeps the block; TERM=dumb gives plain lines."""
+    assert not re.search(r"\x1b\[[0-9;]*[349][0-7]m", on_a_terminal(NO_COLOR="1"))
+    dumb = on_a_terminal(TERM="dumb")
+    assert "\x1b" not in dumb
+    assert "update 1/3  reward 0.500" in dumb
+
+
+def test_a_file_gets_plain_lines():
+    """A stream that is no terminal is told apart without asking."""
+    assert isinstance(make_report(stream=io.StringIO()), PlainReport)
+
+
+def test_quiet_says_nothing(capsys):
+    """The whole story without a character."""
+    story(Quiet(), Clock())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
+    """Compiling takes 60 s once and evaluating is told apart: 8 updates of 2 s are 16 s."""
+    clock = Clock()
+    run = Progress(10, clock=clock, memory=lambda: 0)
+    clock.now += 60
+    run.step({"update": 1})
+    assert run.seconds_left() == pytest.approx(9 * 60)
+    clock.now += 30 + 2
+    run.eval(0.5, 30.0)
+    run.step({"update": 2})
+    assert run.seconds_left() == pytest.approx(8 * 2)
+    clock.now += 1
+    assert run.seconds_left() == pytest.approx(8 * 2 - 1)
+    clock.now += 100
+    assert run.seconds_left() == 0
+
+
+def test_a_resumed_run_does_not_count_old_tokens():
+    """num_tokens goes on from before; the first rate is unknown rather than enormous."""
+    clock = Clock()
+    run = Progress(100, clock=clock, memory=lambda: 0)
+    clock.now += 1
+    run.step({"update": 51, "num_tokens": 1_000_000})
+    assert run.tokens_per_second is None
+    clock.now += 2
+    run.step({"update": 52, "num_tokens": 1_001_000})
+    assert run.tokens_per_second == 500
+
+
+def test_memory_is_read_from_mlx():
+    """The default reading is MLX's peak."""
+    import mlx.core as mx
+
+    mx.eval(mx.ones((1000, 1000)))
+    assert progress.peak_memory() == mx.get_peak_memory() >= 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (2.0, "2.00"),
+        (-0.01234, "-0.0123"),
+        (0.00031, "3.1e-04"),
+        (123.4, "123"),
+        (1e7, "1.00e+07"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (None, "-"),
+    ],
+)
+def test_numbers_are_spelt_in_three_digits(value, text):
+    """Short enough for a row, exact enough to be told apart."""
+    assert number(value) == text
+
+
+def test_counts_sizes_and_times():
+    """Tokens a second, bytes and seconds as people read them."""
+    assert [count(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
+    sizes = {
+        999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",
+        312_000_000: "0.31 GB", 12_400_000_000: "12.4 GB",
+    }  # fmt: skip
+    assert [gigabytes(size) for size in sizes] == list(sizes.values())
+    assert [duration(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 60))
+def test_a_sparkline_fits_and_follows_the_values(values, width):
+    """Never wider than asked; the highest bar stands at the highest value; a rising curve never falls."""
+    line = sparkline(values, width)
+    assert len(line) <= min(width, len(values))
+    rising = sparkline(sorted(values), width)
+    assert list(rising) == sorted(rising)
+    if line and len(values) <= width and max(values) > min(values):
+        assert line[values.index(max(values))] == "█" and line[values.index(min(values))] == "▁"

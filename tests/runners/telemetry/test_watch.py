@@ -1,0 +1,209 @@
+"""Warnings about training that goes astray, and conditions that end a run."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.config.config import load_config
+from runners.config.sections import WatchConfig
+from runners.errors import UserError
+from runners.telemetry.run_watch import METRICS, Condition, Watch, unknown_metric
+from runners.training.train import run_training
+from tests.support.tiny_runs import Notes, small
+
+GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}
+
+
+def fed(watch, *readings):
+    """The warnings of each of the readings."""
+    return [watch.see(reading) for reading in readings]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"frac_reward_zero_std": 1.0}, ["no group's completions", "rollout.num_generations"]),
+        ({"entropy": 0.01}, ["watch.min_entropy = 0.05", "now 0.01", "optim.learning_rate"]),
+        ({"kl": 3.0}, ["watch.max_kl = 2", "now 3", "loss.beta"]),
+    ],
+)
+def test_a_row_of_bad_updates_is_told_once(bad, says):
+    """At the third in a row, not before, not again while it lasts, and anew once it has been well."""
+    watch = Watch(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), [])
+    reading = {**GOOD, **bad}
+    lines = fed(watch, reading, reading, GOOD, reading, reading, reading, reading, GOOD, *[reading] * 3)
+    assert [len(found) for found in lines] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    (line,) = lines[5]
+    assert "\n" not in line and all(part in line for part in [*says, "for 3 updates"])
+    assert watch.reached is None
+
+
+def flat_row(*updates, patience=4, learning_rate=0.3):
+    """The warning at the end of some (reward, flat or not) updates, and of four flat ones."""
+    watch = Watch(WatchConfig(patience=patience), [])
+    lines = fed(
+        watch,
+        *(
+            {"frac_reward_zero_std": float(flat), "reward": reward, "learning_rate": learning_rate}
+            for reward, flat in updates
+        ),
+    )
+    return lines[-1][0]
+
+
+def test_a_collapse_is_told_from_prompts_of_the_wrong_difficulty():
+    """Equal rewards point at the learning rate after a fall, after a rise at prompts that are too easy."""
+    fell = flat_row((2.9, False), *[(0.0, True)] * 4)
+    assert "fallen from 2.9 to 0" in fell and "lower optim.learning_rate (now 0.3)" in fell
+    assert "difficulty" not in fell and "\n" not in fell
+    rose = flat_row(*[(x / 10, False) for x in range(10, 30)], *[(4.0, True)] * 4)
+    assert "risen from 1.95 to 4" in rose and "too easy" in rose and "learning_rate" not in rose
+    never = flat_row(*[(0.0, True)] * 4)
+    # Hard prompts, of which one is solved now and then: four failures in a row are no fall.
+    rarely = flat_row(*[(0.1 if i % 9 == 8 else 0.0, i % 9 != 8) for i in range(40)], patience=4)
+    assert never == rarely and "other difficulty" in never and "learning_rate" not in never
+
+
+def test_a_noisy_reward_may_fall_too():
+    """One prompt an update: zeros were there before, but never so many in a row."""
+    rewards = [0.5, 0.0, 1.0, 0.75, 0.25, 1.0, 0.0, 0.5]
+    assert "fallen" in flat_row(*[(reward, False) for reward in rewards], *[(0.0, True)] * 10, patience=10)
+
+
+def test_a_learning_rate_of_one_half_is_told_to_be_lower(tmp_path):
+    """A run: the first update breaks the model, and the line says what to change."""
+    (tmp_path / "train.toml").write_text(
+        small(
+            run={"output_dir": str(tmp_path / "out")},
+            rollout={"max_new_tokens": 40},
+            optim={"learning_rate": 0.5, "batch_size": 4, "max_steps": 6, "warmup_ratio": 0.0},
+            watch={"patience": 3},
+        )
+    )
+    notes = Notes()
+    run_training(load_config(str(tmp_path / "train.toml")), report=notes)
+    (line,) = [line for line in notes.lines if "no group's completions have differed" in line]
+    assert "the reward has fallen from" in line and "lower optim.learning_rate (now 0." in line
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf, "x", True])
+def test_what_is_no_number_is_no_reading(missing):
+    """It neither counts nor ends a row: updates without a token have no entropy."""
+    watch = Watch(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)])
+    low = {"entropy": 0.0, "kl": 2.0}
+    lines = fed(watch, low, {"entropy": missing, "kl": missing}, {}, low)
+    assert [len(found) for found in lines] == [0, 0, 0, 1] and watch.reached
+
+
+@pytest.mark.parametrize("settings", [{"patience": 0}, {"patience": 1, "min_entropy": 0.0, "max_kl": 0.0}])
+def test_zeros_turn_warnings_off(settings):
+    """patience = 0 all of them, the limits their own."""
+    watch = Watch(WatchConfig(**settings), [])
+    flat = {"frac_reward_zero_std": 1.0} if not settings["patience"] else {}
+    assert fed(watch, *[{"entropy": 0.0, "kl": 1e9, **flat}] * 5) == [[]] * 5
+
+
+@pytest.mark.parametrize(
+    ("text", "condition"),
+    [
+        ("em >= 0.95", Condition("em", ">=", 0.95)),
+        ("kl>0.5 for 20", Condition("kl", ">", 0.5, 20)),
+        (" rewards/mine.py:f/mean  <= -1e-3  for 1 ", Condition("rewards/mine.py:f/mean", "<=", -1e-3, 1)),
+        ("kl", None),
+        ("kl > ", None),
+        ("kl = 3", None),
+        ("kl > x", None),
+        ("kl > nan", None),
+        ("kl > inf", None),
+        ("kl > 1 for 0", None),
+        ("kl > 1 for -2", None),
+        ("kl > 1 for", None),
+        ("kl > 1 > 2", None),
+    ],
+)
+def test_conditions_are_read(text, condition):
+    """Metric, side, limit and patience; anything else is none."""
+    assert Condition.parse(text) == condition
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 2.0, None]), max_size=30),
+    st.integers(1, 4),
+    st.sampled_from(["<", "<=", ">", ">="]),
+)
+def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, sign):
+    """Against the obvious: the first place where the last so many readings all hold."""
+    holds = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
+    watch = Watch(WatchConfig(), [Condition("kl", sign, 1.0, readings)])
+    given = []
+    for value in values:
+        watch.see({"kl": value})
+        given += [value] if value is not None else []
+        rows = [given[i : i + readings] for i in range(len(given) - readings + 1)]
+        assert bool(watch.reached) == any(all(holds(v, 1.0) for v in row) for row in rows)
+
+
+def test_what_was_reached_is_said():
+    """The condition, the readings, the number; the first one wins."""
+    watch = Watch(WatchConfig(), [Condition("em", ">=", 0.9), Condition("kl", ">", 0.5, 2)])
+    watch.see({"kl": 0.7})
+    watch.see({"kl": 0.8123456})
+    assert watch.reached == "kl > 0.5 for 2 readings (stop.when): kl = 0.8123"
+    watch.see({"em": 1.0})
+    assert watch.reached.startswith("kl")
+
+
+@given(st.lists(st.sampled_from([0.0, 3.0]), min_size=1, max_size=20), st.integers(0, 20))
+def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
+    """Its facts, through JSON, are all it takes."""
+
+    def new():
+        return Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
+
+    straight, first, second = new(), new(), new()
+    readings = [
+        {"kl": value, "entropy": value / 100, "reward": i + value, "frac_reward_zero_std": float(value > 0)}
+        for i, value in enumerate(values)
+    ]
+    want = fed(straight, *readings)
+    got = fed(first, *readings[:cut])
+    second.restore(json.loads(json.dumps(first.facts())))
+    got += fed(second, *readings[cut:])
+    assert got == want and (first.reached or second.reached) == straight.reached
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"watch": 3},
+        {"watch": {"high kl": "x"}},
+        {"watch": {"high kl": -1}},
+        {"watch_rewards": 3},
+        {"watch_rewards": {"before": [1, 2, 3]}},
+        {"watch_rewards": {"before": [1, 2, 3], "flat": [1, 2, None]}},
+        {"watch_rewards": {"before": [1, 2], "flat": [1, 2, 3]}},
+    ],
+)
+def test_facts_that_are_none_are_refused(facts):
+    """trainer_state.json may be anybody's."""
+    with pytest.raises(UserError, match=r"trainer_state.json: "):
+        Watch(WatchConfig(), []).restore(facts)
+
+
+def test_unknown_metrics_get_the_nearest():
+    """Rewards have two spellings: the function's, and the whole name where two share one."""
+    rewards = ["mine.py:brevity", "int_reward_func"]
+    for known in (
+        "kl",
+        "rewards/brevity/mean",
+        "rewards/mine.py:brevity/std",
+        "rewards/int_reward_func/mean",
+    ):
+        assert unknown_metric(known, rewards) is None
+    assert unknown_metric("entrpy", rewards) == "entropy"
+    assert unknown_metric("rewards/brevty/mean", rewards) == "rewards/brevity/mean"
+    assert unknown_metric("zzzzzz", rewards) == ""
+    assert len(set(METRICS)) == len(METRICS)

@@ -1,0 +1,460 @@
+"""Small files that would become huge: each ends with one line, within five seconds and a gigabyte."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from runners.config.config import load_config
+from runners.config.sections import DataConfig
+from runners.data import parquet_rows
+from runners.data.data_files import MAX_ROW, read_file
+from runners.data.prompts import build_examples, render
+from runners.errors import ConfigError, UserError, show
+from runners.machine import bounded
+from runners.machine.bounded import run_bounded
+from runners.models.model_reading import load_tokenizer
+from runners.tokenization import tokenizer_check
+from runners.tokenization.text import MAX_TEXT, encode
+from runners.tokenization.tokenizer_check import check_tokenizer
+from tests.support.tiktoken_files import make_nanochat_folder
+from tests.support.tiny_models import make_model_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS, BYTES = 5.0, 1e9  # of computing, as the machine may be busy, and of memory
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A good model folder, to be copied and spoiled."""
+    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    """A model folder of this test's own."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in sound.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def _unseen(tmp_path, monkeypatch):
+    """Nothing has passed the check yet."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
+
+
+def changed(file, **values):
+    """Rewrites a JSON file with these keys."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+# In a small process of its own: what a child's memory was at most counts what it was before its program.
+MEASURE = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+_, status, used = os.wait4(process.pid, 0)
+unit = 1 if sys.platform == "darwin" else 1024
+print("USED", os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss * unit)
+"""
+
+
+def refused(*arguments):
+    """The one line of a command that ends within the bounds; what its own processes use counts."""
+    command = [sys.executable, "-m", "runners.cli", *map(str, arguments)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    printed, _, used = done.stdout.rpartition("USED ")
+    code, seconds, size = map(float, used.split())
+    lines = [line for line in printed.splitlines() if "BLAS" not in line]
+    assert code == 2 and len(lines) == 1, printed[-3000:]
+    assert seconds < SECONDS and size < BYTES, (seconds, size)
+    return lines[0]
+
+
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLE = (
+    "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ("{{ 'x' * 10**9 }}", "its chat template takes more than 512 MB for a short text"),
+        (DOUBLE, "its chat template takes more than 512 MB"),
+        ("{{ 'x'|center(10**10) }}", "its chat template takes more than 512 MB"),
+        (LOOP, "its chat template computes for more than 2 s over a short text"),
+        ("{{ 10**(10**9) }}", "its chat template computes for more than 2 s"),
+        ("{{ messages }}" * 1_750_000, "its chat template has 24,500,000 characters, wanted 1,048,576"),
+        ("{{ 'x' * 10**7 }}", "its chat template makes 10,000,000 characters of a short conversation"),
+    ],
+    ids=["a product", "doubling", "a filter", "a loop", "a power", "24 MB", "a long prompt"],
+)
+def test_templates_without_end(folder, template, line):
+    """What a template asks for is seen in a process that can be ended."""
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    assert line in refused("generate", folder, "hello")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/default.jinja"])
+def test_templates_in_files_of_their_own(folder, name):
+    """Wherever transformers finds one."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{{ 'x' * 10**9 }}")
+    with pytest.raises(UserError, match="its chat template takes more than 512 MB"):
+        check_tokenizer(folder)
+
+
+def replacing(text, times, letter="a"):
+    """A normalizer that makes much of a letter."""
+    step = {"type": "Replace", "pattern": {"String": letter}, "content": text}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ({"normalizer": replacing("a" * 100, 6)}, "its tokenizer takes more than"),
+        ({"normalizer": replacing("zq" * 40, 1, "zq")}, "tokens or letters of"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a|aa)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+            "the tokenizer fails on a text: Onig: Regex search error",
+        ),
+    ],
+    ids=["nested replacements", "a long replacement", "a pattern that panics"],
+)
+def test_tokenizers_without_end(folder, part, line):
+    """Growth, and a panic of Rust's, which prints a backtrace of its own where it happens."""
+    changed(folder / "tokenizer.json", **part)
+    assert line in refused("generate", folder, "hello")
+
+
+def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
+    """tiktoken gives up and says so."""
+    from tests.campaigns import fuzz
+
+    folder = make_nanochat_folder(tmp_path / "model")
+    state = {**fuzz._STATE, "pat_str": r"((a+)+)+(?!a)b|."}
+    (folder / "tokenizer.pkl").write_bytes(fuzz._pickled(state, 4))
+    with pytest.raises(UserError, match="the tokenizer fails on a text: Regex error"):
+        load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+
+
+def test_a_bad_template_does_not_hide_the_tokenizer(folder):
+    """What is merely wrong with the one does not end the look at the other."""
+    changed(folder / "tokenizer_config.json", chat_template="{% if %}")
+    changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
+    with pytest.raises(UserError, match="its tokenizer takes more than"):
+        check_tokenizer(folder)
+
+
+def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_path):
+    """One process for each content; a refused one is looked at again; the package's own never."""
+    runs = []
+
+    def counted(*arguments, **options):
+        runs.append(arguments)
+        return run_bounded(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer_check, "run_bounded", counted)
+    check_tokenizer(folder)
+    check_tokenizer(folder)
+    assert len(runs) == 1
+    (folder / "chat_template.jinja").write_text("{{ 'x' * 10**9 }}")
+    for _ in range(2):
+        with pytest.raises(UserError):
+            check_tokenizer(folder)
+    assert len(runs) == 3
+    (folder / "chat_template.jinja").unlink()
+    check_tokenizer(folder)
+    check_tokenizer(tokenizer_check.MODEL_DIR)
+    assert len(runs) == 3
+    monkeypatch.setenv("GRPO_FN_CACHE", "/proc/nowhere")  # cannot be written to: looked at each time
+    check_tokenizer(folder)
+    assert len(runs) == 4
+
+
+def test_few_are_remembered(folder, monkeypatch, tmp_path):
+    """The oldest go."""
+    monkeypatch.setattr(tokenizer_check, "_KEPT", 3)
+    place = tmp_path / "cache" / "checked"
+    place.mkdir(parents=True)
+    for number in range(6):
+        (place / f"old-{number}").touch()
+        os.utime(place / f"old-{number}", (number, number))
+    check_tokenizer(folder)
+    assert {"old-4", "old-5"} < {file.name for file in place.iterdir()} and len(list(place.iterdir())) == 3
+
+
+def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch):
+    """As on macOS, which knows no limit of the address space: the memory is looked at from outside."""
+    (folder / "chat_template.jinja").write_text(DOUBLE)
+
+    def unlimited(module, *arguments, **limits):
+        return run_bounded("tests.support.unlimited", *arguments, **limits)
+
+    monkeypatch.setattr(tokenizer_check, "run_bounded", unlimited)
+    with pytest.raises(UserError, match="its chat template takes more than 512 MB"):
+        check_tokenizer(folder)
+
+
+def test_the_memory_of_a_process_as_ps_tells_it(monkeypatch):
+    """Where there is no /proc; of this process it is about what the system says of it."""
+    here = bounded._resident(os.getpid())
+    monkeypatch.setattr(bounded, "Path", lambda name: Path("/nowhere"))
+    assert here / 2 < bounded._resident(os.getpid()) < here * 2
+    assert bounded._resident(2**22 + 1) == 0
+
+
+def test_a_process_that_sleeps_is_ended(monkeypatch):
+    """Its computing never ends it."""
+    monkeypatch.setattr(bounded, "_PATIENCE", 2.0)
+    ending = run_bounded("tests.support.sleeping", seconds=0.1, memory=10**8)
+    assert (ending.over, ending.code) == ("time", -9)
+
+
+def test_a_child_that_cannot_start_is_no_fault_of_the_models(folder, monkeypatch):
+    """Nothing was looked at: the model is used, and nothing is remembered."""
+    monkeypatch.setattr(bounded.sys, "executable", "/bin/false")
+    check_tokenizer(folder)
+    assert not (Path(os.environ["GRPO_FN_CACHE"]) / "checked").exists()
+
+
+class Panic(BaseException):
+    """As Rust's panics are: no Exception."""
+
+
+Panic.__name__ = "PanicException"
+
+
+class Failing:
+    """A tokenizer that fails in its own way."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def encode(self, text, **options):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [Panic("broken\nmore"), ValueError("broken")])
+def test_a_tokenizer_that_fails_later_is_told_in_a_line(error):
+    """On a text that the check did not have."""
+    with pytest.raises(UserError, match=r"^the tokenizer fails on a text: broken$"):
+        encode(Failing(error), "hello")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+def test_what_is_not_the_tokenizers_passes(error):
+    """Ctrl-C, and memory that has run out, which has a line of its own."""
+    with pytest.raises(type(error)):
+        encode(Failing(error), "hello")
+
+
+def test_long_prompts_are_not_tokenized():
+    """A tokenizer takes hundreds of bytes a character."""
+    with pytest.raises(UserError, match=f"a prompt has {MAX_TEXT + 1:,} characters, wanted {MAX_TEXT:,}"):
+        encode(Failing(AssertionError()), "x" * (MAX_TEXT + 1))
+
+
+def test_a_template_that_renders_to_nothing(folder):
+    """An empty prompt has no token to go on from."""
+    changed(folder / "tokenizer_config.json", chat_template="{% if false %}x{% endif %}")
+    tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(UserError, match=r"model: the chat template renders to nothing"):
+        render(tokenizer, ({"role": "user", "content": "hi"},), "<reasoning>")
+
+
+class Letters:
+    """A tokenizer of letters, without a template."""
+
+    def encode(self, text, **options):
+        return list(text.encode())
+
+
+def test_prompts_far_too_long_are_left_out_uncounted():
+    """They are counted as left out; where there are no others, the line says what was found."""
+    config = DataConfig(system_prompt="", nudge="", max_prompt_length=64)
+    long, short = {"question": "x" * 20_000, "answer": "1"}, {"question": "x", "answer": "1"}
+    examples, left_out = build_examples([long, short, long], config, Letters())
+    assert len(examples) == 1 and left_out == 2
+    with pytest.raises(UserError, match="but each of 2 prompts has over 16,384 characters"):
+        build_examples([long, long], config, Letters())
+
+
+CONFIG = '[model]\npath = "embedded"\n[data]\nsource = "{data}"\n[eval]\nsamples = 2\n'
+
+
+def write_parquet(path, table, **options):
+    """A Parquet file, compressed well."""
+    pq.write_table(table, path, compression="zstd", **options)
+
+
+def one_string(path):
+    """4,000 letters a million times, in some hundred kilobytes."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000_000, pa.int32()), pa.array(["q" * 4000]))
+    write_parquet(path, pa.table({"question": texts, "answer": texts}))
+    assert path.stat().st_size < 1_000_000
+
+
+def delta(path):
+    """Each string as the one before."""
+    table = pa.table({"question": ["q" * 4000] * 30_000, "answer": ["5"] * 30_000})
+    write_parquet(path, table, use_dictionary=False, column_encoding={"question": "DELTA_BYTE_ARRAY"})
+
+
+def page(path):
+    """A string of 100 MB, which a few kilobytes hold."""
+    table = pa.table({"question": ["z" * 100_000_000, "q"], "answer": ["5"] * 2})
+    write_parquet(path, table, use_dictionary=False)
+
+
+def nulls(path):
+    """A list of thirty million nothings."""
+    lists = pa.array([[None] * 30_000_000, None], pa.list_(pa.null()))
+    write_parquet(path, pa.table({"question": ["q"] * 2, "answer": ["5"] * 2, "l": lists}))
+
+
+def nested(path):
+    """The repeated string inside of lists."""
+    table = pa.table({"question": ["q"], "answer": ["5"], "l": [["q" * 4000] * 30_000]})
+    write_parquet(path, table)
+
+
+REPEATS = "unpack to more than"
+ROW = json.dumps({"question": "1", "answer": "2"}) + "\n"
+
+
+def text(content):
+    """Writes this."""
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "line"),
+    [
+        ("a.parquet", one_string, REPEATS),
+        ("a.parquet", delta, REPEATS),
+        ("a.parquet", page, REPEATS),
+        ("a.parquet", nulls, REPEATS),
+        ("a.parquet", nested, REPEATS),
+        (
+            "a.jsonl",
+            lambda path: path.write_text(
+                json.dumps({"question": "x " * 50_000_000, "answer": 1}) + "\n" + ROW
+            ),
+            "line 1: a line of more than 16,777,216 bytes",
+        ),
+        (
+            "a.jsonl",
+            lambda path: path.write_text(ROW + '{"question": "1", "z": [' + "[]," * 30_000_000 + "0]}\n"),
+            "line 2: a line of more than 16,777,216 bytes",
+        ),
+        (
+            "a.csv",
+            text(",".join(f"c{i}" for i in range(100_000)) + "\n" + ",".join("1" * 100_000) + "\n"),
+            "a.csv has 100,000 columns, wanted 10,000 at most",
+        ),
+        ("a.csv", text("question,answer\n" + "1," * 20_000_000 + "\n"), "line 2: a line of more than"),
+    ],
+    ids=["one string", "deltas", "a page", "nulls", "in lists", "a text", "lists", "columns", "cells"],
+)
+def test_data_without_end(tmp_path, monkeypatch, name, write, line):
+    """Rows, columns and repeated strings have limits; what is refused is said in a line."""
+    monkeypatch.chdir(tmp_path)
+    write(Path(name))
+    Path("train.toml").write_text(CONFIG.format(data=name))
+    assert line in refused("check", "train.toml")
+
+
+def test_a_long_line_is_a_bad_row(tmp_path):
+    """The others are read, with their numbers, whether or not the last line ends."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(ROW + "x" * (3 * MAX_ROW) + "\n" + ROW + "y" * (MAX_ROW + 1))
+    rows = read_file(path)
+    assert [row.place[-1] for row in rows] == ["1", "2", "3", "4"]
+    assert [bool(row.fault) for row in rows] == [False, True, False, True]
+    exact = {"question": "1", "answer": "2", "z": ""}
+    exact["z"] = "x" * (MAX_ROW - len(json.dumps(exact)) - 1)
+    path.write_text(json.dumps(exact) + "\n" + ROW)
+    assert not any(row.fault for row in read_file(path))
+
+
+def test_parquet_of_every_kind_is_read_as_it_is(tmp_path, monkeypatch):
+    """Nested, repeated, with and without dictionaries, in groups: what pyarrow gives, within the limit."""
+    rows = [
+        {
+            "q": f"w{i % 7}" * 3,
+            "a": i,
+            "n": None if i % 3 else "x",
+            "l": ["a", "b", None][: i % 4],
+            "s": {"u": "t" * (i % 5), "v": [{"w": "z"}]},
+            "b": b"\x00\xff",
+            "d": "q" * i,
+        }
+        for i in range(500)
+    ]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / "a.parquet"
+    for options in ({}, {"use_dictionary": False}, {"row_group_size": 50}, {"data_page_version": "2.0"}):
+        write_parquet(path, table, **options)
+        assert [values for values, _ in parquet_rows.parquet_rows(path)] == rows, options
+    write_parquet(path, table)
+    plain = sum(len(row["q"]) + len(row["d"]) for row in rows)
+    monkeypatch.setattr(parquet_rows, "RATIO", 0)
+    monkeypatch.setattr(parquet_rows, "LEAST", plain)
+    with pytest.raises(UserError, match=REPEATS):
+        list(parquet_rows.parquet_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("\n".join(f"unknown{i} = 1" for i in range(600_000)), "found more than 1,048,576 bytes"),
+        (
+            'model.path = "embedded"\n[rollout]\n' + "\n".join(f"u{i} = 1" for i in range(60_000)),
+            "found 60,003 keys and values, want a config of at most 2,000",
+        ),
+        ("reward.functions = [" + '"a",' * 200_000 + "]", "found 200,002 keys and values"),
+    ],
+    ids=["10 MB", "keys", "a list"],
+)
+def test_configs_without_end(tmp_path, content, line):
+    """One line, not one for each key."""
+    (tmp_path / "train.toml").write_text(content)
+    assert line in refused("run", tmp_path / "train.toml")
+
+
+def test_a_config_that_never_ends():
+    """A device is read as far as a config may go."""
+    with pytest.raises(ConfigError, match="found more than 1,048,576 bytes"):
+        load_config("/dev/zero")
+
+
+def test_a_message_shows_the_beginning_of_what_is_huge():
+    """Without spelling all of it first."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    huge = ["x" * 10_000_000, *range(3_000_000)]
+    assert show(huge).startswith('["xxxx') and show({"a": huge}).startswith('{a = ["xxx')
+    assert len(show(huge)) == 80
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 1

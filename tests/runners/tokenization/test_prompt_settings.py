@@ -1,0 +1,245 @@
+"""grpo_prompt.json: a run writes how it asked, and the commands ask a trained model in the same way."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.checkpoints.run_folder import model_of_run
+from runners.config.config import load_config
+from runners.errors import UserError
+from runners.inference.inference import load_inference
+from runners.machine.machine import Platform
+from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
+from tests.support.tiny_runs import train
+
+CPU = Platform(backend="cpu")
+SETTINGS = PromptSettings(
+    system_prompt='Be "brief". 🙂\nÄ',
+    nudge="<r>\x7f",
+    stop=("</a>", "\n\n"),
+    max_new_tokens=7,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=4,
+    min_p=0.1,
+)
+# What `train` asks with.
+TRAINED = ("--system", "Think first.", "--nudge", "<reasoning>", "--max-tokens", "8")
+USED = (
+    'as in training (grpo_prompt.json): system message "Think first.", nudge "<reasoning>", at most 8 tokens'
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A finished run of each kind, with checkpoints, and `bare`: a final model without the file."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {tune: train(folder, tune, tune) for tune in ("full", "lora")}
+    bare = shutil.copytree(found["full"] / "final", folder / "bare")
+    (bare / PROMPT_FILE).unlink()
+    return {**found, "bare": bare}
+
+
+@pytest.fixture
+def grpo(tmp_path, monkeypatch):
+    """Runs `grpo …` in this process, in a fresh folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, **options):
+        return CliRunner().invoke(cli.main, list(map(str, arguments)), **options)
+
+    return run
+
+
+def test_what_is_written_is_read(tmp_path):
+    """Every field, through a file and through a config's overrides."""
+    assert read_prompt(tmp_path) is None
+    write_prompt(tmp_path, SETTINGS)
+    assert read_prompt(tmp_path) == SETTINGS
+    config = load_config("quickstart", SETTINGS.overrides())
+    assert PromptSettings.of(config.to_dict()) == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, 'format: found "other", wanted "grpo_fn.prompt"'),
+        ({"version": 2}, "found version 2 of grpo_fn.prompt, wanted 1; grpo_fn "),
+        ({"version": None}, "found version None of grpo_fn.prompt, wanted 1"),
+        ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
+        ({"nudge": None}, "nudge: found None, want a string"),
+        ({"stop": "x"}, 'stop: found "x", want a list of strings'),
+        ({"stop": [""]}, "want a list of strings that are not empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens: found 0, want an integer of at least 1"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens: found 2.0, want an integer"),
+        ({"temperature": float("nan")}, "temperature: found nan, want a finite number"),
+        ({"top_p": 2}, "top_p: found 2, want a number above 0 and at most 1"),
+        ({"system_prompt": "\ud800"}, "system_prompt: holds half of a surrogate pair"),
+    ],
+)
+def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
+    """In one line with the file, the key, what was found and what is wanted."""
+    write_prompt(tmp_path, SETTINGS)
+    file = tmp_path / PROMPT_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError) as caught:
+        read_prompt(tmp_path)
+    assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
+    """The same for files that are cut off, or lie elsewhere."""
+    write_prompt(tmp_path, SETTINGS)
+    file = tmp_path / PROMPT_FILE
+    content = json.loads(file.read_text())
+    del content["stop"]
+    for text, message in (
+        (json.dumps(content), "stop: missing, wanted a list of strings"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "wanted a JSON object"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_prompt(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / PROMPT_FILE).symlink_to(file)
+    with pytest.raises(UserError, match="is a link that leads out of the folder"):
+        read_prompt(folder)
+
+
+def test_a_run_writes_how_it_asked(runs):
+    """Into final/ and into each checkpoint, adapters' too; nothing of the machine."""
+    wanted = PromptSettings(
+        system_prompt="Think first.", nudge="<reasoning>", stop=(), max_new_tokens=8,
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
+    )  # fmt: skip
+    for tune in ("full", "lora"):
+        for place in ("final", "checkpoint-2", "checkpoint-4"):
+            assert read_prompt(runs[tune] / place) == wanted
+    assert PROMPT_FILE in json.loads((runs["full"] / "checkpoint-2" / "manifest.json").read_text())["files"]
+
+
+@pytest.mark.parametrize(("tune", "place"), [("full", "final"), ("full", ""), ("lora", "checkpoint-4")])
+def test_generate_asks_as_in_training(grpo, runs, tune, place):
+    """As a model without the file that is given the same by hand; a line says what is used."""
+    folder = runs[tune] / place
+    result = grpo("generate", folder, "7+5")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines()[0] == USED
+    if tune == "lora":
+        base = runs["lora"].parents[1] / "base-lora"
+        by_hand = grpo("generate", base, "7+5", "--adapter", folder, "--no-prompt-file", *TRAINED)
+        beside = grpo("generate", base, "7+5", "--adapter", folder)
+        assert beside.stdout == result.stdout and USED in beside.stderr
+    else:
+        by_hand = grpo("generate", runs["bare"], "7+5", *TRAINED)
+    assert result.stdout == by_hand.stdout and "as in training" not in by_hand.stderr
+    assert result.stdout.startswith("<reasoning>")
+
+
+def test_what_is_given_wins(grpo, runs):
+    """Each option alone, an empty value turns off, and --no-prompt-file leaves the file alone."""
+    full = runs["full"]
+    for given, by_hand in (
+        (["--nudge", "12"], ["--system", "Think first.", "--nudge", "12", "--max-tokens", "8"]),
+        (["--nudge", ""], ["--system", "Think first.", "--max-tokens", "8"]),
+        (["--system", ""], ["--nudge", "<reasoning>", "--max-tokens", "8"]),
+        (["--system", "No."], ["--system", "No.", "--nudge", "<reasoning>", "--max-tokens", "8"]),
+        (["--max-tokens", "3"], [*TRAINED[:4], "--max-tokens", "3"]),
+        (["--no-prompt-file", "--max-tokens", "5"], ["--max-tokens", "5"]),
+    ):
+        found, wanted = (
+            grpo("generate", model, "7+5", *arguments)
+            for model, arguments in ((full, given), (runs["bare"], by_hand))
+        )
+        assert (found.exit_code, wanted.exit_code) == (0, 0), found.stderr + wanted.stderr
+        assert found.stdout == wanted.stdout, given
+    nothing = grpo("generate", full, "7+5", *TRAINED)
+    assert "as in training" not in nothing.stderr and "as in training" not in found.stderr
+
+
+def test_stop_strings_are_kept_and_turned_off(grpo, runs, tmp_path):
+    """A stop string of the file ends the reply; --stop "" does not; "" beside another is refused."""
+    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
+    plain = grpo("generate", model, "7+5", "--nudge", "")
+    stop = plain.stdout[1]
+    settings = read_prompt(model)
+    assert settings is not None
+    file = json.loads((model / PROMPT_FILE).read_text())
+    (model / PROMPT_FILE).write_text(json.dumps({**file, "stop": [stop], "nudge": ""}))
+    stopped = grpo("generate", model, "7+5")
+    assert stopped.exit_code == 0 and f"stop {json.dumps(stop, ensure_ascii=False)}" in stopped.stderr
+    assert stopped.stdout == plain.stdout[:2] + "\n" != plain.stdout
+    assert grpo("generate", model, "7+5", "--stop", "").stdout == plain.stdout
+    refused = grpo("generate", model, "7+5", "--stop", "", "--stop", "x")
+    assert refused.exit_code == 2 and '--stop "" means no stop string' in refused.stderr
+
+
+def test_many_prompts_and_messages_of_their_own(grpo, runs, tmp_path):
+    """The system message goes before each conversation but those that bring one, and is not repeated."""
+    talk = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "7+5"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("7+5", talk)))
+    result = grpo("generate", runs["full"], "--prompts", "p.jsonl")
+    assert result.exit_code == 0, result.stderr
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert first["prompt"] == "7+5" and second["prompt"] == talk
+    assert first["completion"].startswith("<reasoning>") and first["tokens"] <= 8
+    (tmp_path / "p.txt").write_text("7+5\n")
+    by_hand = grpo("generate", runs["bare"], "--prompts", "p.txt", *TRAINED)
+    assert json.loads(by_hand.stdout) == first
+
+
+def test_chat_asks_as_in_training(grpo, runs):
+    """The same in a conversation."""
+    found = grpo("chat", runs["full"], input="7+5\nand 3?\n")
+    by_hand = grpo("chat", runs["bare"], *TRAINED, input="7+5\nand 3?\n")
+    assert found.exit_code == 0 and found.stdout == by_hand.stdout
+    assert USED in found.stderr and "as in training" not in by_hand.stderr
+    assert [line.startswith("<reasoning>") for line in found.stdout.splitlines()] == [True, True]
+
+
+def test_a_damaged_file_is_a_line(grpo, runs, tmp_path):
+    """Code 2 from every command that reads it, before the weights are loaded."""
+    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
+    (model / PROMPT_FILE).write_text('{"format": 3}')
+    for arguments in (
+        ["generate", model, "hi"],
+        ["chat", model],
+        ["eval", model, "--data", "embedded"],
+        ["export", model, "--out", "out"],
+    ):
+        result = grpo(*arguments)
+        assert result.exit_code == 2 and f"{PROMPT_FILE}: format: found 3" in result.stderr, arguments
+        assert "Traceback" not in result.output
+    for arguments in (
+        ["generate", model, "hi", "--no-prompt-file", "--max-tokens", "3"],
+        ["chat", model, "--no-prompt-file"],
+        ["eval", model, "--config", "quickstart", "--samples", "1", "--max-tokens", "3"],
+    ):
+        assert grpo(*arguments).exit_code == 0, "the file is not needed"
+
+
+def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_path):
+    """final/ wins; without it the newest checkpoint that is whole, in a line; without any, an error."""
+    run = shutil.copytree(runs["full"], tmp_path / "run")
+    notes = []
+    assert model_of_run(str(run), notes.append) == str(run / "final") and notes == []
+    shutil.rmtree(run / "final")
+    assert model_of_run(str(run), notes.append) == str(run / "checkpoint-4")
+    assert (
+        notes.pop() == f"{run}: this run has no final model; using its newest whole checkpoint, checkpoint-4"
+    )
+    (run / "checkpoint-4" / "model.safetensors").write_bytes(b"cut off")
+    assert model_of_run(str(run), notes.append) == str(run / "checkpoint-2")
+    assert "checkpoint-4 is skipped" in notes[0] and "checkpoint-2" in notes[1]
+    model = load_inference(str(run), CPU)
+    assert model.path == (run / "checkpoint-2").resolve() and model.notices[-1:] == (notes[1],)
+    shutil.rmtree(run / "checkpoint-2")
+    with pytest.raises(UserError, match="no final model and no whole checkpoint"):
+        model_of_run(str(run), notes.append)
+    assert model_of_run("embedded", notes.append) == "embedded"
+    assert model_of_run(str(runs["bare"]), notes.append) == str(runs["bare"])

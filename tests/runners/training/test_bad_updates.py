@@ -1,0 +1,225 @@
+"""Numbers that are not finite in a run: skipped, counted, kept for a look, and an end in time."""
+
+import json
+import math
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.trees import named_leaves
+from runners.checkpoints.state_files import load_state
+from runners.config.config import load_config
+from runners.data.prompts import Example
+from runners.errors import NumbersError
+from runners.files.json_lines import to_json
+from runners.quickstart import MODEL_DIR
+from runners.telemetry.run_watch import unknown_metric
+from runners.training.bad_updates import KEPT, BadUpdates, save_bad_batch
+from runners.training.rollout import Experience
+from runners.training.train import run_training
+from tests.support.folders import held
+from tests.support.tiny_policies import tiny_rollout
+from tests.support.tiny_runs import Notes, small
+
+CONFIG = small(
+    rollout={"max_new_tokens": 16}, optim={"learning_rate": 2e-4, "max_steps": 4}, eval={"samples": 4}
+)
+
+
+def start(tmp_path, *overrides):
+    """Run a config: its result (or what it raised), its notes, its log and its folder."""
+    (tmp_path / "train.toml").write_text(CONFIG)
+    config = load_config(str(tmp_path / "train.toml"), [f"run.output_dir={tmp_path}", *overrides])
+    notes, result = Notes(), None
+    try:
+        result = run_training(config, report=notes)
+    except NumbersError as error:
+        result = error
+    log = [json.loads(line) for line in (tmp_path / "small/training_log.jsonl").read_text().splitlines()]
+    return result, notes.lines, log, tmp_path / "small"
+
+
+def weights_of(params):
+    return {name: np.array(leaf) for name, leaf in named_leaves(params).items()}
+
+
+def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
+    """A rate beyond float32: no weight changes, each batch is kept, the third in a row is the last."""
+    error, lines, log, folder = start(tmp_path, "optim.learning_rate=1e39", "optim.max_bad_updates=3")
+    assert isinstance(error, NumbersError) and error.exit_code == 3
+    assert "3 updates in a row" in str(error) and "optim.max_bad_updates = 3" in str(error)
+    assert [line["bad_updates"] for line in log] == [1, 2, 3] and all(line["update_skipped"] for line in log)
+    assert sum("skipped: the new weights would not be finite" in line for line in lines) == 3
+    assert any("the last good state: saved" in line for line in lines)
+    state = load_state(folder / "checkpoint-3")
+    before = mx.load(str(MODEL_DIR / "model.safetensors"))
+    after = weights_of(state.params)
+    assert all(np.array_equal(np.array(before[name]), after[name]) for name in after)
+    assert all(not moment.any() for moment in weights_of(state.opt_state).values())
+    assert sorted(path.name for path in (folder / "bad_batches").iterdir()) == [
+        f"update-{i}" for i in (1, 2, 3)
+    ]
+
+
+def test_without_a_limit_it_goes_on(tmp_path):
+    """optim.max_bad_updates = 0: all updates are skipped and counted, and the run ends as runs do."""
+    result, _, log, folder = start(tmp_path, "optim.learning_rate=1e39", "optim.max_bad_updates=0")
+    assert result.updates == 4 and log[-2]["bad_updates"] == 4
+    assert (folder / "final" / "model.safetensors").is_file()
+
+
+def spoiled(monkeypatch, calls, spoil):
+    """The learner's grad step with what it gives changed at some of its calls."""
+    real, count = g.GradStep.__call__, []
+
+    def step(self, state, batch):
+        state, stats = real(self, state, batch)
+        count.append(1)
+        return spoil(state, stats) if len(count) in calls else (state, stats)
+
+    monkeypatch.setattr(g.GradStep, "__call__", step)
+
+
+def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
+    """The row starts anew after a good one; the log says which, and the reward's numbers are kept."""
+
+    def spoil(state, stats):
+        grads = g.trees.map_arrays(lambda a: a * mx.nan, state.accum_grads)
+        return attrs.evolve(state, accum_grads=grads), stats
+
+    spoiled(monkeypatch, {1, 3}, spoil)
+    result, lines, log, folder = start(tmp_path, "optim.max_bad_updates=2")
+    assert [line.get("update_skipped", False) for line in log[:4]] == [True, False, True, False]
+    assert [line["bad_updates"] for line in log[:4]] == [1, 1, 2, 2]
+    assert result.updates == 4 and log[0]["grad_norm"] is None and "grad_norm" in log[0]["nonfinite"]
+    assert sum("the norm of its gradient is nan" in line for line in lines) == 2
+    assert all(np.isfinite(leaf).all() for leaf in weights_of(result.state.params).values())
+    kept = json.loads((folder / "bad_batches/update-3/batch.json").read_text())
+    assert kept["metrics"]["update"] == 3 and kept["metrics"]["grad_norm"] is None
+    records = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert kept["completions"] == [record for record in records if record["update"] == 3]
+    arrays = mx.load(str(folder / "bad_batches/update-3/batch.safetensors"))
+    assert arrays["tokens_bt"].shape[0] == arrays["rewards_kb"].shape[1] == 8
+    assert arrays["lengths_b"].tolist() == [record["tokens"] for record in kept["completions"]]
+
+
+def test_a_disk_that_refuses_is_told_and_no_more(tmp_path, monkeypatch):
+    """Without its record the update is skipped all the same."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "bad_batches").write_text("in the way")
+    result, lines, log, _ = start(tmp_path, "optim.learning_rate=1e39")
+    assert result.updates == 4 and log[3]["bad_updates"] == 4
+    assert sum("bad_batches/update-" in line and "cannot be written" in line for line in lines) == 4
+
+
+def test_stop_when_ends_a_run_early(tmp_path):
+    """As if it had been this long: evaluated, final model saved, and the reason told."""
+    result, lines, log, folder = start(tmp_path, 'stop.when=["kl > 9", "update >= 2 for 2"]')
+    assert result.updates == 3 and log[-1]["em"] == result.last_em and log[-1]["update"] == 3
+    plain = [name for line in log for name, value in line.items() if not isinstance(value, str | list)]
+    rewards = load_config("quickstart").reward.functions
+    assert [name for name in plain if unknown_metric(name, rewards) is not None] == ["em_subset"]
+    assert any("the run ends early: update >= 2 for 2 readings (stop.when): update = 3" in x for x in lines)
+    assert (folder / "final" / "model.safetensors").is_file()
+    assert "kl > 9" in "".join(lines) and "loss.beta" in "".join(lines), "a condition that cannot come true"
+
+
+def test_an_evaluation_may_end_a_run(tmp_path):
+    """em is read where it is measured."""
+    result, lines, _, _ = start(tmp_path, 'stop.when=["em >= 0"]', "eval.every=2")
+    assert result.updates == 2 and any("em >= 0 (stop.when): em = " in line for line in lines)
+
+
+def test_flat_rewards_are_warned_about(tmp_path):
+    """Two updates whose groups are all alike: one line, in the run's own notes."""
+    (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
+    _, lines, _, _ = start(tmp_path, 'reward.functions=["mine.py:same"]', "watch.patience=2")
+    assert sum("no group's completions have differed" in line for line in lines) == 1
+
+
+def experience(reward=1.0):
+    """A tiny rollout with what a scorer would add."""
+    rollout = tiny_rollout()
+    rows = len(rollout.prompts) * rollout.num_generations
+    example = Example(
+        messages=({"role": "user", "content": "2+2?"},), text="2+2?", tokens=(1, 2), answer="4", columns={}
+    )
+    return Experience(
+        rollout=rollout,
+        examples=(example,) * len(rollout.prompts),
+        texts=("x",) * rows,
+        values_kb=np.full((1, rows), reward),
+        rewards_pg=np.full((len(rollout.prompts), rollout.num_generations), reward),
+        advantages_pg=mx.zeros((len(rollout.prompts), rollout.num_generations)),
+        sampled_tokens=9,
+        resampled=0,
+        problems=(),
+        seconds={},
+        extras={},
+        logged={},
+        reward_names=("r",),
+    )
+
+
+def numbers(update, **changes):
+    return {"update": update, "batch_step": update, "loss": 0.1, "grad_norm": 1.0, **changes}
+
+
+def test_only_the_last_few_are_kept(tmp_path):
+    """A long row of bad updates does not fill the disk; the order is of numbers, not of names."""
+    for update in range(1, KEPT + 4):
+        save_bad_batch(tmp_path, "why", numbers(update), [experience()])
+    names = {path.name for path in (tmp_path / "bad_batches").iterdir()}
+    assert names == {f"update-{update}" for update in range(4, KEPT + 4)}
+
+
+def test_several_batch_steps_are_kept_together(tmp_path):
+    """Rows, prompts and steps of all of them; a missing reward is null."""
+    path = save_bad_batch(tmp_path, "why", numbers(7), [experience(), experience(math.nan)])
+    arrays, kept = mx.load(str(path / "batch.safetensors")), json.loads((path / "batch.json").read_text())
+    assert arrays["tokens_bt"].shape[0] == len(kept["completions"]) == 12
+    assert [record["batch_step"] for record in kept["completions"]] == [6] * 6 + [7] * 6
+    assert kept["completions"][-1]["reward"] is None and kept["completions"][0]["reward"] == 1.0
+    assert arrays["prompts_pl"].shape == (4, 4) and arrays["prompt_lengths_p"].tolist() == [4, 2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"loss": math.nan}, "its loss is nan"),
+        ({"loss": math.inf, "grad_norm": math.nan}, "its loss is inf"),
+        ({"grad_norm": math.inf}, "the norm of its gradient is inf"),
+        ({}, "the new weights would not be finite"),
+    ],
+)
+def test_the_reason_is_told(tmp_path, changes, why):
+    """Loss first, then gradient, then weights."""
+    bad = BadUpdates(held(tmp_path), 2)
+    metrics = numbers(1, update_skipped=True, **changes)
+    (line,) = bad.see(metrics, [experience()])
+    assert f"update 1 skipped: {why}; the weights are as they were" in line
+    assert to_json(metrics)
+
+
+def test_what_was_sampled_before_a_resume_is_not_kept(tmp_path):
+    """The update is skipped and counted, and the line says why there is no folder."""
+    (line,) = BadUpdates(held(tmp_path), 2).see(numbers(1, update_skipped=True), [])
+    assert "had been sampled before the run was resumed" in line
+    assert not (tmp_path / "bad_batches").exists()
+
+
+def test_counts_come_back_from_a_checkpoint(tmp_path):
+    """Two in a row before, one after: the third ends the run."""
+    first, second = BadUpdates(held(tmp_path), 3), BadUpdates(held(tmp_path), 3)
+    for update in (1, 2):
+        first.see(numbers(update, update_skipped=True), [experience()])
+        first.check()
+    second.restore(json.loads(json.dumps(first.facts())))
+    metrics = numbers(3, update_skipped=True)
+    second.see(metrics, [experience()])
+    assert metrics["bad_updates"] == 3
+    with pytest.raises(NumbersError, match="3 updates in a row"):
+        second.check()

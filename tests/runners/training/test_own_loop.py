@@ -1,0 +1,118 @@
+"""A loop of one's own over grpo_fn: the numbers of the command line, and modules that are loaded again."""
+
+import pytest
+
+from grpo_fn.backends.cpu import load_blas
+from tests.support.new_process import digest_of, in_new_process
+from tests.support.tiny_runs import LETTERS, small
+
+needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no BLAS is loaded on this machine")
+
+QUESTION = "Ida has 12 cards. She sells 9. How many are left?"
+OWN_LOOP = f"""
+import grpo_fn as g
+
+import hashlib
+import mlx.core as mx
+import numpy as np
+from grpo_fn.trees import named_leaves
+from mlx.utils import tree_map
+from mlx_lm import load
+from runners.quickstart import MODEL_DIR
+
+model, tokenizer = load(str(MODEL_DIR))
+model.update(tree_map(lambda leaf: leaf.astype(mx.float32), model.parameters()))
+policy, spec = g.Policy.from_module(model, compute_dtype=mx.float32), g.preset("grpo")
+optimizer = g.adamw(1e-3, betas=(0.9, 0.999))
+grad_step, update_step = g.make_grad_step(policy, spec), g.make_update_step(optimizer, max_grad_norm=1.0)
+state = g.init_state(policy.params, optimizer, key=mx.random.key(3))
+chat = [{{"role": "user", "content": "{QUESTION}"}}]
+text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+prompt, ends = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids
+
+for step in range(2):
+    key = g.fold_in(g.fold_in(state.key[None], mx.array([step])), mx.array([0]))[0]
+    rollout = g.generate(
+        policy, state.old_params, [prompt], key=key, num_generations=6, max_new_tokens=12, eos_ids=ends
+    )
+    texts = [tokenizer.decode([n for n in each if n not in ends]) for each in rollout.completions()]
+    rewards_pg = mx.array([[float(len(set(text))) for text in texts]])
+    batch = g.drop_inactive(g.make_batch(rollout, g.group_advantages(rewards_pg)), spec)
+    state, _ = grad_step(state, g.split_batch(batch, max_tokens=10**6))
+    state, _ = update_step(state)
+    state = g.sync_old(state)
+
+digest = hashlib.sha256()
+for name, leaf in sorted(named_leaves(state.params).items()):
+    digest.update(name.encode() + np.array(leaf).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@needs_blas
+def test_a_loop_of_ones_own_gives_the_bits_of_the_command_line(tmp_path):
+    """After two steps with `import grpo_fn` alone the weights are grpo-run's; without a BLAS they are not."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+    row = f'{{"question": "{QUESTION}", "answer": "3"}}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 2)  # the second is held out
+    config = small(
+        run={"output_dir": "out", "seed": 3},
+        data={"source": "rows.jsonl", "eval_split": "test", "nudge": ""},
+        rollout={
+            "num_generations": 6,
+            "max_new_tokens": 12,
+            "launch": "eval",
+            "check_every": 8,
+            "max_batch": 6,
+        },
+        reward={"functions": ["letters.py:letters"]},
+        optim={"schedule": "constant", "warmup_ratio": 0.0, "batch_size": 1},
+        eval={"samples": 1},
+        checkpoint={"every": 1},
+        system={"micro_batch_tokens": 10**6, "share_prompts": "never"},
+    )
+    (tmp_path / "small.toml").write_text(config)
+    in_new_process("from runners.cli import main; main(['run', 'small.toml'])", cwd=tmp_path)
+    command = digest_of(tmp_path / "out/small/checkpoint-2/model.safetensors")
+    assert in_new_process(OWN_LOOP).strip() == command
+    assert in_new_process(OWN_LOOP, GRPO_FN_BLAS="none").strip() != command
+
+
+RELOADED = """
+import importlib
+import sys
+
+import grpo_fn as g
+import mlx.core as mx
+import runners.training.train
+from tests.support.tiny_policies import tiny_policy
+
+policy, spec, optimizer = tiny_policy(), g.preset("dapo", beta=0.01), g.adamw(1e-3)
+grad_step, update_step = g.make_grad_step(policy, spec), g.make_update_step(optimizer, max_grad_norm=1.0)
+state = g.init_state(policy.params, optimizer, key=mx.random.key(0), ref_params=policy.params)
+
+
+def step(state, number):
+    rollout = g.generate(
+        policy, state.old_params, [[5, 6, 7]], key=mx.random.key(number), num_generations=4,
+        max_new_tokens=12, eos_ids=range(12), check_every=1,
+    )
+    batch = g.make_batch(rollout, g.group_advantages(mx.array([[0.0, 1.0, 2.0, 4.0]])))
+    state, _ = update_step(grad_step(state, batch)[0])
+    g.materialize(state)
+    return g.sync_old(state)
+
+
+state = step(state, 1)
+names = [name for name in sys.modules if name.split(".")[0] in ("grpo_fn", "runners")]
+for number, order in enumerate((names, sorted(names), sorted(names, reverse=True))):
+    for name in order:
+        importlib.reload(sys.modules[name])
+    state = step(state, 2 + number)
+print(state.update_step.item())
+"""
+
+
+def test_reloading_every_module_leaves_steps_usable():
+    """importlib.reload, in the imports' order and two others: functions made before go on, on new values."""
+    assert in_new_process(RELOADED) == "4\n"

@@ -1,0 +1,102 @@
+"""SIGINT, SIGTERM and SIGHUP: the first ends the step and saves, the second ends the process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runners.machine.signals import Stopped
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.resuming import SHORT, Killer, config_in, outcome
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import same_bits
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Signals(Killer):
+    """Sends this process a signal in the midst of something."""
+
+    def __init__(self, number, what, count):
+        """`number` is the signal's."""
+        super().__init__(what, count)
+        self.number = number
+
+    def _tick(self, what):
+        if what.startswith(self.what):
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "count", "settings"),
+    [
+        (signal.SIGTERM, "sampling", 2, []),
+        (signal.SIGINT, "step", 2, ["optim.num_iterations=2", "optim.minibatches=2"]),
+        (signal.SIGTERM, "step", 3, ["optim.num_iterations=3", "optim.gradient_accumulation_steps=2"]),
+        (signal.SIGINT, "learning", 2, ["optim.gradient_accumulation_steps=3"]),
+        (signal.SIGTERM, "step", 1, ["optim.num_iterations=2", "rollout.quantization=affine-4"]),
+        (signal.SIGINT, "step", 3, ["optim.num_iterations=2", "loss.sync_every=2"]),
+        (signal.SIGTERM, "evaluating", 2, ["eval.every=1"]),
+        (signal.SIGHUP, "step", 2, []),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, number, what, count, settings):
+    """Between two updates of one rollout too, or inside an accumulation: the rest is the same."""
+    settings = [*SHORT, "checkpoint.every=0", *settings]
+    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    config = config_in(tmp_path / "b", *settings)
+    with pytest.raises(Stopped) as stopped:
+        run_training(config, report=Signals(number, what, count))
+    assert stopped.value.exit_code == 128 + number
+    resumed = run_training(config, report=Quiet(), resume=True)
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_asked_before_the_first_step_nothing_is_saved(tmp_path):
+    """There is nothing yet; a resume begins anew and says so."""
+    config = config_in(tmp_path / "b", *SHORT, "eval.at_start=true")
+    with pytest.raises(Stopped):
+        run_training(config, report=Signals(signal.SIGINT, "evaluating", 1))
+    notes = Notes()
+    run_training(config, report=notes, resume=True)
+    assert any("has no checkpoint yet: the run starts from the beginning" in line for line in notes.lines)
+
+
+TWICE = """
+import os, signal, sys, threading, time
+import mlx.core as mx
+from runners.machine.signals import StopSignals
+number = getattr(signal, sys.argv[1])
+def send():
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(os.getpid(), number)
+with StopSignals() as signals:
+    threading.Thread(target=send, daemon=True).start()
+    a = mx.random.normal((1500, 1500))
+    for _ in range(20000):
+        a = a @ a * 1e-3
+    mx.eval(a)  # a long time, in which no Python handler runs
+print("came to the end")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_second_signal_ends_at_once_even_within_mlx(name):
+    """The first is answered with a line, the second ends the process though MLX is computing."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, name],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 128 + getattr(signal, name) and done.stdout == ""
+    assert "Saving after this step. Press Ctrl-C again to quit now." in done.stderr

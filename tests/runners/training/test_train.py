@@ -1,0 +1,365 @@
+"""The training loop from config to final model, on the embedded model and on random ones."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.trees import named_leaves
+from runners.config.config import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import RunResult, run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import LETTERS, small
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+
+CONFIG = small(
+    rollout={"max_new_tokens": 24}, optim={"learning_rate": 2e-4, "batch_size": 4}, eval={"samples": 8}
+)
+
+
+def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> tuple[RunResult, list[dict]]:
+    """Run a config; its result and its log lines."""
+    path = tmp_path / "train.toml"
+    path.write_text(text, encoding="utf-8")
+    config = load_config(str(path), [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides])
+    result = run_training(config, report=Quiet())
+    lines = (result.folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
+    return result, [json.loads(line) for line in lines]
+
+
+def updates_of(log: list[dict]) -> list[dict]:
+    """The log lines of updates, without those of evaluations."""
+    return [line for line in log if "loss" in line]
+
+
+def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
+    """Resolved config, both logs with the design's metric names, a checkpoint, and a model that loads."""
+    from mlx_lm import load
+
+    result, log = run(tmp_path, "checkpoint.every=2")
+    names = {path.name for path in result.folder.iterdir()}
+    assert {
+        "config.resolved.json",
+        "training_log.jsonl",
+        "completions.jsonl",
+        "checkpoint-2",
+        "final",
+    } <= names
+    wanted = {
+        "update", "batch_step", "reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm",
+        "learning_rate", "loss", "num_tokens", "step_time", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "rewards/correctness_reward_func/mean", "rewards/correctness_reward_func/std",
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+        "sampling/importance_sampling_ratio/max",
+    }  # fmt: skip
+    first, last = updates_of(log)
+    assert wanted <= set(first)
+    assert (first["update"], last["update"], last["batch_step"]) == (1, 2, 2)
+    assert log[-1]["em"] == result.last_em and log[-1]["em_subset"] == 8
+    completions = (result.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(completions) == 2 * 4 * 4
+    assert sum(json.loads(line)["tokens"] for line in completions) == last["num_tokens"]
+    model, tokenizer = load(str(result.folder / "final"))  # type: ignore[misc]
+    trained = named_leaves(result.state.params)["model.norm.weight"]
+    assert mx.array_equal(named_leaves(model.parameters())["model.norm.weight"], trained)
+    assert tokenizer.chat_template
+
+
+def test_on_policy_metrics_show_one_policy(tmp_path: Path) -> None:
+    """One update a rollout in full precision: sampler and learner agree, nothing is clipped."""
+    _, log = run(tmp_path)
+    for line in updates_of(log):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+        assert line["ratio/min"] == line["ratio/max"] == 1.0
+        assert line["clip_ratio/region_mean"] == 0.0
+        assert 0 < line["entropy"] < 6.3  # below log of the vocabulary
+        assert np.isfinite(line["grad_norm"]) and line["grad_norm"] > 0
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    """Log lines agree but for times and memory; another seed gives another run."""
+
+    def facts(log: list[dict]) -> list[dict]:
+        noisy = ("time", "memory", "step_time", "tokens_per_second")
+        return [{k: v for k, v in line.items() if not k.startswith(noisy)} for line in log]
+
+    logs = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        logs.append(facts(run(tmp_path / name, f"run.seed={seed}")[1]))
+    assert logs[0] == logs[1]
+    assert logs[0] != logs[2]
+
+
+def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch step and round of dynamic sampling of seeds 0, 1 and 3 has a random key of its own."""
+    keys, generate = [], g.generate
+
+    def watched(*args: Any, key: mx.array, sampler: g.Sampler, **options: Any) -> g.Rollout:
+        if sampler.temperature:  # evaluation draws nothing
+            keys.append(tuple(key.tolist()))
+        return generate(*args, key=key, sampler=sampler, **options)
+
+    monkeypatch.setattr(g, "generate", watched)
+    for seed in (0, 1, 3):
+        run(tmp_path, f"run.seed={seed}", "loss.dynamic_sampling=true", "eval.every=0")
+    assert len(keys) > 3 * 2, "or no group was replaced"
+    assert len(set(keys)) == len(keys)
+
+
+REWARDS = """
+def starts_with_the_nudge(completions, prompts, answer, completion_ids, question, **columns):
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    assert all(prompt[-1]["content"] == text for prompt, text in zip(prompts, question, strict=True))
+    assert all("####" not in gold for gold in answer)
+    return [float(completion[0]["content"].startswith("<reasoning>")) for completion in completions]
+
+def brevity(completions, completion_ids, **columns):
+    return [None if i == 0 else -float(len(ids)) for i, ids in enumerate(completion_ids)]
+"""
+
+
+def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
+    """Functions of a file beside the config, weighted; a missing reward is left out of the statistics."""
+    (tmp_path / "mine.py").write_text(REWARDS, encoding="utf-8")
+    functions = 'reward.functions=["mine.py:starts_with_the_nudge", "mine.py:brevity"]'
+    _, log = run(tmp_path, functions, "reward.weights=[1.0, 0.5]", 'reward.on_error="raise"')
+    line = updates_of(log)[0]
+    assert line["rewards/starts_with_the_nudge/mean"] == 1.0
+    assert line["rewards/brevity/mean"] < 0
+    assert -12 < line["reward"] < 1
+
+
+BY_PROMPT = """
+def by_prompt(completions, question, **_):
+    return [float(len(text) % 2) for text in question]
+"""
+
+
+def test_groups_without_variance_teach_under_the_batch_baseline(tmp_path: Path) -> None:
+    """All completions of a prompt get one reward, but not all prompts: A = R − mean of the batch, not 0."""
+    (tmp_path / "mine.py").write_text(BY_PROMPT, encoding="utf-8")
+    rewards = 'reward.functions=["mine.py:by_prompt"]'
+    _, log = run(tmp_path, rewards, "loss.baseline=batch_mean", "optim.batch_size=8")
+    line = updates_of(log)[0]
+    assert 0 < line["reward"] < 1, "prompts of odd and of even length"
+    assert line["frac_reward_zero_std"] == 0.0 and line["grad_norm"] > 0
+    _, log = run(tmp_path, rewards, "optim.batch_size=8", "run.name=group")
+    line = updates_of(log)[0]
+    assert line["frac_reward_zero_std"] == 1.0 and line["grad_norm"] == 0.0
+
+
+def test_groups_without_variance_change_nothing(tmp_path: Path) -> None:
+    """A reward that says the same of everything: no row reaches the learner, and the weights stay."""
+    (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
+    result, log = run(tmp_path, 'reward.functions=["mine.py:same"]')
+    line = updates_of(log)[-1]
+    assert line["frac_reward_zero_std"] == 1.0
+    assert line["loss"] == 0.0 and line["grad_norm"] == 0.0
+    from runners.quickstart import MODEL_DIR
+
+    before = mx.load(str(MODEL_DIR / "model.safetensors"))
+    after = named_leaves(result.state.params)
+    assert all(mx.array_equal(before[name], after[name]) for name in after)
+
+
+def test_accumulated_batch_steps_make_one_update(tmp_path: Path) -> None:
+    """Five batch steps, two an update: three updates, the last from what is left."""
+    result, log = run(tmp_path, "optim.gradient_accumulation_steps=2", "optim.max_steps=5")
+    assert result.updates == 3
+    assert [line["batch_step"] for line in updates_of(log)] == [2, 4, 5]
+
+
+def test_several_updates_of_one_rollout_leave_the_old_policy(tmp_path: Path) -> None:
+    """Two passes of two minibatches: the ratio is 1 at the first update and not at the others."""
+    result, log = run(
+        tmp_path, "optim.num_iterations=2", "optim.minibatches=2", "optim.max_steps=1", "optim.batch_size=16"
+    )
+    assert result.updates == 4
+    first, *others = updates_of(log)
+    assert first["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert any(abs(line["ratio/max"] - 1) > 1e-3 for line in others)
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in updates_of(log))
+
+
+def test_a_late_sync_measures_against_the_policy_that_sampled(tmp_path: Path) -> None:
+    """With sync_every = 2 the second rollout comes from older weights, and old log-probs are theirs."""
+    _, log = run(tmp_path, "loss.sync_every=2", "optim.max_steps=3", "optim.batch_size=8")
+    first, second, third = updates_of(log)
+    assert first["ratio/max"] == third["ratio/max"] == 1.0
+    assert abs(second["ratio/max"] - 1) > 1e-3
+    assert second["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["affine-4", "mxfp8"])
+def test_quantized_rollouts_show_their_mismatch(tmp_path: Path, quantization: str) -> None:
+    """The sampler's rounded weights differ from the learner's, and the correction weighs it."""
+    _, log = run(tmp_path, f"rollout.quantization={quantization}", "loss.correction=token_truncate")
+    for line in updates_of(log):
+        assert 1e-3 < line["sampling/sampling_logp_difference/mean"] < 2
+        assert 0 < line["sampling/effective_sample_size"] < 1
+        assert line["sampling/kl"] > 0
+
+
+def test_a_reference_is_kept_and_moves_when_asked(tmp_path: Path) -> None:
+    """With beta > 0 the KL is 0 at first and grows; ref_sync_every brings the reference back."""
+    result, log = run(tmp_path, "loss.beta=0.05", "optim.max_steps=3")
+    kl = [line["kl"] for line in updates_of(log)]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[2] > 1e-6
+    assert result.state.ref_params is not None
+    synced, _ = run(
+        tmp_path, "loss.beta=0.05", "loss.ref_sync_every=3", "loss.ref_mixup=1.0", "optim.max_steps=3"
+    )
+    reference, params = named_leaves(synced.state.ref_params), named_leaves(synced.state.params)
+    assert all(mx.array_equal(reference[name], params[name]) for name in params)
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -> None:
+    """The first KL is what rounding costs; a reference that is synced is the policy, rounded again."""
+    more = ["loss.beta=0.05", "loss.ref_quantization=affine-4", f"loss.ref_storage={storage}"]
+    result, log = run(tmp_path, *more, "optim.learning_rate=1e-5")
+    kl = [line["kl"] for line in updates_of(log)]
+    assert 1e-5 < kl[0] < 0.5 and abs(kl[1] / kl[0] - 1) < 0.9
+    assert ("scales" in str(named_leaves(result.state.ref_params).keys())) is (storage == "packed")
+    sync = ["loss.ref_sync_every=2", "loss.ref_mixup=1.0"]
+    result, _ = run(tmp_path, *more, *sync)
+    rounded = named_leaves(result.state.ref_params)["model.layers.0.mlp.up_proj.weight"]
+    weight = named_leaves(result.state.params)["model.layers.0.mlp.up_proj.weight"]
+    packed, *rest = mx.quantize(weight, 64, 4)
+    want = packed if storage == "packed" else mx.dequantize(packed, *rest, 64, 4)
+    assert mx.array_equal(rounded, want)
+
+
+def test_lora_trains_adapters_alone(tmp_path: Path) -> None:
+    """Only LoRA's leaves are in the state, and final/ opens with and without its adapters."""
+    from mlx_lm import load
+
+    result, log = run(tmp_path, "model.tune=lora", "model.lora={rank=4}", "optim.learning_rate=1e-3")
+    assert {name.rsplit(".", 1)[-1] for name in named_leaves(result.state.params)} == {"lora_a", "lora_b"}
+    assert updates_of(log)[-1]["grad_norm"] > 0
+    final = result.folder / "final"
+    load(str(final))
+    assert (final / "adapters.safetensors").is_file() and (final / "adapter_config.json").is_file()
+
+
+def test_dynamic_sampling_replaces_flat_groups(tmp_path: Path) -> None:
+    """Flat groups are replaced by fresh prompts, within the rounds, and the cost is in the log."""
+    _, log = run(tmp_path, "loss.dynamic_sampling=true", "loss.max_resample=2", "optim.batch_size=6")
+    plain = run(tmp_path, "optim.batch_size=6")[1]
+    assert updates_of(log)[0]["dynamic_sampling/resampled_groups"] > 0
+    assert updates_of(log)[0]["dynamic_sampling/tokens_per_used_token"] > 1
+    share = [np.mean([line["frac_reward_zero_std"] for line in updates_of(lines)]) for lines in (log, plain)]
+    assert share[0] < share[1]
+
+
+def test_the_other_options_run(tmp_path: Path) -> None:
+    """Entropy bonus, top-entropy masking, truncated masking, overlong shaping and a stop string together."""
+    _, log = run(
+        tmp_path,
+        "loss.preset=dapo",
+        "loss.dynamic_sampling=false",
+        "loss.entropy_coef=0.01",
+        "loss.top_entropy_quantile=0.2",
+        "loss.mask_truncated_completions=true",
+        "loss.overlong={buffer=8, penalty=0.5}",
+        'rollout.stop=["</answer>"]',
+        "rollout.top_p=0.9",
+        "loss.correction=token_mask",
+        "system.grad_checkpoint=true",
+        "system.micro_batch_tokens=300",
+    )
+    for line in updates_of(log):
+        assert np.isfinite(line["loss"]) and line["grad_norm"] > 0
+        # Truncation at 0.9 raises every kept token's probability by up to 1/0.9.
+        assert 0 < line["sampling/sampling_logp_difference/max"] <= -np.log(0.9) + 1e-4
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not beside the repository")
+def test_two_real_steps_on_gsm8k(tmp_path: Path) -> None:
+    """A random llama learns from real problems: long prompts are left out and counted, weights move."""
+    folder = make_model_folder(tmp_path / "model", "llama")
+    text = f"""
+[model]
+path = "{folder}"
+[data]
+source = "{GSM8K}"
+max_samples = 64
+max_prompt_length = 300
+[rollout]
+num_generations = 4
+max_new_tokens = 16
+[reward]
+functions = ["xmlcount_reward_func", "{tmp_path / "mine.py"}:letters"]
+[optim]
+learning_rate = 1e-3
+batch_size = 2
+max_steps = 2
+[eval]
+samples = 4
+"""
+    (tmp_path / "mine.py").write_text(LETTERS)
+    result, log = run(tmp_path, text=text)
+    lines = updates_of(log)
+    assert len(lines) == 2 and all(line["grad_norm"] > 0 for line in lines)
+    assert lines[0]["rewards/letters/std"] > 0
+    assert result.first_em == 0.0
+
+
+def test_reward_rises(tmp_path: Path) -> None:
+    """A short run from end to end: the mean reward of the last updates is above that of the first."""
+    _, log = run(
+        tmp_path,
+        "optim.max_steps=16",
+        "optim.batch_size=16",
+        "rollout.num_generations=8",
+        "rollout.max_new_tokens=32",
+        "loss.preset=bnpo",
+        "optim.schedule=constant",
+        "optim.warmup_ratio=0.1",
+        "optim.betas=[0.9, 0.95]",
+        "optim.learning_rate=3e-4",
+        "eval.samples=1",
+    )
+    rewards = [line["reward"] for line in updates_of(log)]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15
+
+
+def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
+    """SIGINT after the first update: exit code 130, no traceback, the state saved, the log whole."""
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "runners.cli", "run", str(path), "--set", f"run.output_dir={tmp_path}"]
+    process = subprocess.Popen(
+        [*command, "--set", "optim.max_steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    log = tmp_path / "small" / "training_log.jsonl"
+    deadline = time.monotonic() + 600
+    while not (log.exists() and log.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert "interrupted" in output
+    assert list((tmp_path / "small").glob("checkpoint-*/trainer_state.json"))
+    assert all(json.loads(line) for line in log.read_text().splitlines())

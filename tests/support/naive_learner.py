@@ -1,0 +1,94 @@
+"""The learner's gradient written plainly: a row at a time, nothing padded, gathered or chunked."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.trees import map_arrays
+from tests.support.tiny_policies import tiny_advantages, tiny_module, tiny_rollout
+
+TEMPERATURE, L_MAX = 0.8, 9
+SPECS = {
+    "grpo": g.LossSpec(),
+    "token_mean": g.LossSpec(epsilon_high=0.28, aggregation="token_mean", correction="token_truncate"),
+    "constant": g.LossSpec(aggregation="constant", beta=0.1, entropy_coef=0.02),
+    "gspo": g.preset("gspo"),
+}
+
+
+def make_state(policy, *, ref=False, optimizer=None):
+    """The first state of a policy; its reference, where wanted, has weights of its own."""
+    reference = map_arrays(lambda a: a * 0.95, policy.params) if ref else None
+    return g.init_state(policy.params, optimizer or g.adamw(1e-2), key=mx.random.key(0), ref_params=reference)
+
+
+def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False):
+    """A batch whose π_old has moved away from the policy by up to the clip range and more."""
+    rollout = tiny_rollout(prompts, generations, width, seed=seed)
+    batch = g.make_batch(rollout, tiny_advantages(rollout, seed=seed, zeros=zeros))
+    return batch if not old else attrs.evolve(batch, old_logp_bt=batch.rollout_logp_bt)
+
+
+def mean_gradient(state):
+    """What the update divides out: Σ of gradients over Σ of denominators."""
+    return map_arrays(lambda a: a / state.accum_weight, state.accum_grads)
+
+
+def near_policy(batch, policy, *, seed=0):
+    """The batch with old and rollout log-probs within ±0.4 of the policy's own."""
+    logp_bt = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, batch)
+    rng = np.random.default_rng(seed)
+    drift = [mx.array(rng.uniform(-0.4, 0.4, logp_bt.shape), mx.float32) for _ in range(2)]
+    return attrs.evolve(batch, old_logp_bt=logp_bt + drift[0], rollout_logp_bt=logp_bt + drift[1])
+
+
+def row_logprobs(module, batch, row):
+    """(log π, entropy) of one row's completion, by the model called on that row alone, unpadded."""
+    start, count = batch.prompt_lengths_b[row].item(), int(batch.mask_bt[row].sum().item())
+    tokens = batch.tokens_bl[row : row + 1, : start + count]
+    z = module(tokens)[0].astype(mx.float32) / TEMPERATURE
+    logp = (z - mx.logsumexp(z, axis=-1, keepdims=True))[start - 1 : start + count - 1]
+    chosen = mx.take_along_axis(logp, batch.targets_bt[row, :count, None], axis=-1)[:, 0]
+    return chosen, -(mx.exp(logp) * logp).sum(axis=-1)
+
+
+def naive_loss(module, ref_module, batch, spec):
+    """The whole loss written plainly, a row at a time."""
+    rows, total, tokens = batch.mask_bt.shape[0], mx.array(0.0), 0
+    for row in range(rows):
+        logp, entropy = row_logprobs(module, batch, row)
+        count, a = len(logp), batch.advantages_b[row]
+        tokens += count
+        old = mx.stop_gradient(logp) if batch.old_logp_bt is None else batch.old_logp_bt[row, :count]
+        log_ratio = logp - old
+        if spec.level == "sequence":
+            log_ratio = mx.broadcast_to(log_ratio.mean(), log_ratio.shape)
+        r = mx.exp(log_ratio)
+        clipped = mx.minimum(mx.maximum(r, 1 - spec.epsilon_low), 1 + spec.upper_epsilon)
+        term = -mx.minimum(r * a, clipped * a)
+        if spec.correction == "token_truncate":
+            term = term * mx.minimum(mx.exp(old - batch.rollout_logp_bt[row, :count]), spec.correction_cap)
+        if spec.beta:
+            y = mx.stop_gradient(row_logprobs(ref_module, batch, row)[0]) - logp
+            term = term + spec.beta * (mx.exp(y) - y - 1)
+        term = term - spec.entropy_coef * entropy
+        total = total + (term.mean() if spec.aggregation == "sequence_mean" else term.sum())
+    return total / {"sequence_mean": rows, "token_mean": tokens, "constant": rows * L_MAX}[spec.aggregation]
+
+
+def naive_gradient(name, params, batch, spec, ref_params=None):
+    """(loss, gradient) of `naive_loss` by plain differentiation of a module's update."""
+    module, ref_module = tiny_module(name), tiny_module(name)
+    if ref_params is not None:
+        ref_module.update(ref_params)
+
+    def loss_of(params):
+        module.update(params)
+        return naive_loss(module, ref_module, batch, spec)
+
+    return mx.value_and_grad(loss_of)(params)
+
+
+def grad_step_of(policy, spec, **options):
+    return g.make_grad_step(policy, spec, temperature=TEMPERATURE, max_completion_length=L_MAX, **options)

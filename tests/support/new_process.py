@@ -1,0 +1,34 @@
+"""Code in a Python of its own, and the digest of the weights that it leaves behind."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_new_process(code, *arguments, cwd=ROOT, **environment):
+    """Runs code in a Python of its own; its stdout, after it ended well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def digest_of(file):
+    """The digest of a weights file, as OWN_LOOP takes it of a state's parameters."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(mx.load(str(file)).items()):
+        digest.update(name.encode() + np.array(leaf).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Whole runs of a few updates: their config, a reward, what they say, and one of random weights."""
+
+from pathlib import Path
+
+from runners.config.config import load_config
+from runners.errors import spell_tables
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+
+SMALL = {
+    "run": {"name": "small"},
+    "model": {"path": "embedded"},
+    "data": {"source": "embedded", "eval_split": "valid", "system_prompt": ""},
+    "rollout": {"num_generations": 4, "max_new_tokens": 8},
+    "optim": {"learning_rate": 1e-3, "batch_size": 2, "max_steps": 2},
+    "eval": {"samples": 2, "at_start": False},
+    "checkpoint": {"every": 0},
+}
+BY_LETTERS = {"functions": ["letters.py:letters"]}  # [reward], with LETTERS in the config's folder
+LETTERS = '''"""A reward that random text earns more or less of: how many different characters it has."""
+
+
+def letters(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+'''
+
+
+class Notes(Quiet):
+    """Keeps the header, the lines worth reading, and the tables."""
+
+    def __init__(self):
+        """None yet."""
+        self.lines, self.tables, self.header = [], [], {}
+
+    def start(self, total_updates, header, **resumed):
+        """The header."""
+        self.header = dict(header)
+
+    def note(self, text):
+        """A line."""
+        self.lines.append(text)
+
+    def table(self, title, columns, rows):
+        """A table under a line."""
+        self.tables.append((title, columns, list(rows)))
+
+
+def small(**tables: dict) -> str:
+    """The text of a small run's config, with these keys of its tables in place of SMALL's or beside them."""
+    return spell_tables({name: SMALL.get(name, {}) | tables.get(name, {}) for name in {**SMALL, **tables}})
+
+
+def train(folder: Path, name: str, tune: str, **model) -> Path:
+    """The folder of a finished run of four updates, with a checkpoint every two; its base is beside it.
+
+    Args:
+        folder: gets `outputs/NAME`, `base-NAME`, a config and a reward.
+        tune: "full", "lora" or "dora".
+        model: what `make_model_folder` takes.
+    """
+    base = make_model_folder(folder / f"base-{name}", **model)
+    (folder / "letters.py").write_text(LETTERS)
+    config = folder / f"{name}.toml"
+    config.write_text(
+        small(
+            run={"name": name, "output_dir": str(folder / "outputs")},
+            model={"path": str(base), "tune": tune, "lora": {"rank": 4, "scale": 8.0}},
+            data={"system_prompt": "Think first."},
+            reward=BY_LETTERS,
+            optim={"learning_rate": 5e-3, "max_steps": 4},
+            eval={"at_start": True},
+            checkpoint={"every": 2},
+        )
+    )
+    return run_training(load_config(str(config)), report=Quiet()).folder
