@@ -28,7 +28,7 @@ ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
 BENCHMARKS := logprobs loss step rollout learner peers quant sync generation loading memory depth checkpoint quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
-HAS_BLAS = $(BIN)/python -c 'from runners.machine.machine import blas; import sys; \
+HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
@@ -90,7 +90,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "installing Intel's MKL into $(VENV), as there is no OpenBLAS: pip install mkl"; \
 		$(BIN)/python -m pip install --quiet mkl || true; \
 	fi
-	@$(BIN)/python -c 'from runners.machine.machine import prepare; [print(line) for line in prepare().notices]'
+	@$(BIN)/python -c 'from runners.machine.startup import prepare; [print(line) for line in prepare().notices]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

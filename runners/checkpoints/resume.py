@@ -11,15 +11,15 @@ import attrs
 
 import grpo_fn as g
 from grpo_fn.trees import Tree, structure_of
-from runners.checkpoints.checkpoint import TRAINER_STATE, checkpoint_folders
 from runners.checkpoints.manifest import Damaged, check_manifest
 from runners.checkpoints.run_folder import holds_a_run, interrupted
+from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
 from runners.checkpoints.state_files import STATE_FILE, load_trees
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.data.prompts import Example
 from runners.errors import UserError, show
-from runners.models.model_files import read_json
+from runners.models.folders import read_json
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run
 

@@ -17,7 +17,7 @@ from runners.checkpoints.resume import Origin
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.errors import UserError, show
-from runners.models.model_files import read_json
+from runners.models.folders import read_json
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
 from runners.training.setup import Run

@@ -42,9 +42,9 @@ def export_command(
     """
     if private and not upload_repo:
         raise UserError("--private without --upload-repo: nothing would be uploaded")
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    platform.prepare()
+    startup.prepare()
     from runners.conversion.export import check_repo, export, upload
     from runners.telemetry.progress import gigabytes
 

@@ -17,7 +17,7 @@ from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
 from runners.models.adapters import base_of, read_adapters
 from runners.models.dtypes import cast_floating
-from runners.models.model_files import (
+from runners.models.folders import (
     HUB_NAME,
     copy_companions,
     is_adapter_folder,
@@ -26,7 +26,7 @@ from runners.models.model_files import (
     resolve_model,
     tokenizer_pickle,
 )
-from runners.models.model_reading import read_model
+from runners.models.reading import read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 

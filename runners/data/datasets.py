@@ -8,11 +8,11 @@ import numpy as np
 
 from runners.config.sections import EMBEDDED, DataConfig
 from runners.config.user_functions import told
-from runners.data.data_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
+from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.transforms import Transform, own_transform, transformed
 from runners.errors import UserError, did_you_mean, listed, show
-from runners.models.hub import hub_or_cache
+from runners.files.hub import hub_or_cache
 from runners.quickstart import DATA_DIR
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from runners.config.user_functions import resolve_function, told
-from runners.data.data_files import RawRow
+from runners.data.row_files import RawRow
 
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 

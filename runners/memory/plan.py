@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.errors import UserError
-from runners.machine.machine import Platform, memory
+from runners.machine.startup import Platform, memory
 from runners.memory.forecast import Forecast, forecast, longest_prompt
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.remedies import key_to_turn, largest_batch, remedies

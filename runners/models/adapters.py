@@ -17,8 +17,8 @@ from runners.files.links import check_links
 from runners.files.tensor_header import check_header
 from runners.models.adapter_settings import check_settings
 from runners.models.base_digest import base_digest
-from runners.models.model_files import read_json
-from runners.models.model_reading import check_finite
+from runners.models.folders import read_json
+from runners.models.reading import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm passes over it

@@ -17,7 +17,7 @@ def peak_memory() -> int:
     """The peak of MLX's memory in bytes; 0 where MLX is not in use."""
     if "mlx.core" not in sys.modules:
         return 0
-    from runners.machine.machine import memory
+    from runners.machine.startup import memory
 
     return memory().peak
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.training.rollout import Experience
 from runners.training.setup import Run
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.training.rollout import Experience, length_penalty
 
 

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.machine.bounded import Ending, run_bounded
+from runners.machine.bounded_process import Ending, run_bounded
 from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
-from runners.tuning.tuning_cache import cache_file
+from runners.tuning.saved_answers import cache_file
 
 _FORMAT = 1  # a new one forgets all
 _KEPT = 500  # files in the cache folder

@@ -15,16 +15,15 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.checkpoint import Snapshot, take_snapshot
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.errors import NumbersError, RewardError, UserError
-from runners.evaluation.evaluate import evaluate
+from runners.evaluation.exact_match import evaluate
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
-from runners.memory.memory_watch import MemoryWatch
-from runners.memory.row_memory import free_memory
-from runners.models.model_writing import save_final
+from runners.memory.peak_watch import MemoryWatch
+from runners.models.writing import save_final
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.records import completion_records, header, summary
@@ -36,6 +35,7 @@ from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run
 from runners.training.steps import TrainSteps
+from runners.tuning.row_memory import free_memory
 
 
 @attrs.frozen(eq=False)

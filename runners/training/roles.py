@@ -12,7 +12,7 @@ import grpo_fn as g
 from grpo_fn.policy.quantized_layers import UNPACK_ROWS
 from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized, quantized_role
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.errors import UserError
 
 Sample = Callable[[g.Policy, Tree], g.Rollout]

@@ -13,7 +13,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.prng import stream_key
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.prompts import Example, columns_of
 from runners.errors import RewardError
 from runners.rewards.scoring import Scorer

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import attrs
 
+from runners.checkpoints.disk_room import disk_room
 from runners.checkpoints.resume import (
     Origin,
     check_differences,
@@ -20,10 +21,9 @@ from runners.checkpoints.resume import (
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
 from runners.checkpoints.saving import Saver
-from runners.config.config import Config, write_resolved
+from runners.config.loading import Config, write_resolved
 from runners.errors import UserError
-from runners.files.disk_room import disk_room
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.machine.arithmetic import arithmetic
 from runners.machine.signals import StopSignals
 from runners.telemetry.dashboards import check_installed
@@ -59,7 +59,7 @@ def run_training(
     SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
     too many updates in a row had to be skipped: each when the state is saved.
     """
-    machine = platform.prepare(config.system.memory_limit_gb)
+    machine = startup.prepare(config.system.memory_limit_gb)
     config = config.check()
     check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name

@@ -20,13 +20,13 @@ import grpo_fn as g
 from grpo_fn.policy.quantized_role import is_quantized
 from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.errors import UserError
-from runners.machine import machine as platform
-from runners.machine.machine import Platform
-from runners.models.models import LoadedModel
+from runners.machine import startup
+from runners.machine.launch_modes import usual
+from runners.machine.startup import Platform
+from runners.models.loaded_model import LoadedModel
 from runners.training.roles import make_role
-from runners.tuning.launching import usual
 from runners.tuning.quantization_choice import Measured, Trial, choose
 
 BUDGET = 18.0  # seconds for all of it, with a margin to the twenty that are promised
@@ -138,7 +138,7 @@ def _measure_all(
         rows.append(_measure(bench, policy, name, machine, (log_pv, answers_n), sampled, probe, patience))
         before_it, now = now, clock()
         longest = max(longest, now - before_it)
-    limit = config.system.memory_limit_gb * 1e9 or platform.memory().total
+    limit = config.system.memory_limit_gb * 1e9 or startup.memory().total
     # The optimizer's, which come with the first update.
     moments = 2 * getattr(mx, config.optim.moments).size * sum(leaf.size for leaf in arrays_of(params))
     room, tried = limit - before - moments, {"none"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
 from runners.errors import UserError
 from runners.telemetry.run_watch import METRICS, Condition, Watch, unknown_metric

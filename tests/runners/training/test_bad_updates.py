@@ -11,7 +11,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.checkpoints.state_files import load_state
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
 from runners.files.json_lines import to_json

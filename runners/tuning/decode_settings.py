@@ -18,13 +18,13 @@ import mlx.core as mx
 
 from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.trees import nbytes
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.config.sections import RolloutConfig
-from runners.machine.machine import Platform
-from runners.memory.row_memory import cast_bytes, free_memory, groups_that_fit
+from runners.machine.launch_modes import launches
+from runners.machine.startup import Platform
 from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
-from runners.tuning.launching import launches
-from runners.tuning.tuning_cache import cache_file, recall, remember
+from runners.tuning.row_memory import cast_bytes, free_memory, groups_that_fit
+from runners.tuning.saved_answers import cache_file, recall, remember
 from runners.tuning.workload import Workload
 
 

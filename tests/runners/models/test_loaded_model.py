@@ -10,10 +10,10 @@ import pytest
 from grpo_fn.trees import named_leaves
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError
-from runners.machine.machine import Platform
-from runners.models.model_files import resolve_model
-from runners.models.model_reading import _finite
-from runners.models.models import load_model
+from runners.machine.startup import Platform
+from runners.models.folders import resolve_model
+from runners.models.loaded_model import load_model
+from runners.models.reading import _finite
 from tests.support.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")
@@ -311,7 +311,7 @@ def test_experts_that_can_be_computed_are_loaded(experts):
 
 def test_a_sampler_of_experts_in_16_bits_is_refused_on_a_cpu(experts):
     """For inference as well."""
-    from runners.inference.inference import load_inference
+    from runners.inference.inference_model import load_inference
 
     with pytest.raises(UserError, match=r'^dtype: found "bfloat16"'):
         load_inference(str(experts[0]), CPU, dtype="bfloat16")

@@ -8,16 +8,16 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.backends.cpu import blocked_weights as blocking
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import RolloutConfig
-from runners.machine.machine import Platform
+from runners.machine.launch_modes import keywords
+from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from runners.tuning import decode_choice, tuning
+from runners.tuning import decode_choice, decode_settings
 from runners.tuning.decode_choice import CHECKS
-from runners.tuning.launching import keywords
-from runners.tuning.tuning import tuned
-from runners.tuning.tuning_cache import Decoding, cache_file, recall
+from runners.tuning.decode_settings import tuned
+from runners.tuning.saved_answers import Decoding, cache_file, recall
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
 
@@ -94,16 +94,16 @@ def measured(monkeypatch):
         calls.append(candidates)
         return decode_choice.Times({}, 16, 1.0), candidates, ""
 
-    monkeypatch.setattr(tuning, "measure", measure)
-    monkeypatch.setattr(tuning, "choose", lambda *_: Decoding("async", 16, 8))
-    monkeypatch.setattr(tuning, "_told", lambda *_: "measured")
+    monkeypatch.setattr(decode_settings, "measure", measure)
+    monkeypatch.setattr(decode_settings, "choose", lambda *_: Decoding("async", 16, 8))
+    monkeypatch.setattr(decode_settings, "_told", lambda *_: "measured")
     return calls
 
 
 def test_fixed_keys_touch_nothing(config, measured, monkeypatch):
     """No measurement, no look at the memory, no file read or written, not a line."""
     for name in ("recall", "remember", "free_memory"):
-        monkeypatch.setattr(tuning, name, lambda *_: pytest.fail("touched"))
+        monkeypatch.setattr(decode_settings, name, lambda *_: pytest.fail("touched"))
     fixed = config('rollout.launch="async"', "rollout.check_every=3", "rollout.max_batch=6")
     rollout, lines = fill(fixed, 10**6)
     assert of(rollout) == ("async", 3, 6) and lines == () and measured == []
@@ -157,11 +157,11 @@ def test_a_short_run_does_not_measure(config, measured):
 
 def test_memory_bounds_the_rows(config, measured, monkeypatch):
     """Rows that do not fit are not decoded together, measured or not, and the line says so."""
-    monkeypatch.setattr(tuning, "free_memory", lambda limit: 10**6)
+    monkeypatch.setattr(decode_settings, "free_memory", lambda limit: 10**6)
     rollout, lines = fill(config("rollout.max_new_tokens=250", "rollout.num_generations=2"), 2)
     assert rollout.max_batch == 4 and "; memory holds 4 (" in lines[0]
     limits = []
-    monkeypatch.setattr(tuning, "free_memory", lambda limit: limits.append(limit) or 0)
+    monkeypatch.setattr(decode_settings, "free_memory", lambda limit: limits.append(limit) or 0)
     rollout, _ = fill(config("system.memory_limit_gb=3.5"), 2)
     assert rollout.max_batch == 4 and limits == [3.5]
 
@@ -216,10 +216,10 @@ def completions_of(result):
 
 def test_a_run_uses_and_keeps_the_choice(config, monkeypatch):
     """The choice reaches `generate`, config.resolved.json and the cache, and changes no completion."""
-    monkeypatch.setattr(tuning, "hopeless", lambda *_: None)
-    monkeypatch.setattr(tuning, "measure", lambda work, candidates: (object(), candidates, ""))
-    monkeypatch.setattr(tuning, "choose", lambda *_: Decoding("async", 4, 8))
-    monkeypatch.setattr(tuning, "_told", lambda *_: "measured")
+    monkeypatch.setattr(decode_settings, "hopeless", lambda *_: None)
+    monkeypatch.setattr(decode_settings, "measure", lambda work, candidates: (object(), candidates, ""))
+    monkeypatch.setattr(decode_settings, "choose", lambda *_: Decoding("async", 4, 8))
+    monkeypatch.setattr(decode_settings, "_told", lambda *_: "measured")
     seen, generate = [], g.generate
     monkeypatch.setattr(g, "generate", lambda *a, **k: seen.append(k) or generate(*a, **k))
     result = run_training(config(), report=Quiet())

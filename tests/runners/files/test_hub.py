@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from runners.config.reading import PRESET_FOLDER
-from runners.models.hub import hub_or_cache
+from runners.files.hub import hub_or_cache
 from tests.support.hub import serving
 from tests.support.tiny_models import make_model_folder
 

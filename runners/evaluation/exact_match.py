@@ -14,9 +14,9 @@ from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
+from runners.machine.launch_modes import keywords
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
-from runners.tuning.launching import keywords
 
 _Item = TypeVar("_Item")
 

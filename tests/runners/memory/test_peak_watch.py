@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners.config.config import load_config
-from runners.machine import machine as platform
-from runners.memory import memory_watch
-from runners.memory.memory_watch import MemoryWatch, parse_meminfo, parse_swapusage
+from runners.config.loading import load_config
+from runners.machine import startup
+from runners.memory import peak_watch
+from runners.memory.peak_watch import MemoryWatch, parse_meminfo, parse_swapusage
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
@@ -58,10 +58,8 @@ def test_one_warning_past_nine_tenths(monkeypatch, limit):
     """Below 90 % none, past it one that names the key and whose limit it is, then no more."""
     readings = iter([0.89, 0.91, 0.95])
     total = int(limit * 1e9) or 10**9
-    monkeypatch.setattr(
-        platform, "memory", lambda: platform.Memory(10, int(next(readings) * total), 0, 10**9)
-    )
-    monkeypatch.setattr(memory_watch, "swap_used", lambda: 3 * 10**9)
+    monkeypatch.setattr(startup, "memory", lambda: startup.Memory(10, int(next(readings) * total), 0, 10**9))
+    monkeypatch.setattr(peak_watch, "swap_used", lambda: 3 * 10**9)
     watch = MemoryWatch(limit, "rollout.max_batch")
     metrics, first = watch.read()
     assert first is None and metrics["memory/swap_gb"] == 3 and metrics["memory/active_gb"] == 1e-8
@@ -91,7 +89,7 @@ FIFTY_STEPS = """
 import json, sys
 from pathlib import Path
 from grpo_fn.trees import nbytes
-from tests.runners.memory.test_memory_watch import Noting, run_training, settings
+from tests.runners.memory.test_peak_watch import Noting, run_training, settings
 shown = Noting()
 result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=50"), report=shown)
 held = nbytes(result.state.params, result.state.opt_state)

@@ -13,7 +13,7 @@ from grpo_fn.trees import named_leaves
 from runners.config.user_functions import resolve_function, told
 from runners.errors import UserError, first_lines, is_out_of_memory, show
 from runners.files.tensor_header import check_header
-from runners.models.model_files import read_config, read_json, tokenizer_pickle
+from runners.models.folders import read_config, read_json, tokenizer_pickle
 from runners.models.rope_keys import rope_notices, with_rope_keys
 from runners.tokenization.tokenizer_check import check_tokenizer
 

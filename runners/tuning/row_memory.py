@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from grpo_fn.policy.kv_caches import plain_caches
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.tuning.workload import Workload
 
 USABLE = 0.8  # share of the free memory that decoding may fill; the rest is the allocator's and the prefill's
@@ -23,7 +23,7 @@ _SEEN = 2  # tokens of the call that the caches' bytes are read from
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
     """Bytes that arrays can still take: of MLX's limit, and of what other programs leave (CUDA, Linux)."""
-    now, info = platform.memory(), mx.device_info()
+    now, info = startup.memory(), mx.device_info()
     total = min(now.total, int(info.get("max_recommended_working_set_size", 0)) or now.total)
     free = [total - now.active]
     if memory_limit_gb > 0:

@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import map_arrays, named_leaves
-from runners.checkpoints.checkpoint import list_checkpoints, prune_checkpoints
+from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
 from runners.checkpoints.state_files import load_state
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
-from runners.models.model_writing import save_final
+from runners.models.writing import save_final
 from tests.support.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import TOKENS, load, logits, make_state, same_bits

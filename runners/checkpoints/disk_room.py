@@ -10,15 +10,15 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.trees import named_leaves, nbytes
-from runners.checkpoints.checkpoint import checkpoint_folders
+from runners.checkpoints.snapshot import checkpoint_folders
 from runners.errors import UserError
-from runners.models.model_files import companions
+from runners.models.folders import companions
 from runners.telemetry.progress import gigabytes
 
 if TYPE_CHECKING:
     from grpo_fn.learner.state import TrainState
     from runners.config.sections import CheckpointConfig
-    from runners.models.models import LoadedModel
+    from runners.models.loaded_model import LoadedModel
 
 
 @attrs.frozen

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runners.errors import UserError, first_line
+from runners.files.hub import hub_or_cache
 from runners.files.links import check_links, check_weight_map
-from runners.models.hub import hub_or_cache
 from runners.models.rope_keys import with_rope_keys
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
 

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from grpo_fn.prng import EVALUATION, ROLLOUTS, stream_key
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import build_examples
 from runners.evaluation.comparison import difference, shared, summary, table
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
-from runners.evaluation.evaluate import evaluate, held_out
-from runners.evaluation.evaluation import (
+from runners.evaluation.exact_match import evaluate, held_out
+from runners.evaluation.measurement import (
     Measured,
     Metric,
     Plan,
@@ -30,8 +30,8 @@ from runners.evaluation.evaluation import (
     measure,
 )
 from runners.inference.generation import Sampling
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.quickstart import DATA_DIR
 from runners.rewards.functions import resolve_rewards
 from runners.telemetry.report import Quiet

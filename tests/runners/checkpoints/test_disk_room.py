@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from runners.checkpoints.checkpoint import list_checkpoints
-from runners.config.config import load_config
+from runners.checkpoints import disk_room
+from runners.checkpoints.disk_room import DiskRoom
+from runners.checkpoints.snapshot import list_checkpoints
+from runners.config.loading import load_config
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.files import disk_room
-from runners.files.disk_room import DiskRoom
 from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

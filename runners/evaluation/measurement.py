@@ -12,14 +12,14 @@ import attrs
 import numpy as np
 
 from grpo_fn.prng import EVALUATION
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples, columns_of
 from runners.errors import UserError
 from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
-from runners.evaluation.evaluate import held_out, is_correct
+from runners.evaluation.exact_match import held_out, is_correct
 from runners.inference.generation import LENGTH, Completion, Sampling, generate_batches
-from runners.inference.inference import InferenceModel
+from runners.inference.inference_model import InferenceModel
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer

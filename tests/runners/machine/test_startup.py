@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.backends.cpu import blas
-from runners.machine import install_hints
-from runners.machine import machine as platform
+from runners.machine import install_hints, startup
 
 ROOT = Path(__file__).resolve().parents[3]
-ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
+ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
 linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
 
 
@@ -28,7 +27,7 @@ def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess
 
 def test_importing_platform_imports_no_mlx():
     """The module can be imported first: it leaves mlx alone until asked."""
-    code = "import runners.machine.machine, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
+    code = "import runners.machine.startup, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
     result = in_new_process(code)
     assert result.stdout.split() == ["False", "False"], result.stderr
 
@@ -36,13 +35,13 @@ def test_importing_platform_imports_no_mlx():
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeypatch):
     """20 operations each; what stands in the environment stays, and other builds get nothing."""
-    monkeypatch.setattr(platform, "installed_version", lambda name: "0.32.4" if cuda else None)
+    monkeypatch.setattr(startup, "installed_version", lambda name: "0.32.4" if cuda else None)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")  # and removed again after the test
-    platform._shorten_buffers()
+    startup._shorten_buffers()
     assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
     monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
-    platform._shorten_buffers()
+    startup._shorten_buffers()
     assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") == ("20" if cuda else None)
 
 
@@ -56,7 +55,7 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
     monkeypatch.setattr(install_hints, "_of_distribution", lambda lines: lines["debian"])
     monkeypatch.setenv("PATH", str(tmp_path))
     found = blas._search()
-    notices = platform._cpu_notices(found)
+    notices = startup._cpu_notices(found)
     assert found.library is None
     assert "apt-get install libopenblas0-pthread" in notices[0]
     assert "apt-get install g++" in notices[1]
@@ -71,7 +70,7 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
     (lonely / "__init__.py").write_text("")
     shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
     result = in_new_process(
-        "from runners.machine.machine import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+        "from runners.machine.startup import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
     )
     message = result.stderr.splitlines()[-1]
     assert "UserError" in message and "libmlx" in message
@@ -81,15 +80,15 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
 def test_mlx_not_installed_is_told_apart():
     """No mlx at all is another sentence than mlx without a backend."""
     error = ModuleNotFoundError("No module named 'mlx'")
-    assert platform._explain_import(error).startswith("MLX is not installed")
+    assert startup._explain_import(error).startswith("MLX is not installed")
 
 
 @linux_cpu
 def test_cpu_computes_in_float32_and_a_gpu_in_the_models_dtype():
     """The default dtype follows the backend."""
-    assert platform.prepare().default_dtype == "float32"
-    assert platform.Platform(backend="metal").default_dtype is None
-    assert platform.Platform(backend="cuda").default_dtype is None
+    assert startup.prepare().default_dtype == "float32"
+    assert startup.Platform(backend="metal").default_dtype is None
+    assert startup.Platform(backend="cuda").default_dtype is None
 
 
 def test_memory_limit_and_readings():
@@ -98,14 +97,14 @@ def test_memory_limit_and_readings():
 
     before = mx.get_memory_limit()
     try:
-        platform.prepare(memory_limit_gb=2.5)
+        startup.prepare(memory_limit_gb=2.5)
         assert mx.get_memory_limit() == 2_500_000_000
     finally:
         mx.set_memory_limit(before)
-    idle = platform.memory()
+    idle = startup.memory()
     array = mx.ones((1024, 1024))
     mx.eval(array)
-    busy = platform.memory()
+    busy = startup.memory()
     assert busy.active - idle.active >= array.nbytes
     assert busy.peak >= busy.active
     assert busy.total > 10**9

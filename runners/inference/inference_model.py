@@ -13,17 +13,17 @@ import mlx.nn as nn
 import grpo_fn as g
 from runners.checkpoints.run_folder import model_of_run
 from runners.errors import UserError
+from runners.machine.launch_modes import launches
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, check_experts, choose_dtype
-from runners.models.model_files import is_adapter_folder, resolve_model
-from runners.models.model_reading import own_loader, read_model
+from runners.models.folders import is_adapter_folder, resolve_model
+from runners.models.reading import own_loader, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
-from runners.tuning.launching import launches
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from runners.machine.machine import Platform
+    from runners.machine.startup import Platform
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +57,7 @@ def load_inference(
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
             a run's folder, which stands for its final model, else its newest whole checkpoint.
-        platform: what `runners.machine.machine.prepare` found.
+        platform: what `runners.machine.startup.prepare` found.
         adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
         dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
         loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.

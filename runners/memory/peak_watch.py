@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.telemetry.progress import gigabytes
 
 FULL = 0.9  # of the memory
@@ -24,7 +24,7 @@ class MemoryWatch:
 
     def read(self) -> tuple[dict[str, float], str | None]:
         """The metrics of now, and the warning at the first reading past the mark."""
-        found, swap = platform.memory(), swap_used()
+        found, swap = startup.memory(), swap_used()
         metrics = {"memory/active_gb": found.active / 1e9, "memory/peak_gb": found.peak / 1e9}
         if swap is not None:
             metrics["memory/swap_gb"] = swap / 1e9

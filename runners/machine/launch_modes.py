@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 
 LANES = 2
 # With more cores a BLAS has more of them for a step's products, and the halves only two: then it is measured.

@@ -16,13 +16,13 @@ from runners.errors import UserError
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
-from runners.models.model_files import resolve_model
-from runners.models.model_reading import own_loader, read_model
+from runners.models.folders import resolve_model
+from runners.models.reading import own_loader, read_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from runners.machine.machine import Platform
+    from runners.machine.startup import Platform
 
 
 @attrs.frozen(eq=False)
