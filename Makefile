@@ -2,7 +2,7 @@
 #
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
 ## make test         set up, and run the tests
-## make lint         ruff and pyright
+## make lint         ruff, pyright and import-linter
 ## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
@@ -47,6 +47,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done

@@ -18,6 +18,7 @@ from benchmarks.measure import timed
 from grpo_fn.backends.cpu.elementwise import exp
 from runners import __version__
 from runners.machine import startup
+from runners.machine.memory_readings import read_memory
 
 
 @attrs.frozen
@@ -73,7 +74,7 @@ def machine() -> dict[str, str | int | float]:
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
-        "memory_gb": round(startup.memory().total / 1e9, 1),
+        "memory_gb": round(read_memory().total / 1e9, 1),
         "device": found.device,
         "system": f"{system.system()} {system.machine()}",
         "blas": _blas_name(found.blas),

@@ -11,9 +11,8 @@ import mlx.core as mx
 
 from grpo_fn.trees import named_leaves, nbytes
 from runners.checkpoints.snapshot import checkpoint_folders
-from runners.errors import UserError
+from runners.errors import UserError, gigabytes
 from runners.models.folders import companions
-from runners.telemetry.progress import gigabytes
 
 if TYPE_CHECKING:
     from grpo_fn.learner.state import TrainState

@@ -21,8 +21,8 @@ from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.state_files import PackedState, pack_state, save_state
 from runners.errors import UserError
 from runners.files.durable import new_folder, opened, remove_folder, save_text
+from runners.files.json_files import read_json
 from runners.files.json_lines import to_json
-from runners.models.folders import read_json
 from runners.models.loaded_model import LoadedModel
 from runners.models.writing import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt

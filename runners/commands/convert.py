@@ -40,7 +40,7 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
 
     startup.prepare()
     from runners.conversion.convert import convert
-    from runners.telemetry.progress import gigabytes
+    from runners.errors import gigabytes
 
     convert(
         source,

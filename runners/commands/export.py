@@ -46,7 +46,7 @@ def export_command(
 
     startup.prepare()
     from runners.conversion.export import check_repo, export, upload
-    from runners.telemetry.progress import gigabytes
+    from runners.errors import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work

@@ -12,7 +12,7 @@ from typing import Any
 from runners.config.loading import Config, load_config
 from runners.config.sections import REWARD_NAMES
 from runners.errors import UserError, show, spell
-from runners.models.folders import read_json
+from runners.files.json_files import read_json
 
 RESOLVED = "config.resolved.json"
 # Of a config, what changes the numbers of an evaluation.

@@ -18,7 +18,8 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.models.folders import read_json, resolve_model
+from runners.files.json_files import read_json
+from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward, check_columns, resolve_rewards

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from runners.errors import UserError, first_line
+
 _SECONDS = 10  # for the one request that finds out; huggingface_hub's own limit for the head of a file
 
 
@@ -47,3 +49,29 @@ def _reachable(endpoint: str) -> bool:
     except TransportError:  # refused, unknown, timed out, a proxy that fails
         return False
     return True
+
+
+@contextmanager
+def hub_errors(where: str) -> Iterator[None]:
+    """What goes wrong with the Hub inside the block becomes a UserError of one line, led by `where`."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"{where}: the download failed ({first_line(error)})") from error

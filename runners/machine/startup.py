@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -27,16 +26,6 @@ _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 # MLX hands operations to a CUDA device in buffers of up to a hundred, ten at most ahead of it; what they will
 # write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
 _CUDA_BUFFERS = ("MLX_MAX_OPS_PER_BUFFER", "20")
-
-
-@attrs.frozen
-class Memory:
-    """Bytes: MLX's active arrays, their peak, MLX's cache, and all that the machine (or its GPU) has."""
-
-    active: int
-    peak: int
-    cache: int
-    total: int
 
 
 @attrs.frozen
@@ -118,15 +107,6 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)
 
 
-def memory() -> Memory:
-    """The memory readings of this moment; `mx.reset_peak_memory` starts a new peak."""
-    import mlx.core as mx
-
-    info = mx.device_info()
-    total = int(info.get("memory_size", 0) or info.get("total_memory", 0)) or _total_ram()
-    return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
-
-
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
@@ -163,10 +143,3 @@ def _explain_import(error: ImportError) -> str:
     if "libmlx" in str(error):
         return f"MLX is installed without a backend ({error}): {install_hints.mlx()}"
     return "; ".join((f"MLX cannot be imported: {error}", *untested_versions()))
-
-
-def _total_ram() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    text = cgroup.read_text().strip() if cgroup.is_file() else "max"
-    return min(physical, int(text)) if text.isdigit() else physical

@@ -15,12 +15,13 @@ from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.evaluation import exact_match
+from runners.files.json_files import read_json
 from runners.machine.startup import Platform
 from runners.memory.footprint import Phase, Sampling, floor, phases
 from runners.memory.micro_batch import settle_micro_batch
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.passes import MicroBatch, sampling_arrays
-from runners.models.folders import read_json, resolve_model
+from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 
 ROWS = 256  # of a batch step that are packed: more make no larger micro-batch

@@ -24,14 +24,14 @@ from grpo_fn.trees import named_leaves
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
-from runners.files.hub import hub_or_cache
+from runners.files.hub import hub_errors, hub_or_cache
 from runners.machine.launch_modes import launches
 from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
 from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
-from runners.models.folders import hub_errors, read_config, resolve_model
+from runners.models.folders import read_config, resolve_model
 from runners.models.reading import load_module, own_loader
 
 

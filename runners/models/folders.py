@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from runners.errors import UserError, first_line
-from runners.files.hub import hub_or_cache
+from runners.errors import UserError
+from runners.files.hub import hub_errors, hub_or_cache
+from runners.files.json_files import read_json
 from runners.files.links import check_links, check_weight_map
 from runners.models.rope_keys import with_rope_keys
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
@@ -104,17 +102,6 @@ def tokenizer_pickle(folder: Path) -> Path | None:
     return None if _has_transformers_tokenizer(names) else find_pickle(folder)
 
 
-def read_json(file: Path) -> dict:
-    """The JSON object in a file; UserError where it holds none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
-    return content
-
-
 def read_config(folder: Path) -> dict:
     """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
 
@@ -184,32 +171,6 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 def _has_transformers_tokenizer(names: set[str]) -> bool:
     whole = any(set(files) <= names for files in _TOKENIZER_FILES)
     return whole or any(name.endswith(".tiktoken") for name in names)
-
-
-@contextmanager
-def hub_errors(where: str) -> Iterator[None]:
-    """What goes wrong with the Hub inside the block becomes a UserError of one line, led by `where`."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError as error:
-        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise UserError(
-            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"{where}: the download failed ({first_line(error)})") from error
 
 
 def _download(name: str, where: str) -> Path:

@@ -10,10 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.trees import named_leaves
-from runners.config.user_functions import resolve_function, told
-from runners.errors import UserError, first_lines, is_out_of_memory, show
+from runners.config.user_functions import resolve_function
+from runners.errors import UserError, error_line, first_lines, is_out_of_memory, show
+from runners.files.json_files import read_json
 from runners.files.tensor_header import check_header
-from runners.models.folders import read_config, read_json, tokenizer_pickle
+from runners.models.folders import read_config, tokenizer_pickle
 from runners.models.rope_keys import rope_notices, with_rope_keys
 from runners.tokenization.tokenizer_check import check_tokenizer
 
@@ -84,7 +85,7 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
         module = loader(path, dict(config))
     except Exception as error:  # of a function of the user's own: each is theirs to see
         source = getattr(getattr(loader, "__code__", None), "co_filename", None)
-        raise UserError(f"{path}: {name} failed: {told(error, source)}") from error
+        raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{path}: {name} returned {type(module).__name__}; wanted an mlx.nn.Module")
     if not hasattr(module, "layers"):
@@ -140,7 +141,7 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
     """Refuses a tokenizer whose ids exceed the embedding: MLX reads past the table's end without a word.
 
-    Added tokens beyond it are only told of: some models ship with such, and plain text never holds them.
+    Added tokens beyond it are only reported: some models ship with them, and plain text never holds them.
     Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
     """
     vocabulary = tokenizer.get_vocab()

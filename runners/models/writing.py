@@ -17,8 +17,9 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder, save_arrays
+from runners.files.json_files import read_json
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
-from runners.models.folders import copy_companions, read_config, read_json
+from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 

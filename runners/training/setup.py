@@ -14,6 +14,7 @@ from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
 from grpo_fn.checks import check_token_ids
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
+from runners.config.conditions import Condition
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
@@ -28,7 +29,6 @@ from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
 from runners.rewards.functions import Reward, check_columns, resolve_rewards
 from runners.rewards.scoring import Scorer
-from runners.telemetry.run_watch import Condition
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.rollout import Collector

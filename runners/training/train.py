@@ -16,7 +16,6 @@ from runners.checkpoints.resume import (
     decisions,
     differences,
     find_origin,
-    restore,
 )
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
@@ -31,6 +30,7 @@ from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, make_report
 from runners.training.loop import Loop, RunResult
 from runners.training.loop_state import LoopState
+from runners.training.restoring import restore
 from runners.training.setup import build_run
 
 __all__ = ["RunResult", "run_training"]
@@ -81,7 +81,8 @@ def run_training(
             known = decided(config, origin)
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
-        inputs, computing = run_inputs(run), arithmetic(machine)
+        inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
+        computing = arithmetic(machine)
         if origin is not None:
             if not allow_config_change:
                 check_inputs(inputs, origin)

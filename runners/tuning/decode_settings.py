@@ -21,9 +21,10 @@ from grpo_fn.trees import nbytes
 from runners.config.loading import Config
 from runners.config.sections import RolloutConfig
 from runners.machine.launch_modes import launches
+from runners.machine.memory_readings import free_memory
 from runners.machine.startup import Platform
 from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
-from runners.tuning.row_memory import cast_bytes, free_memory, groups_that_fit
+from runners.tuning.row_memory import cast_bytes, groups_that_fit
 from runners.tuning.saved_answers import cache_file, recall, remember
 from runners.tuning.workload import Workload
 

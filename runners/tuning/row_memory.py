@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +9,6 @@ import mlx.nn as nn
 
 from grpo_fn.policy.kv_caches import plain_caches
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.machine import startup
 from runners.tuning.workload import Workload
 
 USABLE = 0.8  # share of the free memory that decoding may fill; the rest is the allocator's and the prefill's
@@ -19,23 +16,6 @@ _COPIES = 2  # a KV buffer is copied whole as it grows, and each step where step
 _SAMPLING = 3  # float32 arrays of a row's vocabulary that the sampler holds at once
 _ROOM = 256  # tokens by which a KV buffer grows at most
 _SEEN = 2  # tokens of the call that the caches' bytes are read from
-
-
-def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that arrays can still take: of MLX's limit, and of what other programs leave (CUDA, Linux)."""
-    now, info = startup.memory(), mx.device_info()
-    total = min(now.total, int(info.get("max_recommended_working_set_size", 0)) or now.total)
-    free = [total - now.active]
-    if memory_limit_gb > 0:
-        free.append(int(memory_limit_gb * 1e9) - now.active)
-    # MLX's own cache counts as taken there, but serves new arrays.
-    if "free_memory" in info:
-        free.append(int(info["free_memory"]) + now.cache)
-    elif sys.platform == "linux":
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        free.append(next(available, total) + now.cache)
-    return max(min(free), 0)
 
 
 def row_bytes(work: Workload, model: nn.Module) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from runners.files.cache_folder import cache_folder
 from runners.files.durable import save_text
 
 FORMAT = 2  # a new one forgets everything: for changes to decoding or to its measurement
@@ -28,15 +27,8 @@ class Decoding:
 
 
 def cache_file() -> Path:
-    """Where answers are kept; the environment's GRPO_FN_CACHE names another folder."""
-    wish = os.environ.get("GRPO_FN_CACHE", "")
-    if wish:
-        return Path(wish) / "tuning.json"
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
-    return base / "grpo_fn" / "tuning.json"
+    """Where answers are kept."""
+    return cache_folder() / "tuning.json"
 
 
 def recall(file: Path, facts: Mapping[str, Any]) -> tuple[Decoding | None, str | None]:

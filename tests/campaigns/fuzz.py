@@ -37,7 +37,7 @@ load_blas()
 
 from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
 from runners.errors import UserError  # noqa: E402
-from runners.models.folders import read_json  # noqa: E402
+from runners.files.json_files import read_json  # noqa: E402
 from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
 from tests.campaigns.fuzz_inputs import JSON, Target, changed_json, dumped, mutated  # noqa: E402
 

@@ -263,8 +263,7 @@ def _echoes(text: str, folder: Path) -> None:
 def _errors(text: str, folder: Path) -> None:
     """Errors as a command ends with them."""
     from runners.commands.base import ends_with_a_line
-    from runners.config.user_functions import told
-    from runners.errors import show
+    from runners.errors import error_line, show
 
     def end(error: BaseException) -> None:
         @ends_with_a_line
@@ -274,7 +273,7 @@ def _errors(text: str, folder: Path) -> None:
         with contextlib.suppress(SystemExit):
             command()
 
-    told_errors = (text, show(text), show([text, {text: text}]), told(ValueError(text)))
+    told_errors = (text, show(text), show([text, {text: text}]), error_line(ValueError(text)))
     for each in (*map(UserError, told_errors), ConfigError([text, text]), MemoryError(text)):
         end(each)
 

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_fn.backends.cpu import blas
 from runners.machine import install_hints, startup
+from runners.machine.memory_readings import read_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
@@ -101,10 +102,10 @@ def test_memory_limit_and_readings():
         assert mx.get_memory_limit() == 2_500_000_000
     finally:
         mx.set_memory_limit(before)
-    idle = startup.memory()
+    idle = read_memory()
     array = mx.ones((1024, 1024))
     mx.eval(array)
-    busy = startup.memory()
+    busy = read_memory()
     assert busy.active - idle.active >= array.nbytes
     assert busy.peak >= busy.active
     assert busy.total > 10**9

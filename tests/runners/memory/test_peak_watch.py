@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 
 from runners.config.loading import load_config
-from runners.machine import startup
+from runners.machine.memory_readings import MemoryReading, parse_meminfo, parse_swapusage
 from runners.memory import peak_watch
-from runners.memory.peak_watch import MemoryWatch, parse_meminfo, parse_swapusage
+from runners.memory.peak_watch import MemoryWatch
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
@@ -58,7 +58,9 @@ def test_one_warning_past_nine_tenths(monkeypatch, limit):
     """Below 90 % none, past it one that names the key and whose limit it is, then no more."""
     readings = iter([0.89, 0.91, 0.95])
     total = int(limit * 1e9) or 10**9
-    monkeypatch.setattr(startup, "memory", lambda: startup.Memory(10, int(next(readings) * total), 0, 10**9))
+    monkeypatch.setattr(
+        peak_watch, "read_memory", lambda: MemoryReading(10, int(next(readings) * total), 0, 10**9)
+    )
     monkeypatch.setattr(peak_watch, "swap_used", lambda: 3 * 10**9)
     watch = MemoryWatch(limit, "rollout.max_batch")
     metrics, first = watch.read()

@@ -5,7 +5,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import nbytes
-from runners.machine import startup
+from runners.machine import memory_readings
 from runners.tuning import row_memory
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import VOCAB, tiny_module, tiny_policy
@@ -79,12 +79,12 @@ def test_the_copy_in_the_compute_dtype_counts():
 )
 def test_what_is_free(monkeypatch, info, limit, free):
     """The least of the machine, MLX's limit and what other programs leave, less what is in use."""
-    reading = startup.Memory(active=10 * 10**9, peak=0, cache=3 * 10**9, total=100 * 10**9)
-    monkeypatch.setattr(startup, "memory", lambda: reading)
+    reading = memory_readings.MemoryReading(active=10 * 10**9, peak=0, cache=3 * 10**9, total=100 * 10**9)
+    monkeypatch.setattr(memory_readings, "read_memory", lambda: reading)
     monkeypatch.setattr(mx, "device_info", lambda: info)
-    assert row_memory.free_memory(limit) == free
+    assert memory_readings.free_memory(limit) == free
 
 
 def test_free_memory_of_this_machine():
     """Some of it, and not more than there is."""
-    assert 0 < row_memory.free_memory() <= startup.memory().total
+    assert 0 < memory_readings.free_memory() <= memory_readings.read_memory().total
