@@ -15,11 +15,11 @@ import mlx.core as mx
 
 from benchmarks.command import benchmark, say
 from benchmarks.record import Figure
-from runners.config.config import load_config
-from runners.machine.machine import prepare
+from runners.config.loading import load_config
+from runners.machine.startup import prepare
 from runners.memory.footprint import Phase
 from runners.memory.forecast import Forecast, forecast, longest_prompt
-from runners.models.model_files import copy_companions
+from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

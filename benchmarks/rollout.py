@@ -20,7 +20,7 @@ from benchmarks.measure import Timing, interleaved, peak_bytes
 from benchmarks.record import Figure, ratio_figure
 from benchmarks.rooflines import Work, decode_seconds
 from benchmarks.shapes import make_module, make_prompts, vocabulary_of
-from runners.tuning.launching import keywords
+from runners.machine.launch_modes import keywords
 
 CPU_CASES = {
     "G 32": Case(kind="peers", model="qwen2-6x256", prompt=512, new=64, generations=32, at_least=(1.1, 3.5)),

@@ -15,9 +15,9 @@ from benchmarks.machine import rates
 from benchmarks.measure import Timing, peak_bytes
 from benchmarks.record import Figure, time_figure
 from grpo_fn.trees import nbytes
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.prompts import Example
-from runners.machine.machine import prepare
+from runners.machine.startup import prepare
 from runners.training.setup import Run, build_run
 
 PARTS = ("rollout", "reward", "batch", "grad", "update", "sync")

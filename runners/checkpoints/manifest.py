@@ -12,7 +12,7 @@ from typing import Any
 
 from runners import __version__
 from runners.errors import UserError, show
-from runners.models.model_files import read_json
+from runners.files.json_files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = "grpo_fn.checkpoint"

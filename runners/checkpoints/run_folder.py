@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import attrs
 
-from runners.checkpoints.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
 from runners.checkpoints.manifest import Damaged, check_manifest
+from runners.checkpoints.snapshot import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
 from runners.errors import UserError
 from runners.files.durable import remove_folder
 from runners.files.held_file import HeldFile

@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from runners.checkpoints.checkpoint import Snapshot, prune_checkpoints, write_checkpoint
+from runners.checkpoints.disk_room import DiskRoom
 from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.files.disk_room import DiskRoom
 from runners.files.durable import flush
 
 Place = tuple[int, int]  # batch step, update

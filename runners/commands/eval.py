@@ -16,8 +16,8 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.config.config import Config
-    from runners.evaluation.evaluation import Measured
+    from runners.config.loading import Config
+    from runners.evaluation.measurement import Measured
 
 _EXAMPLES = """\
 \b
@@ -75,9 +75,9 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    machine = platform.prepare(config.system.memory_limit_gb)
+    machine = startup.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
         echo(notice, err=True)
     if not known:
@@ -106,8 +106,8 @@ def _ks(text: str) -> tuple[int, ...]:
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
     """The config to measure by; and whether --config or a model's run says what it is."""
-    from runners.config.config import load_config
-    from runners.evaluation.run_config import config_of_runs
+    from runners.config.loading import load_config
+    from runners.evaluation.origin_config import config_of_runs
 
     overrides = _overrides(values)
     if values["config"]:
@@ -137,8 +137,8 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
 
     Raises UserError where two models were asked in different ways.
     """
-    from runners.config.config import load_config
-    from runners.inference.inference import prompt_of
+    from runners.config.loading import load_config
+    from runners.inference.inference_model import prompt_of
 
     loader = values["loader"] or config.model.loader
     found = {name: prompt for name in models if (prompt := prompt_of(name, loader=loader))}
@@ -159,8 +159,8 @@ def _measure_all(
 ) -> list[Measured]:
     """One model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
-    from runners.evaluation.evaluation import Plan, choose, eval_rows, measure
-    from runners.inference.inference import load_inference
+    from runners.evaluation.measurement import Plan, choose, eval_rows, measure
+    from runners.inference.inference_model import load_inference
     from runners.rewards.functions import check_columns, resolve_rewards
 
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)

@@ -13,7 +13,7 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.conversion.convert import Quantization
     from runners.inference.generation import Sampling
-    from runners.inference.inference import InferenceModel
+    from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
@@ -206,10 +206,10 @@ def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
     """The model of a command, with the options of MODEL; notices go to stderr."""
     check_stops(values)
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    machine = platform.prepare()  # before anything imports MLX
-    from runners.inference.inference import load_inference
+    machine = startup.prepare()  # before anything imports MLX
+    from runners.inference.inference_model import load_inference
 
     loaded = load_inference(
         name,

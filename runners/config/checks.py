@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
+from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import EMBEDDED, REWARD_NAMES, DataConfig, ModelConfig, RewardConfig, RunConfig
 from runners.config.user_functions import FORMS
 from runners.errors import did_you_mean, show
-from runners.telemetry.run_watch import FORM, Condition, unknown_metric
 
 WANTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -160,7 +160,7 @@ def _conditions(built: dict[str, Any], found: Settings) -> None:
     for text in stop.when if stop else ():
         condition = Condition.parse(text)
         if condition is None:
-            _problem(found, "stop.when", f"found {show(text)}, want {FORM}")
+            _problem(found, "stop.when", f"found {show(text)}, want {CONDITION_FORM}")
             continue
         near = unknown_metric(condition.metric, reward.functions) if reward else None
         if near is not None:

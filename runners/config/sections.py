@@ -18,6 +18,8 @@ REWARD_NAMES = (
     "soft_format_reward_func",
     "xmlcount_reward_func",
 )
+REWARD_ARGUMENTS = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""The names that every reward may take besides the dataset's columns."""
 
 SYSTEM_PROMPT = """\
 Work the problem out first, then give the result. Use exactly this form:

@@ -17,14 +17,9 @@ import attrs
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
+from runners.files.json_files import read_json
 from runners.inference.vision import convert_vision, sees
-from runners.models.model_files import (
-    copy_companions,
-    read_config,
-    read_json,
-    resolve_model,
-    tokenizer_pickle,
-)
+from runners.models.folders import copy_companions, read_config, resolve_model, tokenizer_pickle
 from runners.tokenization.prompt_settings import read_prompt, write_prompt
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 

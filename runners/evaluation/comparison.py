@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runners.evaluation.estimators import Interval, bootstrap, mcnemar
-from runners.evaluation.evaluation import Measured, Metric
+from runners.evaluation.measurement import Measured, Metric
 
 WIDTH = 1000  # columns: tables are never folded
 

@@ -16,11 +16,10 @@ from grpo_fn.prng import GENERATION, completion_keys, stream_key
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.rollout.sampler import draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
-from runners.errors import UserError
-from runners.inference.inference import InferenceModel
-from runners.telemetry.progress import gigabytes
+from runners.errors import UserError, gigabytes
+from runners.inference.inference_model import InferenceModel
+from runners.machine.launch_modes import keywords
 from runners.tokenization.text import TextDecoder
-from runners.tuning.launching import keywords
 
 ROWS = 256  # completions decoded together where nothing is said
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"

@@ -6,7 +6,7 @@ import ctypes
 from importlib.metadata import version
 from typing import Any
 
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 
 _THREADS = ("openblas_get_num_threads", "MKL_Get_Max_Threads")
 _TEXTS = {"openblas_get_corename": "blas_kernels", "openblas_get_config": "blas_build"}

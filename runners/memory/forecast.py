@@ -10,18 +10,19 @@ import attrs
 from grpo_fn.backends.cpu import grid_cache
 from grpo_fn.learner.packing import Packer, Row
 from grpo_fn.rollout.shared_prefix import ROOM
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.evaluation import evaluate
-from runners.machine.machine import Platform
+from runners.evaluation import exact_match
+from runners.files.json_files import read_json
+from runners.machine.startup import Platform
 from runners.memory.footprint import Phase, Sampling, floor, phases
 from runners.memory.micro_batch import settle_micro_batch
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.passes import MicroBatch, sampling_arrays
-from runners.models.model_files import read_json, resolve_model
-from runners.models.model_reading import load_tokenizer
+from runners.models.folders import resolve_model
+from runners.models.reading import load_tokenizer
 
 ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
 
@@ -151,7 +152,7 @@ def _decoded(sampling: Sampling, sizes: ModelSizes) -> Sampling:
 
 
 def _evaluation(config: Config, prompt: int) -> Sampling:
-    rows = config.rollout.max_batch or evaluate.ROWS
+    rows = config.rollout.max_batch or exact_match.ROWS
     rows = min(rows, config.eval.samples) if config.eval.samples else rows
     return Sampling(
         prompts=rows,

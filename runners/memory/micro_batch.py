@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from runners.config.config import Config
-from runners.machine.machine import Platform
+from runners.config.loading import Config
+from runners.machine.startup import Platform
 from runners.memory.model_sizes import ModelSizes
 from runners.memory.passes import ModelShape, Pass
 

@@ -21,18 +21,18 @@ from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, qu
 from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.rollout.shared_prefix import shares_prefix, sharing_pays
 from grpo_fn.trees import named_leaves
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
-from runners.machine.machine import Platform
+from runners.files.hub import hub_errors, hub_or_cache
+from runners.machine.launch_modes import launches
+from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
 from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
-from runners.models.hub import hub_or_cache
-from runners.models.model_files import hub_errors, read_config, resolve_model
-from runners.models.model_reading import load_module, own_loader
-from runners.tuning.launching import launches
+from runners.models.folders import read_config, resolve_model
+from runners.models.reading import load_module, own_loader
 
 
 @attrs.frozen

@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
-from runners.config.config import Config
-from runners.errors import UserError
-from runners.machine.machine import Platform, memory
+from runners.config.loading import Config
+from runners.errors import UserError, gigabytes
+from runners.machine.memory_readings import read_memory
+from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, longest_prompt
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.remedies import key_to_turn, largest_batch, remedies
-from runners.telemetry.progress import gigabytes
 
 WIDTH = 100
 
@@ -32,7 +32,7 @@ def make_plan(config: Config, platform: Platform, *, as_json: bool = False) -> P
 
     Raises UserError for a model or data that cannot be used.
     """
-    found = forecast(config, platform, memory().total, prompt=longest_prompt(config))
+    found = forecast(config, platform, read_memory().total, prompt=longest_prompt(config))
     facts = _facts(found, platform)
     text = json.dumps(facts, indent=1) if as_json else _table(found, facts)
     problem = None if found.fits else (too_large(found) or over(found, platform))
@@ -86,7 +86,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
         sizes = model_sizes(config, platform)
     except UserError as error:  # what ails the model itself is told when it is loaded
         return f"memory: not foretold: {error}"
-    line = too_large(forecast(config, platform, memory().total, prompt=1, sizes=sizes))
+    line = too_large(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes))
     if line:
         raise UserError(line)
     return sizes
@@ -96,7 +96,7 @@ def outlook(config: Config, platform: Platform, sizes: ModelSizes | str, prompt:
     """What a run with prompts of at most so many tokens should be told."""
     if isinstance(sizes, str):
         return Outlook("system.micro_batch_tokens", (sizes,))
-    found = forecast(config, platform, memory().total, prompt=prompt, sizes=sizes)
+    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes)
     line = over(found, platform)
     return Outlook(key_to_turn(found), (f"memory: {line}",) if line else ())
 

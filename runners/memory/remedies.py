@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, largest
 
 MOST = 1 << 16  # prompts a batch step that are looked at

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from runners.config.user_functions import told
+from runners.errors import error_line
 
 # Past its time limit, a loop of async calls gets this long (seconds) to cancel them and close.
 _CLOSING_TIME = 0.5
@@ -112,7 +112,7 @@ _DIED = Outcome(error=RuntimeError("it ended its thread"), told="it ended the th
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(error=error, told=told(error))
+    return Outcome(error=error, told=error_line(error))
 
 
 async def _wait(awaitable: Awaitable[Any]) -> Any:

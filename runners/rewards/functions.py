@@ -8,12 +8,10 @@ from typing import Any
 
 import attrs
 
+from runners.config.sections import REWARD_ARGUMENTS
 from runners.config.user_functions import FORMS, resolve_function
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.rewards.builtin import REWARDS
-
-PASSED = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""The names that every reward may take besides the dataset's columns."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -103,7 +101,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.needs:
-            if needed not in found and needed not in PASSED:
+            if needed not in found and needed not in REWARD_ARGUMENTS:
                 raise UserError(
                     f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
                     f"{did_you_mean(needed, found)}"

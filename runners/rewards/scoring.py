@@ -12,9 +12,10 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
 from runners.rewards.calls import Outcome, call, call_together, is_async, plain
-from runners.rewards.functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
@@ -83,7 +84,7 @@ class Scorer:
         if completion_ids is not None:
             given["completion_ids"] = completion_ids
         for name in columns:
-            if name in PASSED:
+            if name in REWARD_ARGUMENTS:
                 raise ValueError(f"a column is named {name}, which every reward gets; rename the column")
         for name, entries in given.items():
             if len(entries) != len(texts):

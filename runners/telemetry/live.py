@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.progress import (
     Progress,
@@ -22,7 +23,6 @@ from runners.telemetry.progress import (
     duration,
     eval_line,
     finite,
-    gigabytes,
     number,
     peak_memory,
     percent,

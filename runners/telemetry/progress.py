@@ -17,9 +17,9 @@ def peak_memory() -> int:
     """The peak of MLX's memory in bytes; 0 where MLX is not in use."""
     if "mlx.core" not in sys.modules:
         return 0
-    from runners.machine.machine import memory
+    from runners.machine.memory_readings import read_memory
 
-    return memory().peak
+    return read_memory().peak
 
 
 class Progress:
@@ -135,15 +135,6 @@ def count(value: float | None) -> str:
 def percent(score: float | None) -> str:
     """52.0% of a share in 0..1; "-" for None."""
     return "-" if score is None else f"{100 * score:.1f}%"
-
-
-def gigabytes(size: int) -> str:
-    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
-    if size < 1e6:
-        return f"{size / 1e3:.0f} kB"
-    if size < 1e8:
-        return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
-    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:.1f} GB"
 
 
 def duration(seconds: float | None) -> str:

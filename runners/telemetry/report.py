@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.progress import (
@@ -16,7 +17,6 @@ from runners.telemetry.progress import (
     count,
     duration,
     eval_line,
-    gigabytes,
     number,
     peak_memory,
     percent,

@@ -18,8 +18,8 @@ from attrs import field
 from runners import __version__
 from runners.config import rules
 from runners.errors import UserError, did_you_mean, show, spell
+from runners.files.json_files import read_json
 from runners.files.links import check_links
-from runners.models.model_files import read_json
 
 PROMPT_FILE = "grpo_prompt.json"
 FORMAT = "grpo_fn.prompt"

@@ -18,8 +18,8 @@ from runners.checkpoints.run_folder import BAD_BATCHES, RunFolder
 from runners.errors import NumbersError, UserError, count_in
 from runners.files.durable import new_folder, opened, remove_folder, save_arrays
 from runners.files.json_lines import to_json
+from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
-from runners.training.rollout import Experience
 
 KEPT = 10
 _NAME = re.compile(r"update-(\d+)")

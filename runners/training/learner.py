@@ -11,12 +11,12 @@ import grpo_fn as g
 from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.stream import Plan
 from runners.errors import UserError
-from runners.machine.machine import Platform
-from runners.models.model_reading import vocabulary_rows
-from runners.models.models import LoadedModel
+from runners.machine.startup import Platform
+from runners.models.loaded_model import LoadedModel
+from runners.models.reading import vocabulary_rows
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 
 

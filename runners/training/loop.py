@@ -15,22 +15,23 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.checkpoint import Snapshot, take_snapshot
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import Snapshot, take_snapshot
+from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
-from runners.evaluation.evaluate import evaluate
+from runners.evaluation.exact_match import evaluate
+from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
-from runners.memory.memory_watch import MemoryWatch
-from runners.memory.row_memory import free_memory
-from runners.models.model_writing import save_final
+from runners.memory.peak_watch import MemoryWatch
+from runners.models.writing import save_final
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.records import completion_records, header, summary
 from runners.telemetry.report import Report
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
-from runners.telemetry.run_watch import Condition, Watch
+from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
@@ -91,7 +92,9 @@ class Loop:
     def run_to_end(self) -> RunResult:
         """All steps that are left, then the final evaluation and model."""
         config, at, steps = self.config, self.at, self.steps
-        self.report.start(self.run.plan.updates, header(self.run), done=at.update, scores=at.scores)
+        run, held_out = self.run, len(self.run.data.evaluation)
+        head = header(config, run.folder, run.loaded, len(run.data.train), held_out)
+        self.report.start(run.plan.updates, head, done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._heed_signals()
@@ -117,7 +120,15 @@ class Loop:
             raise
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
-        shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
+        shown = summary(
+            config,
+            final,
+            first=first,
+            last=last,
+            held_out=held_out,
+            updates=at.update,
+            tokens=at.sampled_tokens,
+        )
         if self.watch.reached:
             shown["ended early"] = self.watch.reached
         if self.bad_updates.total:

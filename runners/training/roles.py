@@ -9,11 +9,10 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_layers import UNPACK_ROWS
-from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized, quantized_role
+from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized
 from grpo_fn.trees import Tree
-from runners.config.config import Config
-from runners.errors import UserError
+from runners.config.loading import Config
+from runners.models.quantized_role import make_quantized_role, unfit_notice
 
 Sample = Callable[[g.Policy, Tree], g.Rollout]
 
@@ -156,7 +155,7 @@ def make_rollout_role(
             f"rollout.quantization = {rollout.quantization} makes no role: the model's weights are quantized "
             "already, and sampler and learner run the same ones",
         )
-    role = make_role(
+    role = make_quantized_role(
         config, policy, "rollout.quantization", rollout.quantization, rollout.storage, backend=backend
     )
     kept = RolloutRole(
@@ -186,33 +185,5 @@ def make_reference_role(config: Config, policy: g.Policy, *, backend: str) -> Re
     key, name = "loss.ref_quantization", config.loss.ref_quantization
     if name == "none":
         return ReferenceRole(None, None)
-    role = make_role(config, policy, key, name, config.loss.ref_storage, backend=backend)
+    role = make_quantized_role(config, policy, key, name, config.loss.ref_storage, backend=backend)
     return ReferenceRole(role.policy, role.transform, unfit_notice(key, role))
-
-
-def make_role(
-    config: Config, policy: g.Policy, key: str, name: str, storage: str, *, backend: str
-) -> QuantizedRole:
-    """A quantized policy with the config's group size; UserError, at `key`, where the model refuses."""
-    try:
-        return quantized_role(
-            policy,
-            name,
-            storage,
-            group_size=config.rollout.group_size if name.startswith("affine") else 0,
-            head=config.rollout.quantize_head,
-            unpack_rows=UNPACK_ROWS[backend],
-        )
-    except ValueError as error:
-        raise UserError(f"{config.where(key)}: {error}") from error
-
-
-def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:
-    """How many weights keep their precision because no group fits their rows."""
-    if not role.unfit:
-        return ()
-    count = len(role.unfit)
-    return (
-        f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their rows are no "
-        f"multiple of the group (the first: {role.unfit[0]}); a smaller rollout.group_size may fit them",
-    )

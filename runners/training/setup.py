@@ -14,27 +14,27 @@ from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
 from grpo_fn.checks import check_token_ids
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.conditions import Condition
+from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import Plan, PromptStream
 from runners.errors import UserError
-from runners.evaluation.evaluate import held_out
-from runners.machine.machine import Platform
+from runners.evaluation.exact_match import held_out
+from runners.machine.launch_modes import keywords
+from runners.machine.startup import Platform
 from runners.memory.micro_batch import settle_micro_batch
 from runners.memory.plan import outlook, sizes_if_it_can_fit
-from runners.models.model_reading import vocabulary_rows
-from runners.models.models import LoadedModel, load_model
+from runners.models.loaded_model import LoadedModel, load_model
+from runners.models.reading import vocabulary_rows
 from runners.rewards.functions import Reward, check_columns, resolve_rewards
 from runners.rewards.scoring import Scorer
-from runners.telemetry.run_watch import Condition
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.rollout import Collector
 from runners.tuning.auto_quantization import settle_quantization
-from runners.tuning.launching import keywords
+from runners.tuning.decode_settings import tuned
 from runners.tuning.quantization_choice import Trial
-from runners.tuning.tuning import tuned
 from runners.tuning.workload import Workload, sampler_of
 
 Say = Callable[[str], None]

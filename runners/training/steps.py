@@ -9,11 +9,11 @@ import attrs
 
 import grpo_fn as g
 from grpo_fn.prng import ROLLOUTS, stream_key
+from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.run_statistics import Tally
 from runners.training.gradients import Gradients
 from runners.training.loop_state import LoopState
-from runners.training.rollout import Experience
 from runners.training.setup import Run
 
 

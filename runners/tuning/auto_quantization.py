@@ -20,13 +20,13 @@ import grpo_fn as g
 from grpo_fn.policy.quantized_role import is_quantized
 from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.errors import UserError
-from runners.machine import machine as platform
-from runners.machine.machine import Platform
-from runners.models.models import LoadedModel
-from runners.training.roles import make_role
-from runners.tuning.launching import usual
+from runners.machine.launch_modes import usual
+from runners.machine.memory_readings import read_memory
+from runners.machine.startup import Platform
+from runners.models.loaded_model import LoadedModel
+from runners.models.quantized_role import make_quantized_role
 from runners.tuning.quantization_choice import Measured, Trial, choose
 
 BUDGET = 18.0  # seconds for all of it, with a margin to the twenty that are promised
@@ -138,7 +138,7 @@ def _measure_all(
         rows.append(_measure(bench, policy, name, machine, (log_pv, answers_n), sampled, probe, patience))
         before_it, now = now, clock()
         longest = max(longest, now - before_it)
-    limit = config.system.memory_limit_gb * 1e9 or platform.memory().total
+    limit = config.system.memory_limit_gb * 1e9 or read_memory().total
     # The optimizer's, which come with the first update.
     moments = 2 * getattr(mx, config.optim.moments).size * sum(leaf.size for leaf in arrays_of(params))
     room, tried = limit - before - moments, {"none"}
@@ -167,7 +167,7 @@ def _measure(
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     try:
-        role = make_role(
+        role = make_quantized_role(
             bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
         )
     except UserError as error:
@@ -199,7 +199,9 @@ def _measured_again(
     bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[Measured]
 ) -> list[Measured]:
     """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
-    role = make_role(bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend)
+    role = make_quantized_role(
+        bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
+    )
     sides = {"none": (policy, policy.params), name: (role.policy, role.transform(policy.params))}
     g.materialize(sides[name][1])
     rates: dict[str, list[float]] = {side: [] for side in sides}

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from runners.config.sections import RolloutConfig
 from runners.tuning.decode_probe import WARM_STEPS, Probe
-from runners.tuning.tuning_cache import Decoding
+from runners.tuning.saved_answers import Decoding
 from runners.tuning.workload import Workload
 
 CHECKS = (4, 8, 16, 32)  # candidates for check_every

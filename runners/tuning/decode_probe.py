@@ -18,7 +18,7 @@ from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
 from grpo_fn.rollout.sampler import drawing
 from grpo_fn.trees import arrays_of, on_host
-from runners.tuning.launching import keywords
+from runners.machine.launch_modes import keywords
 from runners.tuning.workload import Workload
 
 LAUNCHES: dict[str, Callable[..., Any]] = {"eval": mx.eval, "split": mx.eval, "async": mx.async_eval}

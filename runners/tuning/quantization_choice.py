@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.telemetry.progress import gigabytes
+from runners.errors import gigabytes
 
 NOISE = 1.05  # how much faster than full precision a format has to be: less may be chance
 

@@ -87,7 +87,7 @@ def test_calls_nothing_with_an_effect(file):
         ("def f():\n    import time", "time"),
         ("from os.path import join", "os"),
         ("import mlx.core as mx, json", "json"),
-        ("from runners.config.config import Config", "runners"),
+        ("from runners.config.loading import Config", "runners"),
     ],
 )
 def test_the_import_check_can_fail(source, bad):

@@ -24,7 +24,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from runners.machine.machine import load_blas
+from runners.machine.startup import load_blas
 from runners.quickstart import HERE
 from runners.quickstart.make.problems import ROWS, draw, draw_rows
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from runners.checkpoints import run_folder
-from runners.checkpoints.checkpoint import list_checkpoints, take_snapshot
 from runners.checkpoints.run_folder import LOCK, FolderGone, locked
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import list_checkpoints, take_snapshot
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
 from runners.training.bad_updates import BadUpdates

@@ -10,9 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints.checkpoint import LATEST
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
 from runners.checkpoints.run_folder import locked
+from runners.checkpoints.snapshot import LATEST
 from runners.errors import UserError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runners.checkpoints.checkpoint import TRAINER_STATE
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_inputs import _spelled, columns_read
-from runners.config.config import load_config
+from runners.checkpoints.snapshot import TRAINER_STATE
+from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
 from runners.errors import UserError
 from runners.machine.arithmetic import arithmetic
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
 from runners.training import train as train_module
@@ -191,8 +191,8 @@ def test_values_are_spelled_alike_in_every_process():
 def test_the_threads_of_the_blas_are_counted():
     """As the environment sets them: what the library says, not what was asked of it."""
     code = (
-        "from runners import platform; from runners.machine.arithmetic import arithmetic; import json;"
-        "print(json.dumps(arithmetic(platform.prepare())))"
+        "from runners.machine import startup; from runners.machine.arithmetic import arithmetic; import json;"
+        "print(json.dumps(arithmetic(startup.prepare())))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -15,8 +15,8 @@ from runners.config.reading import PRESET_FOLDER
 from runners.conversion.convert import Quantization, convert
 from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
 from runners.errors import UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from tests.support.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.support.tiktoken_files import make_encoding, write_pickle
 
@@ -199,7 +199,7 @@ def test_the_last_step_or_the_one_asked_for(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from runners import platform; platform.prepare()
+from runners.machine import startup; startup.prepare()
 from runners.conversion.convert import convert
 def peak():  # of this process image; ru_maxrss would begin with the parent's
     status = Path("/proc/self/status").read_text()

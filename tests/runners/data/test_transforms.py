@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows, load_split
 from runners.errors import UserError
-from runners.evaluation.check_run import check_run
+from runners.evaluation.reward_check import check_run
 
 TRANSFORM = """
 def problem(row):

@@ -14,18 +14,18 @@ from benchmarks.memory import WITHIN
 from grpo_fn.policy.sampling_form import sampling_form
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.stream import Plan
 from runners.errors import UserError
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.memory import forecast, plan, remedies
 from runners.memory.model_sizes import _from_config, model_sizes
-from runners.models.models import load_model
+from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.tiny_models import make_config, make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = platform.Platform("cpu")
+CPU = startup.Platform("cpu")
 TRAIN = """
 [model]
 path = "{model}"
@@ -246,7 +246,7 @@ def test_the_forecast_is_within_its_bound_of_a_real_step(name):
 def test_weights_in_blocks_are_counted_where_a_run_may_split_its_rows(config, overrides, cores, lanes):
     """Twice with LoRA: its merged weights, and their blocks."""
     checked = config(*overrides)
-    machine = platform.Platform("cpu", cores=cores)
+    machine = startup.Platform("cpu", cores=cores)
     found = model_sizes(checked, machine)
     assert found.lanes == lanes
     loaded = load_model(checked.model, machine)

@@ -12,12 +12,12 @@ from runners import cli
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.conversion.export import Quantization, export
 from runners.errors import UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import SAMPLED, WHOLE, base_digest
-from runners.models.model_writing import trained, write_trained
-from runners.models.models import load_model
+from runners.models.loaded_model import load_model
+from runners.models.writing import trained, write_trained
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")

@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.config.config import load_config
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.config.loading import load_config
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training

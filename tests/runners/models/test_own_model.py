@@ -9,15 +9,15 @@ from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import ModelConfig
 from runners.config.user_functions import resolve_function
 from runners.errors import ConfigError, UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.memory.plan import make_plan
-from runners.models.model_files import resolve_model
-from runners.models.models import load_model
+from runners.models.folders import resolve_model
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.pages import ROOT, snippets

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from runners.errors import gigabytes
 from runners.telemetry import progress
 from runners.telemetry.live import LiveReport
-from runners.telemetry.progress import Progress, count, duration, gigabytes, number, sparkline
+from runners.telemetry.progress import Progress, count, duration, number, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.terminal import RICH_READS
 

@@ -11,14 +11,14 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.checkpoints.state_files import load_state
-from runners.config.config import load_config
+from runners.config.conditions import unknown_metric
+from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
 from runners.files.json_lines import to_json
 from runners.quickstart import MODEL_DIR
-from runners.telemetry.run_watch import unknown_metric
+from runners.rewards.experience import Experience
 from runners.training.bad_updates import KEPT, BadUpdates, save_bad_batch
-from runners.training.rollout import Experience
 from runners.training.train import run_training
 from tests.support.folders import held
 from tests.support.tiny_policies import tiny_rollout

@@ -9,7 +9,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.algorithm.diagnostics import LossStats
 from grpo_fn.policy.quantized_role import quantized_role
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.training.roles import RolloutRole
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder

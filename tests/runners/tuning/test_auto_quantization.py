@@ -6,9 +6,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from runners.config.config import load_config
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.config.loading import load_config
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from runners.tuning import auto_quantization as auto

@@ -12,12 +12,12 @@ from grpo_fn.rollout import decode_step
 from grpo_fn.rollout.prefill import prefill, prefill_once
 from grpo_fn.rollout.shared_prefix import PrefixCache, fork
 from runners.config.sections import RolloutConfig
-from runners.machine.machine import Platform
+from runners.machine.launch_modes import launches
+from runners.machine.startup import Platform
 from runners.tuning import decode_choice, decode_probe
 from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
 from runners.tuning.decode_probe import Probe
-from runners.tuning.launching import launches
-from runners.tuning.tuning_cache import Decoding
+from runners.tuning.saved_answers import Decoding
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
 
