@@ -26,7 +26,10 @@ _SCATTERS = (
     "float32_int64_Assign_2", "int32_int64_Assign_2", "int32_int32_Assign_1", "float32_int32_Sum_1",
     "float32_uint32_Sum_1", "{0}_int32_Sum_1",
 )  # fmt: skip
-_AXIS = "gather_axis_int32_int32"
+_AXES = {
+    "gather_axis_int32_int32": (mx.int32, mx.int32),
+    "gather_axis_float32_uint32": (mx.float32, mx.uint32),
+}
 _FUSED: dict[str, Callable[[], mx.array]] = {
     # The gate of an MLP, in a decoding step.
     "CV2ISigmoidADV2IMultiplyACEV2OMultiplyDB_VV_V2V2_6142509188972423790": lambda: mx.compile(
@@ -44,7 +47,7 @@ def names(dtype: str) -> tuple[str, ...]:
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     fused = list(_FUSED) if dtype == "bfloat16" else []
-    return tuple(dict.fromkeys([*gathers, *scatters, _AXIS, *fused]))
+    return tuple(dict.fromkeys([*gathers, *scatters, *_AXES, *fused]))
 
 
 def compile_program(name: str) -> None:
@@ -52,8 +55,9 @@ def compile_program(name: str) -> None:
     if name in _FUSED:
         mx.eval(_FUSED[name]())
         return
-    if name == _AXIS:
-        mx.eval(mx.take_along_axis(mx.zeros((4, 4), mx.int32), mx.zeros((4, 1), mx.int32), axis=1))
+    if name in _AXES:
+        table, index = (mx.zeros((4, 4), dtype) for dtype in _AXES[name])
+        mx.eval(mx.take_along_axis(table, index[:, :1], axis=1))
         return
     kind, *parts = name.split("_")
     if kind not in ("gather", "scatter") or len(parts) not in (3, 4):
