@@ -63,7 +63,7 @@ def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
-    path = resolve_model(config.model.path, own_loader=bool(config.model.loader))
+    path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, config.data, tokenizer) for part in rows

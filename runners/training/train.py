@@ -12,9 +12,9 @@ from runners.checkpoints.resume import (
     check_differences,
     check_free,
     data_digest,
-    decided,
     decisions,
     differences,
+    earlier_decisions,
     find_origin,
 )
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
@@ -78,7 +78,7 @@ def run_training(
                 shown.table(f"the config, against {origin.folder}", ("key", "was", "is"), found)
             if not allow_config_change:
                 check_differences(found, origin)
-            known = decided(config, origin)
+            known = earlier_decisions(config, origin)
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
         inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
