@@ -125,7 +125,7 @@ class RolloutConfig:
     quantize_head: bool = False  # embeddings and head too
     mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
     auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
-    launch: Launch = "auto"  # of decoding steps: see `launching`; auto: measured
+    launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: measured
     check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
     max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
 

@@ -14,13 +14,12 @@ from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
+from runners.inference.generation import DEFAULT_ROWS
 from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
 
 _Item = TypeVar("_Item")
-
-DEFAULT_ROWS = 256  # problems decoded together where the config sets no limit
 
 
 @attrs.frozen

@@ -14,8 +14,8 @@ from runners.config.loading import Config
 from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.evaluation import exact_match
 from runners.files.json_files import read_json
+from runners.inference.generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.footprint import MemoryPhase, SampledRows, floor, phases
 from runners.memory.micro_batch import resolve_micro_batch
@@ -152,7 +152,7 @@ def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
 
 
 def _evaluation(config: Config, prompt: int) -> SampledRows:
-    rows = config.rollout.max_batch or exact_match.DEFAULT_ROWS
+    rows = config.rollout.max_batch or DEFAULT_ROWS
     rows = min(rows, config.eval.samples) if config.eval.samples else rows
     return SampledRows(
         prompts=rows,

@@ -56,7 +56,7 @@ def too_large_line(found: Forecast) -> str | None:
 
 
 def over_memory_line(found: Forecast, platform: Platform) -> str | None:
-    """One line where the peak is foretold above the memory, with what would bring it below; else None."""
+    """One line where the predicted peak exceeds the memory, with what would bring it below; else None."""
     if found.fits:
         return None
     peak = found.peak

@@ -1,4 +1,4 @@
-"""What would bring a run's foretold memory below what the machine has: the config's keys and their values."""
+"""What would bring a run's predicted memory within the machine's: keys of the config, and their values."""
 
 from __future__ import annotations
 

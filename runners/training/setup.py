@@ -93,7 +93,7 @@ def build_run(
     data = _examples(config, rows, loaded)
     longest = max(len(example.tokens) for example in data.train)
     config = resolve_micro_batch(config, sizes, platform, longest)
-    foretold = memory_outlook(config, platform, sizes, longest)
+    expected = memory_outlook(config, platform, sizes, longest)
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
     plan = RunLength.of(config, len(data.train))
@@ -130,13 +130,13 @@ def build_run(
         decoder=decoder,
         find_stop=find_stop,
         on_gpu=platform.backend != "cpu",
-        memory_key=foretold.key,
+        memory_key=expected.key,
         notices=(
             *data.notices,
             *loaded.notices,
             *learner.notices,
             *_warnings(config, learner),
-            *foretold.notices,
+            *expected.notices,
             *choice,
         ),
         trial=trial,

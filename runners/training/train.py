@@ -23,7 +23,7 @@ from runners.checkpoints.saving import Saver
 from runners.config.loading import Config, write_resolved
 from runners.errors import UserError
 from runners.machine import startup
-from runners.machine.arithmetic import arithmetic
+from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
 from runners.telemetry.dashboards import check_installed
 from runners.telemetry.log import MetricsLog
@@ -82,7 +82,7 @@ def run_training(
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
         inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
-        computing = arithmetic(machine)
+        computing = arithmetic_facts(machine)
         if origin is not None:
             if not allow_config_change:
                 check_inputs(inputs, origin)

@@ -21,7 +21,7 @@ MOST_ANSWERS = 200  # answers; the oldest go first
 class Decoding:
     """How completions are decoded; see `grpo_fn.generate`."""
 
-    launch: str  # as in `launching`
+    launch: str  # as in `machine.launch_modes`
     check_every: int  # steps between looks at which rows have ended
     max_batch: int  # rows together; 0: all
 
