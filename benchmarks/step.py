@@ -97,7 +97,7 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
     small = ["optim.batch_size=4", "rollout.num_generations=4", "data.max_samples=16", "eval.samples=8"]
     repeats = min(repeats, 2) if quick else repeats
     config = load_config("quickstart", [*(small if quick else []), *overrides])
-    run = build_run(config, prepare(), say)
+    run = build_run(config.check(), prepare(), say)
     state = run.learner.state
     assert state is not None
     examples = run.stream.take(run.config.optim.batch_size)

@@ -145,7 +145,7 @@ def _run(
     from runners.training.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(config.check(), resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
+    run_training(config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def disk_room(folder: Path, state: TrainState, loaded: LoadedModel) -> DiskRoom:
         final += nbytes(state.params)  # the adapters lie beside the merged weights
         if loaded.quantized:  # merged layers are stored unpacked
             layers = [name.removesuffix("lora_a") for name in weights if name.endswith("lora_a")]
-            final += loaded.own_dtype.size * sum(
+            final += loaded.source_dtype.size * sum(
                 _product(weights[f"{layer}lora_a"], weights[f"{layer}lora_b"]) for layer in layers
             )
     return DiskRoom(folder, final + others, checkpoint + others)
@@ -102,7 +102,7 @@ def _stored(name: str, array: mx.array, loaded: LoadedModel) -> int:
     """Bytes of a weight in the dtype of the model's files, as the final model has it."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array.nbytes
-    return array.size * loaded.own_dtypes.get(name, loaded.own_dtype).size
+    return array.size * loaded.source_dtypes.get(name, loaded.source_dtype).size
 
 
 def _product(a: mx.array, b: mx.array) -> int:

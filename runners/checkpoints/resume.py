@@ -126,7 +126,7 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
         )
 
 
-def decided(config: Config, origin: Origin) -> dict[str, Any] | None:
+def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
     """What an earlier process measured for this config; None where [rollout] has changed in that."""
     asked = origin.table("config").get("rollout")
     if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in MEASURED):
@@ -136,7 +136,7 @@ def decided(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """What `decided` gives back: of a config in which nothing is left open."""
+    """What `earlier_decisions` gives back: of a config in which nothing is left open."""
     return {name: getattr(config.rollout, name) for name in MEASURED}
 
 

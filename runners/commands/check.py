@@ -12,7 +12,7 @@ from runners.commands.options import SET
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.evaluation.reward_check import Checked
+    from runners.evaluation.reward_check import RewardCheck
 
 _NOTES = """\
 \b
@@ -50,14 +50,14 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     from runners.machine import startup
 
     startup.prepare()
-    from runners.evaluation.reward_check import FORM, check_run
+    from runners.evaluation.reward_check import ANSWER_FORM, check_rewards
 
     loaded = loaded.check()
-    checked = check_run(loaded, form=form.replace("\\n", "\n") or FORM, problems=problems)
+    checked = check_rewards(loaded, form=form.replace("\\n", "\n") or ANSWER_FORM, problems=problems)
     _show(checked)
 
 
-def _show(checked: Checked) -> None:
+def _show(checked: RewardCheck) -> None:
     from runners.evaluation.reward_check import median
 
     low, high = checked.lengths[0], checked.lengths[-1]

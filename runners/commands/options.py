@@ -11,7 +11,7 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.conversion.convert import Quantization
+    from runners.conversion.convert import QuantizationOptions
     from runners.inference.generation import Sampling
     from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
@@ -145,11 +145,11 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
     )
 
 
-def quantization_of(values: Mapping[str, Any]) -> Quantization:
+def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """The options of QUANTIZE as a value."""
-    from runners.conversion.convert import Quantization
+    from runners.conversion.convert import QuantizationOptions
 
-    return Quantization(
+    return QuantizationOptions(
         mode=values["mode"] or "",
         bits=int(values["bits"]) if values["bits"] else None,
         group_size=values["group_size"],

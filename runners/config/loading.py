@@ -21,6 +21,8 @@ from runners.files.durable import save_text
 if TYPE_CHECKING:
     from grpo_fn import LossSpec
 
+RESOLVED = "config.resolved.json"  # in a run's folder
+
 
 @attrs.frozen(kw_only=True)
 class Config:
@@ -155,7 +157,7 @@ def write_resolved(config: Config) -> Path:
     A crash leaves the old file or the new one. Raises UserError where the folder cannot be written to.
     """
     folder = Path(config.run.output_dir) / config.run.name
-    path = folder / "config.resolved.json"
+    path = folder / RESOLVED
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)

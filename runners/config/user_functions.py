@@ -12,7 +12,7 @@ from typing import Any
 
 from runners.errors import UserError, did_you_mean, error_line, show
 
-FORMS = "package.module:function or path/to/file.py:function"
+FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
 
 def resolve_function(
@@ -35,7 +35,7 @@ def resolve_function(
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise UserError(f"{key} {show(name)}: wanted {FORMS}")
+        raise UserError(f"{key} {show(name)}: wanted {FUNCTION_FORMS}")
     dirs = _folders(base_dirs)
     what = f"{key} {show(name)}"
     module = _load_file(what, place, dirs) if _is_file(place) else _load_module(what, place, dirs)

@@ -31,7 +31,7 @@ _NOTHING_PACKED = "nothing was quantized: no layer's width is a multiple of the 
 
 
 @attrs.frozen(kw_only=True)
-class Quantization:
+class QuantizationOptions:
     """How weights are packed; None of all: not at all."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
@@ -65,7 +65,7 @@ def convert(
     source: str,
     target: Path,
     *,
-    quantization: Quantization = Quantization(),
+    quantization: QuantizationOptions = QuantizationOptions(),
     dequantize: bool = False,
     dtype: str = "",
     force: bool = False,
@@ -134,7 +134,7 @@ def convert(
     return target
 
 
-def _options(quantization: Quantization, dequantize: bool, dtype: str) -> dict[str, Any]:
+def _options(quantization: QuantizationOptions, dequantize: bool, dtype: str) -> dict[str, Any]:
     """The arguments that mlx-lm's converter and mlx-vlm's have in common."""
     mode = quantization.mode or "affine"
     return {
@@ -191,7 +191,9 @@ def _copy(source: Path, target: Path) -> None:
     copy_companions(source, target)
 
 
-def pack(module: nn.Module, config: dict[str, Any], quantization: Quantization) -> tuple[nn.Module, dict]:
+def pack(
+    module: nn.Module, config: dict[str, Any], quantization: QuantizationOptions
+) -> tuple[nn.Module, dict]:
     """A module's layers packed by mlx-lm, and the config that says so.
 
     Raises UserError where the recipe does not fit the model, or nothing could be packed.
@@ -227,7 +229,7 @@ def write_weights(folder: Path, module: nn.Module, config: Mapping[str, Any]) ->
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _pack_folder(folder: Path, quantization: Quantization) -> None:
+def _pack_folder(folder: Path, quantization: QuantizationOptions) -> None:
     """Quantizes the model in a folder, by mlx-lm's functions: its command wants another tokenizer."""
     import mlx.core as mx
     from mlx_lm.utils import load_model

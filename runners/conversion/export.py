@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
-from runners.conversion.convert import Quantization, pack, write_weights
+from runners.conversion.convert import QuantizationOptions, pack, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
@@ -60,7 +60,7 @@ def export(
     name: str,
     target: Path,
     *,
-    quantization: Quantization,
+    quantization: QuantizationOptions,
     dtype: str = "",
     force: bool = False,
     title: str = "",

@@ -9,7 +9,7 @@ import numpy as np
 from runners.config.sections import EMBEDDED, DataConfig
 from runners.data.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
-from runners.data.transforms import Transform, own_transform, transformed
+from runners.data.transforms import Transform, custom_transform, transformed
 from runners.errors import UserError, did_you_mean, error_line, listed, show
 from runners.files.hub import hub_or_cache
 from runners.quickstart import DATA_DIR
@@ -114,7 +114,7 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
             f"{show(config.source)} is local; leave data.name out"
         )
 
-    transform = own_transform(config.transform, folders)
+    transform = custom_transform(config.transform, folders)
 
     def read(split: str, key: str) -> Rows:
         if not is_local:

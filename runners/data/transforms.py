@@ -15,7 +15,7 @@ from runners.errors import error_line
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
-def own_transform(name: str, folders: Sequence[Path] = ()) -> Transform | None:
+def custom_transform(name: str, folders: Sequence[Path] = ()) -> Transform | None:
     """The function that `data.transform` names; None where it is empty. UserError as `resolve_function`."""
     return resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
 

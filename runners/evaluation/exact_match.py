@@ -14,13 +14,12 @@ from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
-from runners.machine.launch_modes import keywords
+from runners.inference.generation import DEFAULT_ROWS
+from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
 
 _Item = TypeVar("_Item")
-
-ROWS = 256  # problems decoded together where the config sets no limit
 
 
 @attrs.frozen
@@ -65,7 +64,7 @@ def evaluate(
     `progress(done, total)` is called after each batch of problems.
     """
     started = time.perf_counter()
-    rows = max_batch or ROWS
+    rows = max_batch or DEFAULT_ROWS
     texts: list[str] = []
     for start in range(0, len(examples), rows):
         rollout = g.generate(
@@ -78,7 +77,7 @@ def evaluate(
             sampler=g.Sampler(temperature=0.0),
             eos_ids=eos_ids,
             find_stop=find_stop,
-            **keywords(launch),
+            **launch_keywords(launch),
         )
         texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
         if progress is not None:

@@ -25,11 +25,11 @@ from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
-Rows = Sequence[Mapping[str, Any]]
+Problems = Sequence[Mapping[str, Any]]
 
 
 @attrs.frozen
-class Plan:
+class SamplingPlan:
     """What is measured beside greedy completions."""
 
     num: int = 0  # samples of each problem; 0: none
@@ -62,7 +62,7 @@ class Metric:
 
 
 @attrs.frozen(eq=False)
-class Measured:
+class ModelResult:
     """One model on some problems."""
 
     model: str
@@ -72,7 +72,7 @@ class Measured:
     problems: tuple[str, ...]  # what went wrong in scoring
 
 
-def eval_rows(config: Config, *, whole: bool) -> Rows:
+def eval_rows(config: Config, *, whole: bool) -> Problems:
     """The problems of a config: those that training holds out, or with `whole` all of `data.eval_split`.
 
     Raises UserError where the data is not there or has faults.
@@ -82,7 +82,7 @@ def eval_rows(config: Config, *, whole: bool) -> Rows:
     return load_rows(config.data, config.folders)[1]
 
 
-def choose(rows: Rows, model: InferenceModel, config: Config) -> tuple[dict[int, Example], int]:
+def choose_problems(rows: Problems, model: InferenceModel, config: Config) -> tuple[dict[int, Example], int]:
     """The problems by their rows' numbers, the same `eval.samples` that training takes; and how many prompts
     are over `data.max_prompt_length`."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
@@ -99,20 +99,20 @@ def choose(rows: Rows, model: InferenceModel, config: Config) -> tuple[dict[int,
     return dict(held_out(fitting, config.eval.samples)), len(examples) - len(fitting)
 
 
-def measure(
+def measure_model(
     model: InferenceModel,
     name: str,
     chosen: Mapping[int, Example],
     config: Config,
-    plan: Plan,
+    plan: SamplingPlan,
     rewards: Sequence[Reward],
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Measured:
+) -> ModelResult:
     """Completes the problems greedily and, where the plan says so, by sampling as [rollout] does.
 
     Args:
         name: what the model is called in the result.
-        chosen: problems by number, as `choose` gives them.
+        chosen: problems by number, as `choose_problems` gives them.
         progress: is told what is done, how many problems, and of how many.
     """
     decoder = TextDecoder(model.tokenizer)
@@ -185,13 +185,13 @@ def measure(
     if sampled:
         texts = judge("sample", sampled, "sampled ")
         scores |= _shares(
-            [_tally(group, each.answer) for group, each in zip(texts, examples, strict=True)], plan
+            [_count_answers(group, each.answer) for group, each in zip(texts, examples, strict=True)], plan
         )
-    return Measured(name, tuple(chosen), {**scores, **metrics}, tuple(rows), tuple(faults))
+    return ModelResult(name, tuple(chosen), {**scores, **metrics}, tuple(rows), tuple(faults))
 
 
 @attrs.frozen
-class _Tally:
+class _AnswerCounts:
     """The answers of one problem's samples."""
 
     votes: tuple[int, ...]  # samples of each different answer
@@ -203,7 +203,7 @@ class _Tally:
         return 0 if self.right is None else self.votes[self.right]
 
 
-def _tally(texts: Iterable[str], gold: str) -> _Tally:
+def _count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
     answers: list[str] = []
     votes: list[int] = []
     silent = 0
@@ -218,10 +218,10 @@ def _tally(texts: Iterable[str], gold: str) -> _Tally:
             votes.append(0)
         votes[place] += 1
     right = next((i for i, answer in enumerate(answers) if numbers_equal(answer, gold)), None)
-    return _Tally(tuple(votes), silent, right)
+    return _AnswerCounts(tuple(votes), silent, right)
 
 
-def _shares(tallies: Sequence[_Tally], plan: Plan) -> dict[str, Metric]:
+def _shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Metric]:
     """pass@k for every k, and maj@k for those above 1, where the two are not the same."""
     found = {}
     for k in plan.ks:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import Config, load_config
+from runners.config.loading import RESOLVED, Config, load_config
 from runners.config.sections import REWARD_NAMES
 from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
 
-RESOLVED = "config.resolved.json"
 # Of a config, what changes the numbers of an evaluation.
 _MEASURED: dict[str, tuple[str, ...]] = {
     "data": (

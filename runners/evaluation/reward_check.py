@@ -26,14 +26,14 @@ from runners.rewards.functions import Reward, check_columns, resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import encode
 
-FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
+ANSWER_FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
 PLACE = "{answer}"
 GOLD = "gold answer"
 NO_ANSWER = "no-such-answer"
 
 
 @attrs.frozen(eq=False)
-class Checked:
+class RewardCheck:
     """What was found."""
 
     tokenizer: str  # its class and folder
@@ -48,7 +48,7 @@ class Checked:
     warnings: tuple[str, ...]
 
 
-def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked:
+def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
     Args:
@@ -63,7 +63,7 @@ def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
-    path = resolve_model(config.model.path, own_loader=bool(config.model.loader))
+    path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, config.data, tokenizer) for part in rows
@@ -78,7 +78,7 @@ def check_run(config: Config, *, form: str = FORM, problems: int = 8) -> Checked
         *_judge(rewards, kinds, values_kan),
     ]
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
-    return Checked(
+    return RewardCheck(
         tokenizer=f"{type(inner).__name__} of {path}",
         prompt=train[0].text,
         train=len(train),

@@ -13,11 +13,11 @@ import mlx.nn as nn
 import grpo_fn as g
 from runners.checkpoints.run_folder import model_of_run
 from runners.errors import UserError
-from runners.machine.launch_modes import launches
+from runners.machine.launch_modes import launch_modes
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, check_experts, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
-from runners.models.reading import own_loader, read_model
+from runners.models.reading import custom_loader, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def load_inference(
     Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
     """
     notes: list[str] = []
-    function = own_loader(loader, folders, "--loader")
-    path, adapters = _find(model, adapter, notes.append, own_loader=function is not None)
+    function = custom_loader(loader, folders, "--loader")
+    path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
     prompt = _prompt(path, adapters) if with_prompt else None
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
@@ -89,7 +89,7 @@ def load_inference(
         path=path,
         adapter=adapters,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
-        launch=launches(platform)[0],
+        launch=launch_modes(platform)[0],
         prompt=prompt,
         notices=(*notes, *notices),
     )
@@ -100,11 +100,11 @@ def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
 
     The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
     """
-    return _prompt(*_find(model, "", lambda line: None, own_loader=bool(loader)))
+    return _prompt(*_find(model, "", lambda line: None, custom_loader=bool(loader)))
 
 
 def _find(
-    model: str, adapter: str, note: Callable[[str], None], *, own_loader: bool
+    model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool
 ) -> tuple[Path, Path | None]:
     """The folder of a model, and that of its adapters, if any."""
     own = Path(model_of_run(model, note)).expanduser()
@@ -114,8 +114,8 @@ def _find(
     if is_adapter_folder(own):
         if adapter:
             raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
-        return resolve_model(base_of(own), "MODEL", own_loader=own_loader), own
-    folder = resolve_model(str(own) if own.exists() else model, "MODEL", own_loader=own_loader)
+        return resolve_model(base_of(own), "MODEL", custom_loader=custom_loader), own
+    folder = resolve_model(str(own) if own.exists() else model, "MODEL", custom_loader=custom_loader)
     return folder, adapters
 
 

@@ -16,7 +16,7 @@ LANES = 2
 MOST_CORES = 4
 
 
-def launches(platform: Platform) -> tuple[str, ...]:
+def launch_modes(platform: Platform) -> tuple[str, ...]:
     """Those that may pay on this machine; the usual one first."""
     if platform.backend != "cpu":
         return "async", "eval"
@@ -25,11 +25,11 @@ def launches(platform: Platform) -> tuple[str, ...]:
     return ("split", "eval", "async") if platform.cores <= MOST_CORES else ("eval", "split", "async")
 
 
-def usual(platform: Platform) -> dict[str, Any]:
+def usual_launch_keywords(platform: Platform) -> dict[str, Any]:
     """The keywords of `generate` where nothing has been measured."""
-    return keywords(launches(platform)[0])
+    return launch_keywords(launch_modes(platform)[0])
 
 
-def keywords(launch: str) -> dict[str, Any]:
+def launch_keywords(launch: str) -> dict[str, Any]:
     """The keywords of `generate`."""
     return {"pipelined": launch == "async", "lanes": LANES if launch == "split" else 1}

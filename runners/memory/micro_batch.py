@@ -18,7 +18,7 @@ MOST_TOKENS = 16384
 LEAST_TOKENS, USUAL_TOKENS = 256, 4096  # USUAL: a model whose sizes are not known
 
 
-def settle_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platform, prompt: int) -> Config:
+def resolve_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platform, prompt: int) -> Config:
     """The config with `system.micro_batch_tokens` filled in where it is 0.
 
     `prompt` is the longest prompt's length, tokens; `sizes` may be the reason why they are not known.

@@ -25,14 +25,14 @@ from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
-from runners.machine.launch_modes import launches
+from runners.machine.launch_modes import launch_modes
 from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
 from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
-from runners.models.reading import load_module, own_loader
+from runners.models.reading import custom_loader, load_module
 
 
 @attrs.frozen
@@ -69,7 +69,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     ]
     wish = config.rollout.launch
     shares = sharing_pays() and shares_prefix(module)
-    split = "split" in (launches(platform) if wish == "auto" else [wish])
+    split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
     lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute) and not packing
     return ModelSizes(
@@ -92,9 +92,9 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
 
 
 def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
-    path, loader = settings.path, own_loader(settings.loader, folders)
+    path, loader = settings.path, custom_loader(settings.loader, folders)
     if loader is not None or path == EMBEDDED or Path(path).expanduser().exists():
-        folder = resolve_model(path, own_loader=loader is not None)
+        folder = resolve_model(path, custom_loader=loader is not None)
         return load_module(folder, settings.trust_remote_code, loader)
     stated = read_config(_fetched_config(path).parent)
     try:

@@ -36,10 +36,11 @@ _TOKENIZER_FILES = (
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def resolve_model(path: str, key: str = "model.path", *, own_loader: bool = False) -> Path:
+def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = False) -> Path:
     """The checked folder behind `model.path`: "embedded", a folder, or a Hub name (downloaded, then cached).
 
-    `key` is what messages call it; with `own_loader` the weights are its business, in whatever form they are.
+    `key` is what messages call it; with `custom_loader` the weights are its
+    business, in whatever form they are.
     Raises UserError: nothing has that name, the Hub cannot be reached, or the
     folder is incomplete.
     """
@@ -55,11 +56,11 @@ def resolve_model(path: str, key: str = "model.path", *, own_loader: bool = Fals
         raise UserError(
             f'{key} = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
         )
-    check_folder(folder, own_loader=own_loader)
+    check_folder(folder, custom_loader=custom_loader)
     return folder
 
 
-def check_folder(folder: Path, *, own_loader: bool = False) -> None:
+def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
     link that leads out of it.
 
@@ -78,7 +79,7 @@ def check_folder(folder: Path, *, own_loader: bool = False) -> None:
     if "config.json" not in names:
         raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
     stated = read_json(folder / "config.json")
-    if own_loader:
+    if custom_loader:
         _check_tokenizer(folder, names)
         return
     if "model_type" not in stated:

@@ -17,7 +17,7 @@ from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
 from runners.models.folders import resolve_model
-from runners.models.reading import own_loader, read_model
+from runners.models.reading import custom_loader, read_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,15 +37,15 @@ class LoadedModel:
     tune: str  # "full" | "lora" | "dora"
     adapter: dict | None  # mlx-lm's lora_parameters and num_layers; None where tune is "full"
     compute_dtype: mx.Dtype
-    own_dtypes: dict[str, mx.Dtype]  # flat name -> the dtype in the model's files; final/ is written in these
-    own_dtype: mx.Dtype  # the one that most of its floating weights have
+    source_dtypes: dict[str, mx.Dtype]  # flat name -> dtype in the model's files, and in final/
+    source_dtype: mx.Dtype  # the one that most of its floating weights have
     frozen: dict[str, mx.array]  # flat name -> leaf that does not train
     eos_ids: tuple[int, ...]
     num_parameters: int  # of the model without adapters; packed weights counted unpacked
     num_trainable: int
     notices: tuple[str, ...] = ()
     base_digest: str = ""  # of the weights under adapters; "" where tune is "full"
-    own_loader: bool = False  # whether a function of the user's own opened the folder
+    custom_loader: bool = False  # whether a function of the user's own opened the folder
 
     @property
     def quantized(self) -> bool:
@@ -66,11 +66,11 @@ def load_model(
     """
     from mlx_lm.utils import get_total_parameters
 
-    loader = own_loader(settings.loader, folders)
-    path = resolve_model(settings.path, own_loader=loader is not None)
+    loader = custom_loader(settings.loader, folders)
+    path = resolve_model(settings.path, custom_loader=loader is not None)
     module, config, tokenizer, notices = read_model(path, settings.trust_remote_code, loader)
-    own_dtypes = {name: leaf.dtype for name, leaf in named_leaves(module.parameters()).items()}
-    own_dtype = main_dtype(module)
+    source_dtypes = {name: leaf.dtype for name, leaf in named_leaves(module.parameters()).items()}
+    source_dtype = main_dtype(module)
     compute_dtype = choose_dtype(settings.dtype, platform, module)
     num_parameters = get_total_parameters(module)
 
@@ -99,13 +99,13 @@ def load_model(
         tune=settings.tune,
         adapter=adapter,
         compute_dtype=compute_dtype,
-        own_dtypes=own_dtypes,
-        own_dtype=own_dtype,
+        source_dtypes=source_dtypes,
+        source_dtype=source_dtype,
         frozen=frozen,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
         num_parameters=num_parameters,
         num_trainable=sum(leaf.size for leaf in trainable.values()),
         notices=notices,
         base_digest=digest,
-        own_loader=loader is not None,
+        custom_loader=loader is not None,
     )

@@ -42,7 +42,7 @@ def read_model(
     return module, config, tokenizer, notices
 
 
-def own_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loader") -> Loader | None:
+def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loader") -> Loader | None:
     """The function that a config's `model.loader` names; None where it is empty.
 
     Raises UserError as `resolve_function` does.
@@ -118,9 +118,9 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) ->
     from mlx_lm import utils
 
     # Told neither way, transformers asks on the terminal whether to run a stranger's code.
-    own_code = {"trust_remote_code": trust_remote_code}
+    custom_code = {"trust_remote_code": trust_remote_code}
     try:
-        return utils.load_tokenizer(path, own_code, eos_token_ids=config.get("eos_token_id"))
+        return utils.load_tokenizer(path, custom_code, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
         raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
 

@@ -70,7 +70,7 @@ def save_model(
             if loaded.quantized:
                 config.pop("quantization_config", None)
                 config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
-        weights = {name: _own(name, array, loaded) for name, array in weights.items()}
+        weights = {name: _as_source(name, array, loaded) for name, array in weights.items()}
         save_arrays(temporary / "model.safetensors", weights, _MLX)
         _write_companions(temporary, config, loaded)
         if prompt is not None:
@@ -115,7 +115,7 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 
 def _stated(loaded: LoadedModel) -> dict:
     """The source's config.json, in a spelling that mlx-lm reads; as it is for a loader of the user's own."""
-    return read_json(loaded.path / "config.json") if loaded.own_loader else read_config(loaded.path)
+    return read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
 
 
 def _base(loaded: LoadedModel) -> str:
@@ -131,11 +131,11 @@ def _write_json(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _own(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
+def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
-    dtype = loaded.own_dtypes.get(name, loaded.own_dtype)
-    return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.own_dtype)
+    dtype = loaded.source_dtypes.get(name, loaded.source_dtype)
+    return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.source_dtype)
 
 
 @contextmanager

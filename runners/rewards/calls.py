@@ -27,7 +27,7 @@ class Outcome:
     thread: threading.Thread | None = None  # of a call past its time, which nothing can stop from outside
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A result with arrays and their scalars as lists and numbers."""
     # In the thread of the call: a lazy MLX array can be evaluated nowhere else.
     if hasattr(value, "tolist"):
@@ -43,7 +43,7 @@ def call(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     timeout: float,
-    read: Callable[[Any], Any] = plain,
+    read: Callable[[Any], Any] = plain_value,
 ) -> Outcome:
     """Call a function with keywords; past `timeout` seconds it is left running in a daemon thread.
 
@@ -82,7 +82,7 @@ def call_together(
     async def run_one(index: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         try:
             result = await function(**arguments)
-            outcomes[index] = Outcome(value=(read[index] if read else plain)(result))
+            outcomes[index] = Outcome(value=(read[index] if read else plain_value)(result))
         except BaseException as error:  # one that is no Exception would end the loop, and the other calls
             outcomes.setdefault(index, _failed(error))
 

@@ -33,7 +33,7 @@ class Experience:
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
 
-def take_groups(part: Experience, groups: list[int]) -> Experience:
+def select_groups(part: Experience, groups: list[int]) -> Experience:
     """The experience with these of its groups, in this order."""
     if len(groups) == len(part.examples):
         return part

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS
-from runners.config.user_functions import FORMS, resolve_function
+from runners.config.user_functions import FUNCTION_FORMS, resolve_function
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.rewards.builtin import REWARDS
 
@@ -87,7 +87,7 @@ def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: floa
             return Reward(name, REWARDS[name], weight)
         raise UserError(
             f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
-            f"{FORMS}{did_you_mean(name, REWARDS)}"
+            f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
         )
     function = resolve_function(name, base_dirs, key="reward")
     attribute = name.rpartition(":")[2]

@@ -14,7 +14,9 @@ from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
 
 
-def header(config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int) -> dict[str, Any]:
+def run_header(
+    config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int
+) -> dict[str, Any]:
     """What is shown before the first step of a run in `folder`: name -> value.
 
     `train` and `held_out` are numbers of examples.
@@ -41,7 +43,7 @@ def _length_penalty(config: Config) -> dict[str, str]:
     return {"length penalty": text}
 
 
-def summary(
+def run_summary(
     config: Config,
     final: Path,
     *,

@@ -21,7 +21,7 @@ from runners.files.json_lines import to_json
 from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
 
-KEPT = 10
+MOST_BAD_BATCHES = 10
 _NAME = re.compile(r"update-(\d+)")
 
 
@@ -145,7 +145,7 @@ def _subfolder(run_dir: int) -> Iterator[int]:
 
 def _prune(folder: Path, held: int) -> None:
     found = {int(match[1]): name for name in os.listdir(held) if (match := _NAME.fullmatch(name))}
-    for number in sorted(found)[:-KEPT]:
+    for number in sorted(found)[:-MOST_BAD_BATCHES]:
         remove_folder(folder / found[number], within=held)
 
 

@@ -12,7 +12,7 @@ from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
-from runners.data.stream import Plan
+from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
@@ -37,7 +37,7 @@ class Learner:
 
 
 def build_learner(
-    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: Plan, platform: Platform
+    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: RunLength, platform: Platform
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
     share_prompts = _shares_prompts(config, loaded, platform)

@@ -68,7 +68,7 @@ class RolloutRole:
         self.anchor = state.params
         return g.sync_old(state, self.transform)
 
-    def settle(self, state: g.TrainState) -> g.TrainState:
+    def after_fallback(self, state: g.TrainState) -> g.TrainState:
         """The state with `old_params` as the role now samples from them: after a fallback, unrounded."""
         if self.fallback is None or state.old_params is None:
             return state

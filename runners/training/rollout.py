@@ -19,7 +19,7 @@ from runners.rewards.experience import (
     Experience,
     join_experiences,
     length_penalty,
-    take_groups,
+    select_groups,
     varied_groups,
 )
 from runners.rewards.scoring import Scorer
@@ -67,11 +67,11 @@ class Collector:
             missing -= len(varied)
             if missing == 0 or number == rounds:
                 flat = [p for p in range(len(part.examples)) if p not in set(varied)]
-                kept.append(take_groups(part, sorted(varied + flat[:missing])))
+                kept.append(select_groups(part, sorted(varied + flat[:missing])))
                 break
             replaced += missing
             if varied:
-                kept.append(take_groups(part, varied))
+                kept.append(select_groups(part, varied))
         if failed and self.config.reward.stop_if_all_fail:
             raise RewardError(
                 f"{next(iter(failed.values()))}; it failed for every completion of this batch step: mend it "

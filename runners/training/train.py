@@ -13,9 +13,9 @@ from runners.checkpoints.resume import (
     check_differences,
     check_free,
     data_digest,
-    decided,
     decisions,
     differences,
+    earlier_decisions,
     find_origin,
 )
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
@@ -24,7 +24,7 @@ from runners.checkpoints.saving import Saver
 from runners.config.loading import Config, write_resolved
 from runners.errors import UserError
 from runners.machine import startup
-from runners.machine.arithmetic import arithmetic
+from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
 from runners.telemetry.dashboards import check_installed
 from runners.telemetry.log import MetricsLog
@@ -79,11 +79,11 @@ def run_training(
                 shown.table(f"the config, against {origin.folder}", ("key", "was", "is"), found)
             if not allow_config_change:
                 check_differences(found, origin)
-            known = decided(config, origin)
+            known = earlier_decisions(config, origin)
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
         inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
-        computing = arithmetic(machine)
+        computing = arithmetic_facts(machine)
         if origin is not None:
             if not allow_config_change:
                 check_inputs(inputs, origin)

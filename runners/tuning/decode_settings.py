@@ -20,10 +20,17 @@ from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.trees import nbytes
 from runners.config.loading import Config
 from runners.config.sections import RolloutConfig
-from runners.machine.launch_modes import launches
+from runners.machine.launch_modes import launch_modes
 from runners.machine.memory_readings import free_memory
 from runners.machine.startup import Platform
-from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
+from runners.tuning.decode_choice import (
+    DecodeCandidates,
+    DecodeTimes,
+    choose_decoding,
+    measure_decoding,
+    reason_not_to_measure,
+    usual_decoding,
+)
 from runners.tuning.row_memory import cast_bytes, groups_that_fit
 from runners.tuning.saved_answers import cache_file, recall, remember
 from runners.tuning.workload import Workload
@@ -34,7 +41,7 @@ def is_fixed(rollout: RolloutConfig) -> bool:
     return rollout.launch != "auto" and rollout.check_every > 0 and rollout.max_batch > 0
 
 
-def tuned(
+def resolve_decoding(
     config: Config,
     work: Workload,
     *,
@@ -54,26 +61,26 @@ def tuned(
     if is_fixed(rollout):
         return config, ()
     # Without lanes, `split` is `eval`.
-    ways = tuple(way for way in launches(platform) if way != "split" or work.takes_lanes)
-    candidates = Candidates.of(rollout, work, ways, _fitting(config, work, state, "split" in ways))
+    ways = tuple(way for way in launch_modes(platform) if way != "split" or work.takes_lanes)
+    candidates = DecodeCandidates.of(rollout, work, ways, _fitting(config, work, state, "split" in ways))
     facts = _facts(config, work, model_config, platform, candidates)
     file = cache_file()
     answer, fault = recall(file, facts)
     faults, quiet = [fault], False
     if answer is not None:
         why = f"as found before: {file}"
-    elif reason := hopeless(work, platform.backend, batch_steps):
-        answer, why = usual(candidates, work), f"not measured: {reason}"
+    elif reason := reason_not_to_measure(work, platform.backend, batch_steps):
+        answer, why = usual_decoding(candidates, work), f"not measured: {reason}"
         faults.clear()  # nothing is going to be written
         quiet = True  # the usual answer is no news
     else:
         say("measuring how to decode")
-        times, left, reason = measure(work, candidates)
+        times, left, reason = measure_decoding(work, candidates)
         mx.reset_peak_memory()  # the run's own peak is what its log is about
         if times is None:
-            answer, why = usual(left, work), f"not measured: {reason}"
+            answer, why = usual_decoding(left, work), f"not measured: {reason}"
         else:
-            answer, why = choose(times, left, work), _told(times, left)
+            answer, why = choose_decoding(times, left, work), _timings_line(times, left)
         faults.append(remember(file, facts, answer))
     filled = attrs.evolve(
         rollout,
@@ -100,7 +107,11 @@ def _fitting(config: Config, work: Workload, state: Any, lanes: bool) -> int:
 
 
 def _facts(
-    config: Config, work: Workload, model_config: dict[str, Any], platform: Platform, candidates: Candidates
+    config: Config,
+    work: Workload,
+    model_config: dict[str, Any],
+    platform: Platform,
+    candidates: DecodeCandidates,
 ) -> dict[str, Any]:
     """All that an answer depends on; lengths by powers of two, so that like runs share one."""
     rollout, model = config.rollout, config.model
@@ -138,7 +149,7 @@ def _in_words(rollout: RolloutConfig, work: Workload) -> str:
     return f"{rollout.launch} per step, a look every {rollout.check_every}, {rows} together"
 
 
-def _told(times: Times, candidates: Candidates) -> str:
+def _timings_line(times: DecodeTimes, candidates: DecodeCandidates) -> str:
     largest = candidates.groups[0]
     medians = ((name, statistics.median(times.step(largest, name))) for name in candidates.launches)
     steps = ", ".join(f"{name} {1e3 * median:.1f} ms a step" for name, median in medians)

@@ -13,15 +13,15 @@ import attrs
 from runners.files.cache_folder import cache_folder
 from runners.files.durable import save_text
 
-FORMAT = 2  # a new one forgets everything: for changes to decoding or to its measurement
-KEPT = 200  # answers; the oldest go first
+CACHE_FORMAT = 2  # a new one forgets everything: for changes to decoding or to its measurement
+MOST_ANSWERS = 200  # answers; the oldest go first
 
 
 @attrs.frozen
 class Decoding:
     """How completions are decoded; see `grpo_fn.generate`."""
 
-    launch: str  # as in `launching`
+    launch: str  # as in `machine.launch_modes`
     check_every: int  # steps between looks at which rows have ended
     max_batch: int  # rows together; 0: all
 
@@ -53,10 +53,10 @@ def remember(file: Path, facts: Mapping[str, Any], answer: Decoding) -> str | No
     answers, _ = _read(file)
     answers.pop(_name(facts), None)
     answers[_name(facts)] = {"facts": dict(facts), "answer": attrs.asdict(answer)}
-    newest = dict(list(answers.items())[-KEPT:])
+    newest = dict(list(answers.items())[-MOST_ANSWERS:])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_text(file, json.dumps({"format": FORMAT, "answers": newest}, indent=1) + "\n")
+        save_text(file, json.dumps({"format": CACHE_FORMAT, "answers": newest}, indent=1) + "\n")
     except OSError as error:
         return f"{file} cannot be written ({error.strerror or error}): the next run measures again"
     return None
@@ -77,7 +77,7 @@ def _read(file: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{file} is damaged; it is written anew"
     if not isinstance(found, dict) or "format" not in found:
         return {}, f"{file} is damaged; it is written anew"
-    if found["format"] != FORMAT:
+    if found["format"] != CACHE_FORMAT:
         return {}, None
     answers = found.get("answers")
     if not isinstance(answers, dict) or not all(isinstance(entry, dict) for entry in answers.values()):

@@ -300,7 +300,7 @@ def _checked(text: str, folder: Path) -> None:
     import numpy as np
 
     from runners.commands import check
-    from runners.evaluation.reward_check import Checked
+    from runners.evaluation.reward_check import RewardCheck
 
     values = {
         "tokenizer": text,
@@ -311,8 +311,8 @@ def _checked(text: str, folder: Path) -> None:
         "lengths": (1, 2),
     }
     values |= {"kinds": (text,), "rewards": (text,), "values_kan": np.ones((1, 1, 1)), "warnings": (text,)}
-    fields = {field.name for field in Checked.__attrs_attrs__}  # pyright: ignore[reportAttributeAccessIssue]
-    check._show(Checked(**{name: value for name, value in values.items() if name in fields}))
+    fields = {field.name for field in RewardCheck.__attrs_attrs__}  # pyright: ignore[reportAttributeAccessIssue]
+    check._show(RewardCheck(**{name: value for name, value in values.items() if name in fields}))
 
 
 def _reports(text: str, folder: Path) -> None:

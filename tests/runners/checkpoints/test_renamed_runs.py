@@ -128,7 +128,7 @@ def test_a_folder_that_is_swapped_at_any_moment_of_a_save(llama, tmp_path, monke
         with Saver(held(folder), CheckpointConfig(keep_last=1), ["log"], notes.append) as saver:
             with at_call(monkeypatch, at, swap) as count:
                 saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
-                saver.settle()
+                saver.wait()
             if not seen:
                 assert count[0] < at
                 break

@@ -15,7 +15,7 @@ from runners.checkpoints.snapshot import TRAINER_STATE
 from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
 from runners.errors import UserError
-from runners.machine.arithmetic import arithmetic
+from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.startup import Platform
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
@@ -137,8 +137,8 @@ def test_what_nothing_depends_on_may_change(place, finished):
 
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
-    here = arithmetic(Platform(backend="cpu", blas="libopenblas.so.0"))
-    monkeypatch.setattr(train_module, "arithmetic", lambda _: {**here, "blas_threads": 64, "more": "x"})
+    here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
+    monkeypatch.setattr(train_module, "arithmetic_facts", lambda _: {**here, "blas_threads": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]

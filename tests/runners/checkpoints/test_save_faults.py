@@ -310,7 +310,7 @@ def test_a_folder_that_vanishes_at_any_moment_of_a_save_is_one_line(llama, tmp_p
         with Saver(held(folder), CheckpointConfig(keep_last=1), ["log"], notes.append) as saver:
             with at_call(monkeypatch, at, vanish) as count:
                 saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
-                saver.settle()
+                saver.wait()
             if count[0] < at:
                 break
             assert len(notes) == 1 and "\n" not in notes[0]

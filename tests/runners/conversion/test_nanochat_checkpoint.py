@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runners.config.reading import PRESET_FOLDER
-from runners.conversion.convert import Quantization, convert
+from runners.conversion.convert import QuantizationOptions, convert
 from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
@@ -92,7 +92,11 @@ def test_the_folder_speaks(tmp_path):
 
 @pytest.mark.parametrize(
     ("quantization", "bits"),
-    [(Quantization(bits=4), 4), (Quantization(bits=3, group_size=32), 3), (Quantization(mode="mxfp8"), 8)],
+    [
+        (QuantizationOptions(bits=4), 4),
+        (QuantizationOptions(bits=3, group_size=32), 3),
+        (QuantizationOptions(mode="mxfp8"), 8),
+    ],
 )
 def test_it_can_be_quantized_at_once_or_later(tmp_path, quantization, bits):
     """From the checkpoint or from the MLX folder: the same packed weights, near the full model's logits."""

@@ -16,18 +16,18 @@ from runners import cli
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import build_examples
-from runners.evaluation.comparison import difference, shared, summary, table
+from runners.evaluation.comparison import comparison_summary, comparison_table, difference, shared
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
 from runners.evaluation.exact_match import evaluate, held_out
 from runners.evaluation.measurement import (
-    Measured,
     Metric,
-    Plan,
+    ModelResult,
+    SamplingPlan,
+    _count_answers,
     _sampling,
-    _tally,
-    choose,
+    choose_problems,
     eval_rows,
-    measure,
+    measure_model,
 )
 from runners.inference.generation import Sampling
 from runners.inference.inference_model import load_inference
@@ -56,10 +56,10 @@ def model():
 def measured(model):
     """It, measured with four samples of each of twelve problems."""
     config = config_of()
-    chosen, too_long = choose(eval_rows(config, whole=False), model, config)
+    chosen, too_long = choose_problems(eval_rows(config, whole=False), model, config)
     assert too_long == 0
     rewards = resolve_rewards(config.reward.functions)
-    return measure(model, "it", chosen, config, Plan(num=4, ks=(1, 2, 4)), rewards)
+    return measure_model(model, "it", chosen, config, SamplingPlan(num=4, ks=(1, 2, 4)), rewards)
 
 
 def answer(value):
@@ -121,9 +121,9 @@ def test_the_metrics_follow_from_the_completions(measured):
 
 def test_answers_are_counted_as_numbers():
     """12, 12.0 and $12 are one answer; a text without one is silent; the gold one is found among them."""
-    tally = _tally([answer("12"), answer("12.0"), "nothing", answer("7"), answer("$12")], "12")
+    tally = _count_answers([answer("12"), answer("12.0"), "nothing", answer("7"), answer("$12")], "12")
     assert (tally.votes, tally.silent, tally.right, tally.correct) == ((3, 1), 1, 0, 3)
-    assert _tally([answer("7")], "12").correct == 0 and _tally(["", ""], "1").votes == ()
+    assert _count_answers([answer("7")], "12").correct == 0 and _count_answers(["", ""], "1").votes == ()
 
 
 def test_intervals_are_wilson_s_for_shares_and_resampled_else():
@@ -143,7 +143,7 @@ def made(name, indices, values):
         "exact match": Metric(np.array(values, np.float64), percent=True),
         "length": Metric(np.array([10.0 * i for i in indices])),
     }
-    return Measured(name, tuple(indices), metrics, (), ())
+    return ModelResult(name, tuple(indices), metrics, (), ())
 
 
 def test_two_models_are_compared_pair_by_pair():
@@ -155,13 +155,13 @@ def test_two_models_are_compared_pair_by_pair():
     found = difference(one.metrics["exact match"], other.metrics["exact match"])
     assert found.mean == 0.75 and found.p == mcnemar(0, 3) == 0.25
     assert found.interval == bootstrap([1, 1, 1, 0])
-    lines = table([first, second]).splitlines()
+    lines = comparison_table([first, second]).splitlines()
     cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
     low, high = (100 * end for end in (found.interval.low, found.interval.high))
     assert cells[0] == "exact match" and cells[1].startswith("25.0 % [") and cells[2].startswith("100.0 % [")
     assert cells[3:] == [f"+75.0 % [{low:+.1f} %, {high:+.1f} %]", "0.25"]
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["4 problems", "a", "b", "difference", "p"]
-    content = summary([first, second])
+    content = comparison_summary([first, second])
     assert content["problems"] == 4 and content["difference"]["exact match"]["p"] == 0.25
     assert content["models"]["a"]["exact match"]["mean"] == 0.25
     assert content["difference"]["length"]["p"] is None and content["difference"]["length"]["mean"] == 0
@@ -169,11 +169,16 @@ def test_two_models_are_compared_pair_by_pair():
 
 def test_one_model_has_no_difference(measured):
     """A column, and JSON without NaN."""
-    assert "difference" not in table([measured]) and "difference" not in summary([measured])
-    json.dumps(summary([measured]), allow_nan=False)
+    assert "difference" not in comparison_table([measured]) and "difference" not in comparison_summary(
+        [measured]
+    )
+    json.dumps(comparison_summary([measured]), allow_nan=False)
     nothing = attrs.evolve(measured, metrics={"x": Metric(np.full(12, np.nan))})
-    assert summary([nothing])["models"]["it"]["x"] == {"mean": None, "interval": None}
-    assert [cell.strip() for cell in table([nothing]).splitlines()[2].split("|")[1:-1]] == ["x", ""]
+    assert comparison_summary([nothing])["models"]["it"]["x"] == {"mean": None, "interval": None}
+    assert [cell.strip() for cell in comparison_table([nothing]).splitlines()[2].split("|")[1:-1]] == [
+        "x",
+        "",
+    ]
 
 
 def test_the_rows_of_a_file_are_all_problems(tmp_path):
@@ -191,11 +196,13 @@ def test_prompts_that_are_too_long_are_left_out(model):
     rows = eval_rows(config, whole=False)[:20]
     lengths = [len(each.tokens) for each in build_examples(rows, config.data, model.tokenizer)[0]]
     limit = sorted(lengths)[10]
-    chosen, too_long = choose(rows, model, config_of("eval.samples=0", f"data.max_prompt_length={limit}"))
+    chosen, too_long = choose_problems(
+        rows, model, config_of("eval.samples=0", f"data.max_prompt_length={limit}")
+    )
     assert too_long == sum(length > limit for length in lengths) > 0
     assert list(chosen) == [i for i, length in enumerate(lengths) if length <= limit]
     with pytest.raises(Exception, match=f"the shortest of 20 prompts has {min(lengths)} tokens"):
-        choose(rows, model, config_of("data.max_prompt_length=3"))
+        choose_problems(rows, model, config_of("data.max_prompt_length=3"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from grpo_fn.policy import kv_caches as cache_rows
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory import passes as memory
-from runners.memory.footprint import Sampling, Weights, floor, phases
+from runners.memory.footprint import SampledRows, Weights, floor, phases
 from runners.memory.micro_batch import usual_tokens
 from runners.memory.passes import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from tests.support.tiny_policies import memory_in_use
@@ -48,7 +48,7 @@ def module_of(**changes):
 
 def run_of(shape, **changes):
     """The phases of a small run, by name."""
-    rollout = Sampling(prompts=2, rows=8, prompt=20, new=30, arrays=3)
+    rollout = SampledRows(prompts=2, rows=8, prompt=20, new=30, arrays=3)
     weights = Weights(trained=1000, master=4, compute=4, embedding=200)
     given = {
         "rollout": rollout,

@@ -79,7 +79,7 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
     from mlx_lm import load
 
     config, folder = config_of(tmp_path, tune, quantize)
-    run = build_run(config, CPU)
+    run = build_run(config.check(), CPU)
     learner, state = run.learner, run.learner.state
     for role in (state.ref_params, state.old_params):
         assert [id(a) for a in arrays_of(role)] == [id(a) for a in arrays_of(state.params)]

@@ -53,7 +53,7 @@ def test_full_tuning_trains_every_leaf_in_float32(llama, platform, dtype, comput
     assert {leaf.dtype for leaf in leaves.values()} == {mx.float32}
     assert loaded.compute_dtype == compute
     assert loaded.frozen == {} and loaded.adapter is None
-    assert loaded.own_dtypes == dict.fromkeys(leaves, mx.bfloat16)
+    assert loaded.source_dtypes == dict.fromkeys(leaves, mx.bfloat16)
     assert loaded.num_trainable == loaded.num_parameters == sum(leaf.size for leaf in leaves.values())
     assert loaded.eos_ids == (2,)
 

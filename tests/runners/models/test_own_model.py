@@ -139,13 +139,13 @@ def test_a_loader_that_does_not_work_is_told_in_a_line(folder, text, message):
 def test_a_folder_for_a_loader_still_needs_config_and_tokenizer(folder):
     """They are read here, whatever the loader does with the weights."""
     (folder / "wide" / "model.safetensors").rename(folder / "wide" / "weights.npz")
-    assert resolve_model("wide", own_loader=True) == folder / "wide"
+    assert resolve_model("wide", custom_loader=True) == folder / "wide"
     (folder / "wide" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="the tokenizer is missing"):
-        resolve_model("wide", own_loader=True)
+        resolve_model("wide", custom_loader=True)
     (folder / "wide" / "config.json").unlink()
     with pytest.raises(UserError, match=r"config.json is missing"):
-        resolve_model("wide", own_loader=True)
+        resolve_model("wide", custom_loader=True)
 
 
 @pytest.mark.parametrize("key", ["model.loader", "data.transform"])

@@ -10,13 +10,13 @@ import grpo_fn as g
 from grpo_fn.backends.cpu import blocked_weights as blocking
 from runners.config.loading import load_config
 from runners.config.sections import RolloutConfig
-from runners.machine.launch_modes import keywords
+from runners.machine.launch_modes import launch_keywords
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from runners.tuning import decode_choice, decode_settings
 from runners.tuning.decode_choice import CHECKS
-from runners.tuning.decode_settings import tuned
+from runners.tuning.decode_settings import resolve_decoding
 from runners.tuning.saved_answers import Decoding, cache_file, recall
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
@@ -57,7 +57,7 @@ def config(tmp_path):
 
 
 def fill(config, batch_steps, **platform):
-    """`tuned` for the config, on a tiny model: the filled config's [rollout], and the lines."""
+    """`resolve_decoding` for the config, on a tiny model: the filled config's [rollout], and the lines."""
     policy = tiny_policy()
     work = Workload(
         policy=policy,
@@ -67,7 +67,7 @@ def fill(config, batch_steps, **platform):
         max_new_tokens=config.rollout.max_new_tokens,
         sampler=g.Sampler(),
     )
-    filled, lines = tuned(
+    filled, lines = resolve_decoding(
         config,
         work,
         model_config={"model_type": "llama"},
@@ -92,11 +92,11 @@ def measured(monkeypatch):
 
     def measure(work, candidates):
         calls.append(candidates)
-        return decode_choice.Times({}, 16, 1.0), candidates, ""
+        return decode_choice.DecodeTimes({}, 16, 1.0), candidates, ""
 
-    monkeypatch.setattr(decode_settings, "measure", measure)
-    monkeypatch.setattr(decode_settings, "choose", lambda *_: Decoding("async", 16, 8))
-    monkeypatch.setattr(decode_settings, "_told", lambda *_: "measured")
+    monkeypatch.setattr(decode_settings, "measure_decoding", measure)
+    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: Decoding("async", 16, 8))
+    monkeypatch.setattr(decode_settings, "_timings_line", lambda *_: "measured")
     return calls
 
 
@@ -195,7 +195,7 @@ def test_no_candidate_changes_a_token(name):
             eos_ids=range(4),
             max_batch=max_batch,
             check_every=check_every,
-            **keywords(launch),
+            **launch_keywords(launch),
         )
 
     want = roll("eval", 1, 0)
@@ -216,10 +216,12 @@ def completions_of(result):
 
 def test_a_run_uses_and_keeps_the_choice(config, monkeypatch):
     """The choice reaches `generate`, config.resolved.json and the cache, and changes no completion."""
-    monkeypatch.setattr(decode_settings, "hopeless", lambda *_: None)
-    monkeypatch.setattr(decode_settings, "measure", lambda work, candidates: (object(), candidates, ""))
-    monkeypatch.setattr(decode_settings, "choose", lambda *_: Decoding("async", 4, 8))
-    monkeypatch.setattr(decode_settings, "_told", lambda *_: "measured")
+    monkeypatch.setattr(decode_settings, "reason_not_to_measure", lambda *_: None)
+    monkeypatch.setattr(
+        decode_settings, "measure_decoding", lambda work, candidates: (object(), candidates, "")
+    )
+    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: Decoding("async", 4, 8))
+    monkeypatch.setattr(decode_settings, "_timings_line", lambda *_: "measured")
     seen, generate = [], g.generate
     monkeypatch.setattr(g, "generate", lambda *a, **k: seen.append(k) or generate(*a, **k))
     result = run_training(config(), report=Quiet())

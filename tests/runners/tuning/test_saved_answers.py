@@ -29,7 +29,7 @@ def test_an_answer_comes_back(tmp_path):
 def answers(**changed):
     """The text of a file with one answer for FACTS, changed."""
     entry = {"facts": FACTS, "answer": {"launch": "async", "check_every": 16, "max_batch": 24, **changed}}
-    return json.dumps({"format": saved_answers.FORMAT, "answers": {saved_answers._name(FACTS): entry}})
+    return json.dumps({"format": saved_answers.CACHE_FORMAT, "answers": {saved_answers._name(FACTS): entry}})
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def answers(**changed):
         "[]",
         '"x"',
         "{}",
-        f'{{"format": {saved_answers.FORMAT}}}',
-        f'{{"format": {saved_answers.FORMAT}, "answers": {{"a": 3}}}}',
+        f'{{"format": {saved_answers.CACHE_FORMAT}}}',
+        f'{{"format": {saved_answers.CACHE_FORMAT}, "answers": {{"a": 3}}}}',
         answers(launch="later"),
         answers(check_every=0),
         answers(check_every="8"),
@@ -72,7 +72,7 @@ def test_another_format_is_forgotten(tmp_path):
     file = tmp_path / "tuning.json"
     remember(file, FACTS, ANSWER)
     found = json.loads(file.read_text())
-    file.write_text(json.dumps({**found, "format": saved_answers.FORMAT + 1}))
+    file.write_text(json.dumps({**found, "format": saved_answers.CACHE_FORMAT + 1}))
     assert recall(file, FACTS) == (None, None)
 
 
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_is_told_of(tmp_path):
 
 def test_the_oldest_answers_go(tmp_path, monkeypatch):
     """Beyond the limit the first that was written is dropped; one written again counts as new."""
-    monkeypatch.setattr(saved_answers, "KEPT", 2)
+    monkeypatch.setattr(saved_answers, "MOST_ANSWERS", 2)
     file = tmp_path / "tuning.json"
     for number in (1, 2, 1, 3):
         remember(file, {"n": number}, Decoding("eval", number, 0))
