@@ -15,7 +15,7 @@ import attrs
 import mlx.core as mx
 
 from benchmarks.measure import timed
-from grpo_fn.backends.cpu.elementwise import exp
+from grpo_fn.backends.elementwise import exp
 from runners import __version__
 from runners.machine import machine as platform
 

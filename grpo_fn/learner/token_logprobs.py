@@ -14,8 +14,8 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.backends.cpu.elementwise import exp, logsumexp
-from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.backends.elementwise import exp, logsumexp
+from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.trees import Tree, arrays_of, map_arrays
 
@@ -174,7 +174,7 @@ def _chunked(
             found = out[0], out[1] if len(out) > 1 else None
             slopes = ct[0], ct[1] if entropy == "differentiable" else None
             bend = head.scale, head.cap
-            dz_cv = row_slopes(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_layers import UNPACK_ROWS
+from grpo_fn.policy.quantized_layers import unpack_rows
 from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized, quantized_role
 from grpo_fn.trees import Tree
 from runners.config.config import Config
@@ -201,7 +201,7 @@ def make_role(
             storage,
             group_size=config.rollout.group_size if name.startswith("affine") else 0,
             head=config.rollout.quantize_head,
-            unpack_rows=UNPACK_ROWS[backend],
+            unpack_rows=unpack_rows(),
         )
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error

@@ -16,6 +16,7 @@ ALLOWED = {
 # asks for its own number.
 EFFECTS = {
     "process_check.py": {"os"},
+    "backends/mechanisms.py": {"importlib"},  # imports the submodules of a backend when they are asked for
     "backends/cpu/blas.py": {"ctypes", "glob", "importlib", "os", "pathlib", "sys", "warnings"},
 }  # fmt: skip
 KEYED = {
