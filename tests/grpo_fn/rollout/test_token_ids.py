@@ -50,11 +50,11 @@ class Positions(nn.Module):
 def test_other_embeddings():
     """Packed rows are rows; of two tables the one with a row for each logit counts, or else the larger; of a
     module without one nothing is known, and any id passes."""
-    assert policies._embedding_rows(Positions(65)) == 65 and g.policy._embedding_rows(Positions(70)) == 256
+    assert g.policy._embedding_rows(Positions(65)) == 65 and g.policy._embedding_rows(Positions(70)) == 256
     packed = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 96))
     nn.quantize(packed)
-    assert policies._embedding_rows(packed) == 96
-    assert policies._embedding_rows(nn.Linear(4, 4)) is None
+    assert g.policy._embedding_rows(packed) == 96
+    assert g.policy._embedding_rows(nn.Linear(4, 4)) is None
     g.guards.check_token_ids([[10**8]], None)
 
 
