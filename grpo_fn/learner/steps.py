@@ -7,9 +7,16 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.algorithm.diagnostics import LossStats, merge_stats
-from grpo_fn.algorithm.loss import empty_stats, loss_sum
-from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.algorithm import (
+    AGGREGATIONS,
+    LossArrays,
+    LossSpec,
+    LossStats,
+    check_max_length,
+    empty_stats,
+    loss_sum,
+    merge_stats,
+)
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
@@ -77,7 +84,9 @@ class GradStep:
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
                 part_stats = empty_stats(
-                    self._spec, part.num_sequences, part.num_tokens, self._max_completion_length
+                    AGGREGATIONS[self._spec.aggregation].denominator(
+                        part.num_sequences, part.num_tokens, self._max_completion_length
+                    )
                 )
                 accum = accum[0], accum[1] + part_stats.denominator
                 stats.append(part_stats)
@@ -118,10 +127,7 @@ def make_grad_step(
         compile: False runs the same Python eagerly.
     """
     reference = policy if ref_policy is None else ref_policy
-    if spec.aggregation == "constant" and (max_completion_length is None or max_completion_length < 1):
-        raise ValueError(
-            f"aggregation = 'constant' needs max_completion_length >= 1; found {max_completion_length}"
-        )
+    check_max_length(spec.aggregation, max_completion_length)
 
     def micro_step(
         params: Tree,
@@ -144,20 +150,19 @@ def make_grad_step(
                 temperature=temperature,
                 entropy_gradient=spec.entropy_coef > 0,
             )
-            return loss_sum(
+            arrays = LossArrays(
                 spread(batch, logp_1n),
                 batch.advantages_b,
                 batch.mask_bt,
-                spec,
                 old_logp_bt=batch.old_logp_bt,
                 rollout_logp_bt=batch.rollout_logp_bt,
                 ref_logp_bt=ref_logp_bt,
-                max_completion_length=max_completion_length,
                 entropy_bt=spread(batch, entropy_1n),
                 keep_bt=batch.keep_bt,
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,
             )
+            return loss_sum(arrays, spec, max_completion_length)
 
         (loss, stats), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)

@@ -10,13 +10,13 @@ of positions at a time, forward and again backward, with the gradient in closed 
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.backends.cpu.elementwise import exp, logsumexp
 from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
 from grpo_fn.checks import check_rank, check_shape
+from grpo_fn.policy.head import Head, linear_head
 from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 # Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
@@ -35,34 +35,6 @@ def chunk_rows(vocabulary: int) -> int:
         return max(min(CPU_ELEMENTS // vocabulary, CPU_ROWS), CPU_NEAR // vocabulary, 1)
     elements = METAL_ELEMENTS if mx.metal.is_available() else CUDA_ELEMENTS
     return max(elements // vocabulary, 1)
-
-
-@attrs.frozen(eq=False)
-class Head:
-    """What maps hidden states to logits: trainable parameters and a function of them.
-
-    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
-    the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
-    `weight(params)` gives that matrix [V,D].
-    """
-
-    params: Tree
-    function: Callable[[Tree, mx.array], mx.array]
-    weight: Callable[[Tree], mx.array] | None = None
-    scale: float = 1.0
-    cap: float | None = None
-
-    def slope(self, product: mx.array) -> mx.array | float:
-        """∂ logit / ∂ product, from the product in float32."""
-        if self.cap is None:
-            return self.scale
-        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
-        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
-
-
-def linear_head(weight_vd: mx.array) -> Head:
-    """The head `hidden @ weight.T`, trainable."""
-    return Head(weight_vd, lambda w, h_nd: h_nd @ w.T, lambda w: w)
 
 
 def token_logprobs(
@@ -188,7 +160,7 @@ def _chunked(
         if head.scale != 1 or head.cap is not None:
             # The product inside `function`, in the form that it has there: compiled, it is computed once.
             product_cv = (h_cd[None] @ weight_vd.T)[0]
-            dz_cv = dz_cv * head.slope(product_cv.astype(mx.float32))
+            dz_cv = dz_cv * head.logit_gradient(product_cv.astype(mx.float32))
         dz_cv = dz_cv.astype(h_cd.dtype)
         return dz_cv @ weight_vd, dz_cv.T @ h_cd
 

@@ -16,8 +16,7 @@ import mlx.nn as nn
 from grpo_fn.backends.cpu.grid_steps import grid_forward, takes_lanes
 from grpo_fn.backends.cuda.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.compile import Compiled, compiled
-from grpo_fn.learner.token_logprobs import Head
-from grpo_fn.policy.head import HeadSplit, split_head
+from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.kv_caches import takes_ragged
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.sampling_form import sampling_form
