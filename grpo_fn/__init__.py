@@ -25,20 +25,29 @@ if TYPE_CHECKING:
     )
     from grpo_fn.compile import Compiled, compiled
     from grpo_fn.completions import Rollout, join_rollouts, take_groups
-    from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches
-    from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
-    from grpo_fn.learner.optimizer import Optimizer, adamw, warmup_schedule
-    from grpo_fn.learner.packing import Shape
-    from grpo_fn.learner.rounding import stochastic_round
-    from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
-    from grpo_fn.learner.steps import (
+    from grpo_fn.learner import (
+        Batch,
         GradStep,
+        Optimizer,
+        TrainState,
         UpdateStats,
+        adamw,
+        drop_inactive,
+        init_state,
+        make_batch,
         make_grad_step,
         make_logprob_step,
         make_update_step,
+        minibatches,
+        split_batch,
+        stochastic_round,
+        sync_old,
+        sync_ref,
+        token_logprobs,
+        token_logprobs_and_entropy,
+        warmup_schedule,
     )
-    from grpo_fn.learner.token_logprobs import Head, token_logprobs, token_logprobs_and_entropy
+    from grpo_fn.policy.head import Head
     from grpo_fn.policy.policy import Policy
     from grpo_fn.prng import fold_in
     from grpo_fn.rollout.generate import generate
@@ -70,12 +79,9 @@ __all__ = [  # noqa: RUF022 (in groups)
     "take_groups",
     # batches for the learner
     "Batch",
-    "Shape",
     "drop_inactive",
-    "halved",
     "make_batch",
     "minibatches",
-    "shape_of",
     "split_batch",
     # the state, and the steps from one state to the next
     "GradStep",

@@ -1,7 +1,6 @@
-"""The two steps of the learner: gradient of a batch, and optimizer update. Pure, compiled once per shape."""
+"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per shape."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import attrs
 import mlx.core as mx
@@ -20,21 +19,11 @@ from grpo_fn.algorithm import (
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
-from grpo_fn.learner.optimizer import Optimizer
-from grpo_fn.learner.rounding import storing
-from grpo_fn.learner.state import TrainState, zeros_like
-from grpo_fn.learner.token_logprobs import token_logprobs, token_logprobs_and_entropy
+from grpo_fn.learner.logprob_step import batch_logprobs
+from grpo_fn.learner.state import TrainState
+from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
 from grpo_fn.policy.policy import Policy
-from grpo_fn.prng import UPDATE_ROUNDING, stream_key
 from grpo_fn.trees import Tree, arrays_of
-
-
-class UpdateStats(NamedTuple):
-    """What one optimizer update did: 0-d arrays."""
-
-    grad_norm: mx.array  # global L2 norm before clipping, float32
-    learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True where loss, gradient, rate or new values were not finite, and not taken
 
 
 class GradStep:
@@ -140,7 +129,7 @@ def make_grad_step(
         accum_grads, accum_weight = accum
         ref_logp_bt = batch.ref_logp_bt
         if ref_params is not None:
-            ref_logp_bt = _logprobs(reference, ref_params, ref_frozen, batch, temperature)
+            ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, batch, temperature)
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
             logp_1n, entropy_1n = token_logprobs_and_entropy(
@@ -170,107 +159,3 @@ def make_grad_step(
         return (accum_grads, accum_weight + weight), stats
 
     return GradStep(compiled(micro_step, enabled=compile), policy, reference, spec, max_completion_length)
-
-
-def make_update_step(
-    optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
-) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
-    """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
-
-    A loss, a gradient or a learning rate that is not finite changes nothing but the counters and what has
-    accumulated: parameters and moments stay as they were, and the stats say so. So does a leaf whose new
-    values would not be finite, which takes values at the end of float32's range: leaf by leaf, as to wait for
-    all of them would take the memory of all of them. bfloat16 leaves are rounded stochastically, with a key
-    that follows from the state's and from the update's number.
-
-    Args:
-        optimizer: see `adamw`.
-        max_grad_norm: bound on the global L2 norm; None: no clipping.
-        compile: False runs the same Python eagerly.
-    """
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
-
-    def apply(
-        held: tuple[Tree, Tree],
-        accum_grads: Tree,
-        accum_weight: mx.array,
-        update_step: mx.array,
-        key: mx.array,
-    ) -> tuple[tuple[Tree, Tree], UpdateStats]:
-        params, opt_state = held
-        # Division and clipping are one factor: no second copy of the gradients.
-        weight = mx.maximum(accum_weight, 1e-30)
-        squares = [_sum(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
-        norm = mx.sqrt(mx.stack(squares).sum()) / weight
-        factor = 1 / weight
-        if max_grad_norm is not None:
-            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-        grads = tree_map(lambda total: total * factor, accum_grads)
-        rate = optimizer.schedule(update_step)
-        finite = mx.isfinite(norm) & mx.isfinite(rate)
-        store = storing(held, stream_key(key, UPDATE_ROUNDING, update_step))
-        sound: list[mx.array] = []
-
-        def keep(new: mx.array, old: mx.array) -> mx.array:
-            stored = store(new, old)
-            sound.append(finite & _all_finite(stored))
-            return mx.where(sound[-1], stored, old)
-
-        kept = optimizer.apply(grads, opt_state, params, update_step, keep)
-        return kept, UpdateStats(norm, rate, mx.logical_not(mx.stack(sound).all()))
-
-    step = compiled(apply, enabled=compile)
-
-    def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
-        held = state.params, state.opt_state
-        (params, opt_state), stats = step(
-            held, state.accum_grads, state.accum_weight, state.update_step, state.key
-        )
-        state = attrs.evolve(
-            state,
-            params=params,
-            opt_state=opt_state,
-            accum_grads=zeros_like(state.params),
-            accum_weight=mx.array(0.0),
-            update_step=state.update_step + 1,
-        )
-        return state, stats
-
-    return update_step
-
-
-def _sum(x: mx.array) -> mx.array:
-    """Of all numbers; a CPU sums columns several at a time."""
-    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
-
-
-def _all_finite(x: mx.array) -> mx.array:
-    # A sum with an infinity or a NaN in it is not finite, and faster to take than a look at each number. Only
-    # in float32: a sum of finite numbers in 16 bits can itself be beyond their range.
-    return mx.isfinite(_sum(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
-
-
-def make_logprob_step(
-    policy: Policy, *, temperature: float = 1.0, compile: bool = True
-) -> Callable[[Tree, Batch], mx.array]:
-    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without gradient.
-
-    For π_old where a rollout serves several updates, and for π_ref where one wants it kept.
-    """
-    step = compiled(
-        lambda params, frozen, batch: _logprobs(policy, params, frozen, batch, temperature), enabled=compile
-    )
-
-    def logprob_step(params: Tree, batch: Batch) -> mx.array:
-        check_vocabulary(batch, policy.vocabulary)
-        return step(params, policy.frozen, attrs.evolve(batch, vocabulary=None))
-
-    return logprob_step
-
-
-def _logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
-    hidden_1nd = kept_hidden(policy, params, frozen, batch)
-    head = policy.head(params, frozen)
-    logp_1n = token_logprobs(hidden_1nd, head, kept_targets(batch), temperature=temperature)
-    return mx.stop_gradient(spread(batch, logp_1n))
