@@ -46,6 +46,11 @@ OPERATIONS = {
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
+    # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
+    # chunk adds to the whole gradient of the head.
+    "logits": 2**25,
+    "logit_rows": 2**31,  # at most, of that many logits
+    "least_logits": 0,  # that are held at least, however many rows that is
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled

@@ -14,10 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.compile import Compiled, compiled
-from grpo_fn.learner.token_logprobs import Head
 from grpo_fn.policy.decode_programs import LANE_PROGRAM, programs_for
 from grpo_fn.policy.decode_weights import decode_weights
-from grpo_fn.policy.head import HeadSplit, split_head
+from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.kv_caches import takes_ragged
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from runners import __version__
+import runners
 from runners.errors import UserError, show
 from runners.models.model_files import read_json
 
@@ -72,8 +72,8 @@ def _read(folder: Path) -> dict[str, Any]:
     if content.get("version") != VERSION:
         raise UserError(
             f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by "
-            f"{_writer(content)}; grpo_fn {__version__} goes on from version {VERSION} alone: finish the run "
-            "with the grpo_fn that wrote it, or start again with --overwrite"
+            f"{_writer(content)}; grpo_fn {runners.__version__} goes on from version {VERSION} alone: finish "
+            "the run with the grpo_fn that wrote it, or start again with --overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
@@ -110,4 +110,4 @@ def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 def _versions() -> dict[str, str]:
     installed = {name: version(name) for name in ("mlx", "mlx-lm")}
-    return {"grpo_fn": __version__, **installed, "python": platform.python_version()}
+    return {"grpo_fn": runners.__version__, **installed, "python": platform.python_version()}

@@ -27,4 +27,10 @@ MECHANISMS = {
     "shared_prompts": ("grid_cache", "shared_prompts", ""),
     "copied_length": ("grid_cache", "copied_length", ""),
 }
-NUMBERS = {"unpack_rows": 4, "shares_prompts": 1}
+NUMBERS = {
+    "unpack_rows": 4,
+    "shares_prompts": 1,
+    "logits": 2**22,
+    "logit_rows": 96,
+    "least_logits": 2**18,
+}

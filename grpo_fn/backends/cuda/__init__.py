@@ -15,4 +15,10 @@ MECHANISMS = {
     "fused_projections": ("fused_projections", "FORM", ""),
     "kernel_steps": ("kernel_steps", "PROGRAM", ""),
 }
-NUMBERS = {"unpack_rows": 8, "shares_prompts": 1}  # the first from rates at 1, 16 and 128 rows
+NUMBERS = {
+    "unpack_rows": 8,  # from rates at 1, 16 and 128 rows
+    "shares_prompts": 1,
+    "logits": 2**27,
+    "logit_rows": 2**31,
+    "least_logits": 0,
+}

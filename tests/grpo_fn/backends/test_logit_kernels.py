@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends import disabled
+from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_products
-from grpo_fn.learner import token_logprobs as logprobs
 from tests.grpo_fn.learner.test_logprobs import assert_close, make_inputs, specified
 from tests.support import row_kernels
 from tests.support.row_kernels import float64
@@ -100,11 +99,8 @@ def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled):
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("with_entropy", ["differentiable", "constant", "none"])
-def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy, monkeypatch):
+def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy):
     """With the kernels' specifications in their place, on any machine: values, and gradients of both."""
-    for name in ("row_logprobs", "row_gradients"):
-        monkeypatch.setattr(logprobs, name, getattr(row_kernels, name))
-    monkeypatch.setattr(logprobs, "takes_products", lambda dtype: True)
     hidden, weight, targets, up = make_inputs(2, 5, seed=5)
     dead = up[0], mx.zeros_like(up[1])
     want = specified(hidden, weight, targets, up if with_entropy == "differentiable" else dead, 0.7, cap)
@@ -126,6 +122,8 @@ def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy, m
         )
         return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
 
-    (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    kernels = {name: getattr(row_kernels, name) for name in ("row_logprobs", "row_gradients")}
+    with substituted(**kernels):
+        (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
     for found, wanted in zip([*columns, *grads], [*want[: len(columns)], *want[2:]], strict=True):
         assert_close(found, wanted)
