@@ -13,7 +13,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import rates
 from benchmarks.measure import interleaved
 from benchmarks.record import Figure, ratio_figure, time_figure
-from grpo_fn.algorithm.loss import loss_sum
+from grpo_fn.algorithm import LossArrays, loss_sum
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.machine.startup import prepare
 from runners.models.loaded_model import load_model
@@ -52,18 +52,17 @@ def loss_call(batch: g.Batch, spec: g.LossSpec) -> tuple[Callable[[], Any], g.Co
     mx.eval(logp_bt, entropy_bt)
 
     def loss(logp_bt: mx.array, entropy_bt: mx.array, batch: g.Batch) -> tuple[mx.array, g.LossStats]:
-        return loss_sum(
+        arrays = LossArrays(
             logp_bt,
             batch.advantages_b,
             batch.mask_bt,
-            spec,
             old_logp_bt=batch.old_logp_bt,
             rollout_logp_bt=batch.rollout_logp_bt,
-            max_completion_length=logp_bt.shape[1],
             entropy_bt=entropy_bt,
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
         )
+        return loss_sum(arrays, spec, logp_bt.shape[1])
 
     step = g.compiled(mx.value_and_grad(loss))
     return lambda: step(logp_bt, entropy_bt, batch), step

@@ -14,9 +14,9 @@ from pathlib import Path
 import attrs
 import mlx.core as mx
 
+import grpo_fn
 from benchmarks.measure import timed
-from grpo_fn.backends.cpu.elementwise import exp
-from runners import __version__
+from grpo_fn.backends.elementwise import exp
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory
 
@@ -83,7 +83,7 @@ def machine() -> dict[str, str | int | float]:
         "python": system.python_version(),
         "mlx": importlib.metadata.version("mlx"),
         "mlx-lm": importlib.metadata.version("mlx-lm"),
-        "grpo_fn": __version__,
+        "grpo_fn": grpo_fn.__version__,
     }
 
 

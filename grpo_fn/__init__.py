@@ -1,75 +1,137 @@
 """GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one.
 
-Importing it has one effect: on a Linux CPU it loads the machine's BLAS, before it imports MLX.
+Importing it has one effect: on a Linux CPU it loads the machine's BLAS, which has to be there before MLX. A
+name is imported when it is first used, so that `import grpo_fn.algorithm` loads the algorithm alone.
 """
 
-import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
-from grpo_fn.algorithm.advantages import combine_rewards, group_advantages, overlong_penalty
-from grpo_fn.algorithm.diagnostics import LossStats, merge_stats
-from grpo_fn.algorithm.kl import kl_estimate
-from grpo_fn.algorithm.loss import policy_loss
-from grpo_fn.algorithm.spec import PRESETS, LossSpec, Recipe, preset
-from grpo_fn.compile import Compiled, compiled
-from grpo_fn.completions import Rollout, join_rollouts, take_groups
-from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches
-from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
-from grpo_fn.learner.optimizer import Optimizer, adamw, warmup_schedule
-from grpo_fn.learner.packing import Shape
-from grpo_fn.learner.rounding import stochastic_round
-from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
-from grpo_fn.learner.steps import GradStep, UpdateStats, make_grad_step, make_logprob_step, make_update_step
-from grpo_fn.learner.token_logprobs import Head, token_logprobs, token_logprobs_and_entropy
-from grpo_fn.policy.policy import Policy
-from grpo_fn.prng import fold_in
-from grpo_fn.rollout.generate import generate
-from grpo_fn.rollout.sampler import Sampler, sample
-from grpo_fn.trees import materialize
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
+import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
+
+if TYPE_CHECKING:
+    from grpo_fn.algorithm import (
+        PRESETS,
+        LossSpec,
+        LossStats,
+        Recipe,
+        combine_rewards,
+        group_advantages,
+        kl_estimate,
+        merge_stats,
+        overlong_penalty,
+        policy_loss,
+        preset,
+    )
+    from grpo_fn.compile import Compiled, compiled
+    from grpo_fn.completions import Rollout, join_rollouts, take_groups
+    from grpo_fn.learner import (
+        Batch,
+        GradStep,
+        Optimizer,
+        TrainState,
+        UpdateStats,
+        adamw,
+        drop_inactive,
+        init_state,
+        make_batch,
+        make_grad_step,
+        make_logprob_step,
+        make_update_step,
+        minibatches,
+        split_batch,
+        stochastic_round,
+        sync_old,
+        sync_ref,
+        token_logprobs,
+        token_logprobs_and_entropy,
+        warmup_schedule,
+    )
+    from grpo_fn.policy.head import Head
+    from grpo_fn.policy.policy import Policy
+    from grpo_fn.prng import fold_in
+    from grpo_fn.rollout.generate import generate
+    from grpo_fn.rollout.sampler import Sampler, sample
+    from grpo_fn.trees import materialize
+
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 (in groups)
+    # the algorithm: advantages and the loss
     "PRESETS",
-    "Batch",
-    "Compiled",
-    "GradStep",
-    "Head",
     "LossSpec",
     "LossStats",
-    "Optimizer",
-    "Policy",
     "Recipe",
-    "Rollout",
-    "Sampler",
-    "Shape",
-    "TrainState",
-    "UpdateStats",
-    "adamw",
     "combine_rewards",
-    "compiled",
-    "drop_inactive",
-    "fold_in",
-    "generate",
     "group_advantages",
-    "halved",
-    "init_state",
-    "join_rollouts",
     "kl_estimate",
-    "make_batch",
-    "make_grad_step",
-    "make_logprob_step",
-    "make_update_step",
-    "materialize",
     "merge_stats",
-    "minibatches",
     "overlong_penalty",
     "policy_loss",
     "preset",
+    # the model, and completions from it
+    "Policy",
+    "Rollout",
+    "Sampler",
+    "generate",
+    "join_rollouts",
     "sample",
-    "shape_of",
+    "take_groups",
+    # batches for the learner
+    "Batch",
+    "drop_inactive",
+    "make_batch",
+    "minibatches",
     "split_batch",
-    "stochastic_round",
+    # the state, and the steps from one state to the next
+    "GradStep",
+    "Optimizer",
+    "TrainState",
+    "UpdateStats",
+    "adamw",
+    "init_state",
+    "make_grad_step",
+    "make_logprob_step",
+    "make_update_step",
     "sync_old",
     "sync_ref",
-    "take_groups",
+    "warmup_schedule",
+    # parts of these steps
+    "Head",
+    "stochastic_round",
     "token_logprobs",
     "token_logprobs_and_entropy",
-    "warmup_schedule",
+    # tools for a loop of one's own
+    "Compiled",
+    "compiled",
+    "fold_in",
+    "materialize",
 ]
+
+if not TYPE_CHECKING:  # where a type checker reads on, a name that is not there is an error
+    _FOLDERS = ("algorithm", "learner", "policy", "rollout")
+    # Where the names are looked for: what imports least comes first.
+    _HOMES = (
+        "algorithm",
+        "compile",
+        "completions",
+        "prng",
+        "trees",
+        "policy.policy",
+        "rollout.generate",
+        "rollout.sampler",
+        "learner",
+    )
+
+    def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return import_module(f"{__name__}.{name}")
+        if name in __all__:
+            for home in _HOMES:
+                module = import_module(f"{__name__}.{home}")
+                if hasattr(module, name):
+                    return globals().setdefault(name, getattr(module, name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

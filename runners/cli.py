@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from runners import __version__
+import runners
 from runners.commands.base import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
 from runners.machine.signals import Stopped
@@ -48,6 +48,23 @@ ends the step and saves, the second ends at once; 141 saved and stopped as nobod
 _LAST = "the last one"  # --resume without a value
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"grpo_fn, version {runners.__version__}")
+        context.exit()
+
+
+# click's own option takes the version as text, and so would read it before every command.
+VERSION = click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+
+
 @click.command("run", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("config")
 @SET
@@ -73,7 +90,7 @@ _LAST = "the last one"  # --resume without a value
     is_flag=True,
     help="Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
 )
-@click.version_option(__version__, prog_name="grpo_fn")
+@VERSION
 @ends_with_a_line
 def run_command(
     config: str,
@@ -101,7 +118,7 @@ def run_command(
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
-@click.version_option(__version__, prog_name="grpo_fn")
+@VERSION
 def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 

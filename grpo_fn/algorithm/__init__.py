@@ -1,1 +1,46 @@
-"""."""
+"""GRPO's equations as the papers write them: arrays and scalars in, arrays out.
+
+Imports the root helpers alone: no model, no device, no backend.
+"""
+
+from grpo_fn.algorithm.advantages import (
+    AGGREGATES,
+    BASELINES,
+    SCALES,
+    combine_rewards,
+    group_advantages,
+    overlong_penalty,
+)
+from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
+from grpo_fn.algorithm.diagnostics import LossStats, empty_stats, merge_stats
+from grpo_fn.algorithm.kl import ESTIMATORS, kl_estimate
+from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
+from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
+from grpo_fn.algorithm.spec import CHOICES, LossSpec
+from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate
+
+__all__ = [
+    "AGGREGATES",
+    "AGGREGATIONS",
+    "BASELINES",
+    "CHOICES",
+    "ESTIMATORS",
+    "PRESETS",
+    "SCALES",
+    "SURROGATES",
+    "LossArrays",
+    "LossSpec",
+    "LossStats",
+    "Recipe",
+    "Surrogate",
+    "check_max_length",
+    "combine_rewards",
+    "empty_stats",
+    "group_advantages",
+    "kl_estimate",
+    "loss_sum",
+    "merge_stats",
+    "overlong_penalty",
+    "policy_loss",
+    "preset",
+]

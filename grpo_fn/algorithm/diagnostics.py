@@ -1,9 +1,11 @@
-"""LossStats: the diagnostics of a loss, and how those of a batch's parts add up."""
+"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts add up."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from grpo_fn.algorithm.corrections import RolloutMismatch
 
 _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
@@ -38,6 +40,97 @@ class LossStats(NamedTuple):
     def ess(self) -> mx.array:
         """Effective sample size over the number of tokens, (Σw)²/(nΣw²): 1 where μ = π_old."""
         return mx.square(self.is_ratio_mean) / mx.maximum(self.is_ratio_sq_mean, 1e-30)
+
+
+class TokenTerms(NamedTuple):
+    """What the loss computes at each token: float32 [B,T], finite at masked positions."""
+
+    mask_bt: mx.array  # 0 or 1
+    adv_b1: mx.array  # [B,1]
+    ratio_bt: mx.array  # r
+    kl_bt: mx.array  # before any bias correction
+    entropy_bt: mx.array
+    logp_diff_bt: mx.array  # log π_old − log μ, not clamped
+    mismatch: RolloutMismatch
+    weight_bt: mx.array  # of the correction
+
+
+def loss_stats(
+    terms: TokenTerms,
+    total: mx.array,
+    denominator: mx.array,
+    *,
+    by_sequence: bool,
+    trust_region: tuple[float, float],
+    clipped_sides: tuple[str, ...],
+) -> LossStats:
+    """The diagnostics of a loss that is `total / denominator`; no gradient flows.
+
+    Args:
+        terms: the loss's arrays.
+        total: Σ of the loss, 0-d.
+        denominator: 0-d.
+        by_sequence: whether a row has one ratio (level `sequence`).
+        trust_region: (1−ε_low, 1+ε_high).
+        clipped_sides: "low", "high": where the surrogate clips.
+    """
+    mask_bt, ratio_bt = terms.mask_bt, terms.ratio_bt
+    counted_bt = mask_bt > 0
+    length_b = mask_bt.sum(axis=1)
+    seen = length_b.sum()
+    rows = (length_b > 0).astype(mx.float32).sum()
+    num_ratios = rows if by_sequence else seen
+
+    def mean(values_bt: mx.array) -> mx.array:
+        return (values_bt * mask_bt).sum() / mx.maximum(seen, 1)
+
+    def share(clipped_bt: mx.array) -> mx.array:
+        # At masked positions the ratio is 1, or the row's.
+        clipped = clipped_bt.any(axis=1) if by_sequence else clipped_bt
+        return clipped.sum() / mx.maximum(num_ratios, 1)
+
+    def least(values_bt: mx.array) -> mx.array:
+        return mx.where(seen > 0, mx.where(counted_bt, values_bt, mx.inf).min(), 0.0)
+
+    def most(values_bt: mx.array) -> mx.array:
+        return mx.where(seen > 0, mx.where(counted_bt, values_bt, -mx.inf).max(), 0.0)
+
+    low, high = trust_region
+    low_bt = (ratio_bt < low) & (terms.adv_b1 < 0) & ("low" in clipped_sides)
+    high_bt = (ratio_bt > high) & (terms.adv_b1 > 0) & ("high" in clipped_sides)
+    difference_bt = terms.logp_diff_bt
+    d_bt, is_ratio_bt = terms.mismatch.log_ratio_bt, terms.mismatch.ratio_bt
+    stats = LossStats(
+        loss=total / mx.maximum(denominator, 1e-30),
+        denominator=denominator,
+        num_tokens=seen,
+        num_sequences=rows,
+        kl=mean(terms.kl_bt),
+        entropy=mean(terms.entropy_bt),
+        num_ratios=num_ratios,
+        clip_low=share(low_bt),
+        clip_high=share(high_bt),
+        clip_region=share(low_bt | high_bt),
+        ratio_mean=mean(ratio_bt),
+        ratio_min=least(ratio_bt),
+        ratio_max=most(ratio_bt),
+        logp_diff_mean=mean(mx.abs(difference_bt)),
+        logp_diff_max=most(mx.abs(difference_bt)),
+        is_ratio_mean=mean(is_ratio_bt),
+        is_ratio_min=least(is_ratio_bt),
+        is_ratio_max=most(is_ratio_bt),
+        is_ratio_sq_mean=mean(mx.square(is_ratio_bt)),
+        sampling_kl_k1=mean(-d_bt),
+        sampling_kl_k3=mean(mx.exp(d_bt) - d_bt - 1),
+        masked_fraction=mean(terms.weight_bt == 0),
+    )
+    return LossStats(*(mx.stop_gradient(value) for value in stats))
+
+
+def empty_stats(denominator: mx.array) -> LossStats:
+    """The stats of a batch none of whose rows reached the learner: its denominator, all else 0."""
+    zero = mx.array(0.0)
+    return LossStats(*(denominator if name == "denominator" else zero for name in LossStats._fields))
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:

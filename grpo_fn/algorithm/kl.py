@@ -4,7 +4,8 @@ Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref �
 π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
 
 Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL
-is largest; without any, one token could outweigh a whole batch.
+is largest; without any, one token could outweigh a whole batch. To add an estimator: write a function of y,
+and give it a line in ESTIMATORS.
 """
 
 import math
@@ -14,7 +15,7 @@ import mlx.core as mx
 
 from grpo_fn.checks import LOG_RATIO_LIMIT, check_choice
 
-K3_LINEAR_FROM = math.log(1e4)  # y = 9.21, where the slope is 1e4 − 1
+K3_LINEAR_FROM = math.log(1e4)  # y = 9.21, where its derivative is 1e4 − 1
 LIMIT = 1e6  # nats: a log-probability of −inf counts as this, so that the estimate is a number
 
 

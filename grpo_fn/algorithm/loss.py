@@ -6,34 +6,33 @@ Everything is float32 and every input is replaced by zero at masked positions be
 that whatever stands there (NaN and inf too) reaches neither the value nor the gradient.
 """
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
-from grpo_fn.algorithm.diagnostics import LossStats
+from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
+from grpo_fn.algorithm.corrections import CORRECTIONS, drop_sequences, rollout_mismatch
+from grpo_fn.algorithm.diagnostics import LossStats, TokenTerms, loss_stats
 from grpo_fn.algorithm.kl import kl_estimate
-from grpo_fn.algorithm.ratios import policy_ratio, rollout_correction
+from grpo_fn.algorithm.ratios import policy_ratio
 from grpo_fn.algorithm.spec import LossSpec
-from grpo_fn.algorithm.surrogates import CLIPPED_SIDES, SURROGATES
+from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 
 
-def empty_stats(
-    spec: LossSpec, num_sequences: mx.array, num_tokens: mx.array, max_completion_length: int | None
-) -> LossStats:
-    """The stats of a batch none of whose rows reached the learner: denominators only."""
-    zero = mx.array(0.0)
-    denominator = _denominator(spec, num_sequences, num_tokens, max_completion_length)
-    return LossStats(*(denominator if name == "denominator" else zero for name in LossStats._fields))
+class LossArrays(NamedTuple):
+    """The arrays of `policy_loss`, and two numbers for a batch of which some rows were left out."""
 
-
-def _denominator(
-    spec: LossSpec, sequences: mx.array, tokens: mx.array, max_completion_length: int | None
-) -> mx.array:
-    if spec.aggregation == "token_mean":
-        return tokens
-    if spec.aggregation == "constant":
-        assert max_completion_length is not None  # _check_needs
-        return sequences * max_completion_length
-    return sequences
+    logp_bt: mx.array
+    adv_b: mx.array
+    mask_bt: mx.array
+    old_logp_bt: mx.array | None = None
+    rollout_logp_bt: mx.array | None = None
+    ref_logp_bt: mx.array | None = None
+    entropy_bt: mx.array | None = None
+    keep_bt: mx.array | None = None
+    num_sequences: mx.array | None = None  # that the denominator counts, 0-d; None: the rows
+    num_tokens: mx.array | None = None  # the same; None: the tokens of the mask
 
 
 def policy_loss(
@@ -70,154 +69,126 @@ def policy_loss(
     Raises:
         ValueError: a shape is wrong, or the spec needs an array that was left out.
     """
-    total, stats = loss_sum(
-        logp_bt,
-        adv_b,
-        mask_bt,
-        spec,
-        old_logp_bt=old_logp_bt,
-        rollout_logp_bt=rollout_logp_bt,
-        ref_logp_bt=ref_logp_bt,
-        max_completion_length=max_completion_length,
-        entropy_bt=entropy_bt,
-        keep_bt=keep_bt,
+    arrays = LossArrays(
+        logp_bt, adv_b, mask_bt, old_logp_bt, rollout_logp_bt, ref_logp_bt, entropy_bt, keep_bt
     )
+    total, stats = loss_sum(arrays, spec, max_completion_length)
     return total / mx.maximum(stats.denominator, 1e-30), stats
 
 
 def loss_sum(
-    logp_bt: mx.array,
-    adv_b: mx.array,
-    mask_bt: mx.array,
-    spec: LossSpec,
-    *,
-    old_logp_bt: mx.array | None = None,
-    rollout_logp_bt: mx.array | None = None,
-    ref_logp_bt: mx.array | None = None,
-    max_completion_length: int | None = None,
-    entropy_bt: mx.array | None = None,
-    keep_bt: mx.array | None = None,
-    num_sequences: mx.array | None = None,
-    num_tokens: mx.array | None = None,
+    arrays: LossArrays, spec: LossSpec, max_completion_length: int | None = None
 ) -> tuple[mx.array, LossStats]:
     """`policy_loss` before its division: the sum, with the denominator in the stats.
 
     The learner accumulates both and divides once, so that any split of a batch gives the same step.
-    `num_sequences` and `num_tokens` (0-d) replace the counts of these rows in the denominator, where rows
-    that take no part in the gradient were left out, or rows of padding added.
     """
-    check_rank("logp_bt", logp_bt, 2)
-    shape = logp_bt.shape
-    check_shape("adv_b", adv_b, shape[:1])
-    for name, array in {
-        "mask_bt": mask_bt,
-        "old_logp_bt": old_logp_bt,
-        "rollout_logp_bt": rollout_logp_bt,
-        "ref_logp_bt": ref_logp_bt,
-        "entropy_bt": entropy_bt,
-        "keep_bt": keep_bt,
-    }.items():
-        if array is not None:
-            check_shape(name, array, shape)
-    _check_needs(spec, rollout_logp_bt, ref_logp_bt, entropy_bt, max_completion_length)
+    _check(arrays, spec, max_completion_length)
+    x = _cleaned(arrays)
+    mask_bt, adv_b1 = x.mask_bt, x.adv_b[:, None]
 
-    counted_bt = mask_bt.astype(mx.bool_)
+    ratio_bt = policy_ratio(x.logp_bt, x.old_logp_bt, mask_bt, spec.level)  # r = π_θ/π_old
+    mismatch = rollout_mismatch(x.old_logp_bt, x.rollout_logp_bt, mask_bt, spec.sequence_ratio)  # π_old/μ
+    correction, surrogate = CORRECTIONS[spec.correction], SURROGATES[spec.surrogate]
+    q_b1 = mismatch.sequence_ratio_b1
+    weight_bt = correction.function(mismatch.ratio_bt, q_b1, **spec.values(correction.fields))
+    if spec.sequence_range is not None:
+        weight_bt = drop_sequences(weight_bt, q_b1, spec.sequence_range)
+    # l = w·ℓ + β·KL − c·H
+    term_bt = weight_bt * surrogate.function(ratio_bt, adv_b1, x.logp_bt, **spec.values(surrogate.fields))
+    if x.keep_bt is not None:
+        term_bt = mx.where(x.keep_bt, term_bt, 0.0)
+
+    kl_bt = mx.zeros_like(x.logp_bt)
+    if x.ref_logp_bt is not None:
+        kl_bt = kl_estimate(spec.kl, x.logp_bt, x.ref_logp_bt)
+    if spec.beta > 0:
+        term_bt = term_bt + spec.beta * (kl_bt * ratio_bt if spec.kl_bias_corrected else kl_bt)
+    if spec.entropy_coef > 0:
+        term_bt = term_bt - spec.entropy_coef * x.entropy_bt
+
+    aggregation = AGGREGATIONS[spec.aggregation]
+    length_b = mask_bt.sum(axis=1)
+    total = aggregation.row((mask_bt * term_bt).sum(axis=1), length_b).sum()
+    denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
+    stats = loss_stats(
+        TokenTerms(
+            mask_bt=mask_bt,
+            adv_b1=adv_b1,
+            ratio_bt=ratio_bt,
+            kl_bt=kl_bt,
+            entropy_bt=x.entropy_bt,
+            logp_diff_bt=x.old_logp_bt - x.rollout_logp_bt,
+            mismatch=mismatch,
+            weight_bt=weight_bt,
+        ),
+        total,
+        denominator,
+        by_sequence=spec.level == "sequence",
+        trust_region=(1 - spec.epsilon_low, 1 + spec.upper_epsilon),
+        clipped_sides=surrogate.clipped_sides,
+    )
+    return total, stats
+
+
+class _Cleaned(NamedTuple):
+    """The arrays of a loss, defaults filled in: float32, 0 at masked positions.
+
+    Only log π_θ and the entropy carry a gradient.
+    """
+
+    logp_bt: mx.array
+    adv_b: mx.array  # 0 for a row without a counted token
+    mask_bt: mx.array
+    old_logp_bt: mx.array
+    rollout_logp_bt: mx.array
+    ref_logp_bt: mx.array | None
+    entropy_bt: mx.array
+    keep_bt: mx.array | None  # bool
+    num_sequences: mx.array
+    num_tokens: mx.array
+
+
+def _cleaned(arrays: LossArrays) -> _Cleaned:
+    counted_bt = arrays.mask_bt.astype(mx.bool_)
     mask_bt = counted_bt.astype(mx.float32)
     length_b = mask_bt.sum(axis=1)
 
     def clean(array: mx.array) -> mx.array:
         return mx.where(counted_bt, array.astype(mx.float32), 0.0)
 
-    logp_bt = clean(logp_bt)
-    old_bt = mx.stop_gradient(logp_bt if old_logp_bt is None else clean(old_logp_bt))
-    rollout_bt = old_bt if rollout_logp_bt is None else mx.stop_gradient(clean(rollout_logp_bt))
-    adv_b1 = mx.where(length_b > 0, adv_b.astype(mx.float32), 0.0)[:, None]
-    adv_b1 = mx.stop_gradient(adv_b1)
+    def held(array: mx.array | None, default: mx.array) -> mx.array:
+        return mx.stop_gradient(default if array is None else clean(array))
 
-    ratio_bt = policy_ratio(logp_bt, old_bt, mask_bt, spec.level)  # [B,T]
-    mismatch = rollout_correction(old_bt, rollout_bt, mask_bt, spec)
-    term_bt = mismatch.weight_bt * SURROGATES[spec.surrogate](ratio_bt, adv_b1, logp_bt, spec)
-    if keep_bt is not None:
-        term_bt = mx.where(keep_bt.astype(mx.bool_), term_bt, 0.0)
-
-    kl_bt = mx.zeros_like(logp_bt)
-    if ref_logp_bt is not None:
-        kl_bt = kl_estimate(spec.kl, logp_bt, mx.stop_gradient(clean(ref_logp_bt)))
-        if spec.beta > 0:
-            term_bt = term_bt + spec.beta * (kl_bt * ratio_bt if spec.kl_bias_corrected else kl_bt)
-    clean_entropy_bt = mx.zeros_like(logp_bt) if entropy_bt is None else clean(entropy_bt)
-    if spec.entropy_coef > 0:
-        term_bt = term_bt - spec.entropy_coef * clean_entropy_bt
-
-    sequences = mx.array(float(shape[0])) if num_sequences is None else num_sequences.astype(mx.float32)
-    tokens = length_b.sum() if num_tokens is None else num_tokens.astype(mx.float32)
-    summed_b = (mask_bt * term_bt).sum(axis=1)
-    if spec.aggregation == "sequence_mean":
-        summed_b = summed_b / mx.maximum(length_b, 1)
-    total = summed_b.sum()
-    denominator = _denominator(spec, sequences, tokens, max_completion_length)
-
-    sides = CLIPPED_SIDES.get(spec.surrogate, ())
-    low_bt = (ratio_bt < 1 - spec.epsilon_low) & (adv_b1 < 0) & ("low" in sides)
-    high_bt = (ratio_bt > 1 + spec.upper_epsilon) & (adv_b1 > 0) & ("high" in sides)
-    seen = length_b.sum()
-    rows = (length_b > 0).astype(mx.float32).sum()
-    num_ratios = rows if spec.level == "sequence" else seen
-
-    def mean(values_bt: mx.array) -> mx.array:
-        return (values_bt * mask_bt).sum() / mx.maximum(seen, 1)
-
-    def share(clipped_bt: mx.array) -> mx.array:
-        # At masked positions the ratio is 1, or the row's.
-        clipped = clipped_bt.any(axis=1) if spec.level == "sequence" else clipped_bt
-        return clipped.sum() / mx.maximum(num_ratios, 1)
-
-    def extreme(values_bt: mx.array, least: bool) -> mx.array:
-        kept = mx.where(counted_bt, values_bt, mx.inf if least else -mx.inf)
-        return mx.where(seen > 0, kept.min() if least else kept.max(), 0.0)
-
-    difference_bt, d_bt, is_ratio_bt = old_bt - rollout_bt, mismatch.log_ratio_bt, mismatch.ratio_bt
-    stats = LossStats(
-        loss=total / mx.maximum(denominator, 1e-30),
-        denominator=denominator,
-        num_tokens=seen,
-        num_sequences=rows,
-        kl=mean(kl_bt),
-        entropy=mean(clean_entropy_bt),
-        num_ratios=num_ratios,
-        clip_low=share(low_bt),
-        clip_high=share(high_bt),
-        clip_region=share(low_bt | high_bt),
-        ratio_mean=mean(ratio_bt),
-        ratio_min=extreme(ratio_bt, True),
-        ratio_max=extreme(ratio_bt, False),
-        logp_diff_mean=mean(mx.abs(difference_bt)),
-        logp_diff_max=extreme(mx.abs(difference_bt), False),
-        is_ratio_mean=mean(is_ratio_bt),
-        is_ratio_min=extreme(is_ratio_bt, True),
-        is_ratio_max=extreme(is_ratio_bt, False),
-        is_ratio_sq_mean=mean(mx.square(is_ratio_bt)),
-        sampling_kl_k1=mean(-d_bt),
-        sampling_kl_k3=mean(mx.exp(d_bt) - d_bt - 1),
-        masked_fraction=mean(mismatch.weight_bt == 0),
+    logp_bt = clean(arrays.logp_bt)
+    old_bt = held(arrays.old_logp_bt, logp_bt)
+    rows, ref_bt = mask_bt.shape[0], arrays.ref_logp_bt
+    sequences, tokens = arrays.num_sequences, arrays.num_tokens
+    return _Cleaned(
+        logp_bt=logp_bt,
+        adv_b=mx.stop_gradient(mx.where(length_b > 0, arrays.adv_b.astype(mx.float32), 0.0)),
+        mask_bt=mask_bt,
+        old_logp_bt=old_bt,
+        rollout_logp_bt=held(arrays.rollout_logp_bt, old_bt),
+        ref_logp_bt=None if ref_bt is None else held(ref_bt, logp_bt),
+        entropy_bt=mx.zeros_like(logp_bt) if arrays.entropy_bt is None else clean(arrays.entropy_bt),
+        keep_bt=None if arrays.keep_bt is None else arrays.keep_bt.astype(mx.bool_),
+        num_sequences=(mx.array(rows) if sequences is None else sequences).astype(mx.float32),
+        num_tokens=(length_b.sum() if tokens is None else tokens).astype(mx.float32),
     )
-    return total, LossStats(*(mx.stop_gradient(value) for value in stats))
 
 
-def _check_needs(
-    spec: LossSpec,
-    rollout_logp_bt: mx.array | None,
-    ref_logp_bt: mx.array | None,
-    entropy_bt: mx.array | None,
-    max_completion_length: int | None,
-) -> None:
-    if spec.correction != "none" and rollout_logp_bt is None:
+def _check(arrays: LossArrays, spec: LossSpec, max_completion_length: int | None) -> None:
+    check_rank("logp_bt", arrays.logp_bt, 2)
+    shape = arrays.logp_bt.shape
+    check_shape("adv_b", arrays.adv_b, shape[:1])
+    for name, array in arrays._asdict().items():
+        if array is not None and name.endswith("_bt"):
+            check_shape(name, array, shape)
+    if spec.correction != "none" and arrays.rollout_logp_bt is None:
         raise ValueError(f"correction = {spec.correction!r} needs rollout_logp_bt, the sampler's log-probs")
-    if spec.beta > 0 and ref_logp_bt is None:
+    if spec.beta > 0 and arrays.ref_logp_bt is None:
         raise ValueError(f"beta = {spec.beta} needs ref_logp_bt, the reference's log-probs")
-    if spec.entropy_coef > 0 and entropy_bt is None:
+    if spec.entropy_coef > 0 and arrays.entropy_bt is None:
         raise ValueError(f"entropy_coef = {spec.entropy_coef} needs entropy_bt")
-    if spec.aggregation == "constant" and (max_completion_length is None or max_completion_length < 1):
-        raise ValueError(
-            f"aggregation = 'constant' needs max_completion_length >= 1; found {max_completion_length}"
-        )
+    check_max_length(spec.aggregation, max_completion_length)

@@ -1,18 +1,27 @@
-"""LossSpec: the frozen value that selects an algorithm, and the presets that name the published ones."""
+"""LossSpec: the frozen value that selects an algorithm."""
 
 import math
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
 
+from grpo_fn.algorithm.aggregation import AGGREGATIONS
+from grpo_fn.algorithm.corrections import CORRECTIONS, SEQUENCE_RATIOS
 from grpo_fn.algorithm.kl import ESTIMATORS
-from grpo_fn.algorithm.ratios import CORRECTIONS, LEVELS, SEQUENCE_RATIOS
+from grpo_fn.algorithm.ratios import LEVELS
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_choice
 
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
+CHOICES: dict[str, Collection[str]] = {
+    "level": LEVELS,
+    "surrogate": SURROGATES,
+    "correction": CORRECTIONS,
+    "sequence_ratio": SEQUENCE_RATIOS,
+    "kl": ESTIMATORS,
+    "aggregation": AGGREGATIONS,
+}
+"""The fields of LossSpec that hold a name: each table is the one place where its names are registered."""
 
 
 def _check(holds: bool, name: str, found: object, wanted: str) -> None:
@@ -68,13 +77,14 @@ class LossSpec:
         """Whether a row with A = 0 still has a gradient (through the KL term or the entropy bonus)."""
         return self.beta > 0 or self.entropy_coef > 0
 
+    def values(self, names: Iterable[str]) -> dict[str, Any]:
+        """These fields by name; `epsilon_high` is a number in any case."""
+        found = {name: getattr(self, name) for name in names}
+        return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
+
     def _check_ranges(self) -> None:
-        check_choice("level", self.level, LEVELS)
-        check_choice("surrogate", self.surrogate, SURROGATES)
-        check_choice("correction", self.correction, CORRECTIONS)
-        check_choice("sequence_ratio", self.sequence_ratio, SEQUENCE_RATIOS)
-        check_choice("kl", self.kl, ESTIMATORS)
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         _check(0 <= self.epsilon_low < 1, "epsilon_low", self.epsilon_low, "0 <= epsilon_low < 1")
         _check(0 <= self.upper_epsilon < math.inf, "epsilon_high", self.epsilon_high, "epsilon_high >= 0")
         for name in ("sapo_tau_pos", "sapo_tau_neg", "correction_cap"):
@@ -107,7 +117,7 @@ class LossSpec:
                 "meaning; use level = 'token'"
             )
         if self.delta is not None:
-            if self.surrogate not in ("clip", "dual_clip"):
+            if "delta" not in SURROGATES[self.surrogate].fields:
                 raise ValueError(
                     f"delta = {self.delta} bounds the ratio of the surrogates clip and dual_clip; found "
                     f"surrogate = {self.surrogate!r}"
@@ -132,79 +142,15 @@ class LossSpec:
                 f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "
                 "use correction = 'sequence_mask'"
             )
-        truncates = self.correction in ("token_truncate", "sequence_truncate")
-        if self.correction_floor > 0 and not truncates:
+        correction = CORRECTIONS[self.correction]
+        if self.correction_floor > 0 and "correction_floor" not in correction.fields:
             raise ValueError(
                 f"correction_floor = {self.correction_floor} has no effect with correction = "
                 f"{self.correction!r}; it is the lower bound of 'token_truncate' and 'sequence_truncate'"
             )
-        by_sequence = self.correction == "sequence_truncate" or self.sequence_range is not None
+        by_sequence = correction.by_sequence or self.sequence_range is not None
         if self.sequence_ratio == "product" and not by_sequence:
             raise ValueError(
                 f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} and no "
                 "sequence_range: nothing is judged by the sequence"
             )
-
-
-@attrs.frozen(kw_only=True)
-class Recipe:
-    """A published algorithm: its loss, and what it does before the loss."""
-
-    spec: LossSpec
-    baseline: str = "group_mean"
-    scale: str = "group"
-    dynamic_sampling: bool = False
-    overlong: float = 0.0  # DAPO's soft punishment starts at this share of the length limit from its end
-    source: str = ""
-
-
-PRESETS: dict[str, Recipe] = {
-    "grpo": Recipe(spec=LossSpec(), source="DeepSeekMath, arXiv 2402.03300, eq. 3"),
-    "bnpo": Recipe(spec=LossSpec(aggregation="token_mean"), source="TRL's loss_type 'bnpo'"),
-    "dr_grpo": Recipe(
-        spec=LossSpec(aggregation="constant"), scale="none", source="Dr. GRPO, arXiv 2503.20783"
-    ),
-    "dapo": Recipe(
-        spec=LossSpec(epsilon_high=0.28, aggregation="token_mean"),
-        dynamic_sampling=True,
-        overlong=0.2,
-        source="DAPO, arXiv 2503.14476, eq. 8",
-    ),
-    "gspo": Recipe(
-        spec=LossSpec(level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-        source="GSPO, arXiv 2507.18071, eq. 5",
-    ),
-    "cispo": Recipe(
-        spec=LossSpec(surrogate="cispo", epsilon_high=4.0, aggregation="token_mean"),
-        source="MiniMax-M1, arXiv 2506.13585, eq. 4",
-    ),
-    "sapo": Recipe(spec=LossSpec(surrogate="sapo"), source="SAPO, arXiv 2511.20347"),
-    "luspo": Recipe(
-        spec=LossSpec(
-            level="sequence", epsilon_low=2e-3, epsilon_high=2.5e-3, aggregation="sequence_sum_norm"
-        ),
-        source="LUSPO, arXiv 2602.05261; its ε as TRL's paper index quotes them",
-    ),
-    "rloo": Recipe(
-        spec=LossSpec(surrogate="none", aggregation="constant"),
-        baseline="leave_one_out",
-        scale="none",
-        source="RLOO, arXiv 2402.14740",
-    ),
-}
-
-
-def preset(name: str, **changes: Any) -> LossSpec:
-    """The LossSpec of a named algorithm, with fields replaced by `changes`.
-
-    Raises:
-        ValueError: the name or a field is unknown (with the nearest spelling), or the result has no meaning.
-    """
-    check_choice("preset", name, PRESETS)
-    known = [field.name for field in attrs.fields(LossSpec)]
-    for key in changes:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}"
-            raise ValueError(f"LossSpec has no field {key}{hint}")
-    return attrs.evolve(PRESETS[name].spec, **changes)

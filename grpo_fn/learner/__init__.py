@@ -1,1 +1,49 @@
-"""."""
+"""The learner: the state of a run, batches, and the pure steps from one state to the next.
+
+Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the root helpers; not
+`grpo_fn.rollout`.
+"""
+
+from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches
+from grpo_fn.learner.grad_step import GradStep, make_grad_step
+from grpo_fn.learner.logprob_step import make_logprob_step
+from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
+from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
+from grpo_fn.learner.packing import Packer, Row, Shape
+from grpo_fn.learner.rounding import stochastic_round
+from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
+from grpo_fn.learner.token_logprobs import Head, chunk_rows, token_logprobs, token_logprobs_and_entropy
+from grpo_fn.learner.update_step import UpdateStats, make_update_step
+
+__all__ = [
+    "SCHEDULES",
+    "Batch",
+    "GradStep",
+    "Head",
+    "Optimizer",
+    "Packer",
+    "Row",
+    "Shape",
+    "TrainState",
+    "UpdateStats",
+    "adamw",
+    "can_share",
+    "chunk_rows",
+    "drop_inactive",
+    "halved",
+    "init_state",
+    "make_batch",
+    "make_grad_step",
+    "make_logprob_step",
+    "make_update_step",
+    "minibatches",
+    "shape_of",
+    "split_batch",
+    "stochastic_round",
+    "sync_old",
+    "sync_ref",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+    "warmup_schedule",
+]

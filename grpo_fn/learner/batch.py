@@ -10,7 +10,7 @@ from itertools import pairwise
 import attrs
 import mlx.core as mx
 
-from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.algorithm import LossSpec
 from grpo_fn.checks import check_shape, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.trees import map_arrays, on_host

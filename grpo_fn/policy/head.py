@@ -1,11 +1,11 @@
-"""Where an mlx-lm model comes apart into hidden states and head, found by trying.
+"""The head of a model: what maps hidden states to logits, and where an mlx-lm model has it, found by trying.
 
 mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled, soft
 capped. None of that is written again here: the head is the model itself, called with its backbone replaced by
 a stand-in that returns given hidden states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,12 +13,42 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends.elementwise import exp
 from grpo_fn.policy.kv_caches import Caches, needs_caches, plain_caches
-from grpo_fn.trees import from_names, named_leaves
+from grpo_fn.policy.parameters import parameters_replaced
+from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
 _SMALL, _LARGE = 1e-2, 1e4  # products far below every soft cap in use, and far above
 _BETWEEN = (0.3, 1.0, 3.0)  # of a cap: where a function is looked at to tell whether it is that one
+
+
+@attrs.frozen(eq=False)
+class Head:
+    """What maps hidden states to logits: trainable parameters and a function of them.
+
+    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
+    the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
+    `weight(params)` gives that matrix [V,D].
+    """
+
+    params: Tree
+    function: Callable[[Tree, mx.array], mx.array]
+    weight: Callable[[Tree], mx.array] | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logit_gradient(self, product: mx.array) -> mx.array | float:
+        """∂ logit / ∂ product, from the product in float32."""
+        if self.cap is None:
+            return self.scale
+        q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
+        return self.scale * 4 * q / mx.square(1 + q)  # scale · (1 − tanh²)
+
+
+def linear_head(weight_vd: mx.array) -> Head:
+    """The head `hidden @ weight.T`, trainable."""
+    return Head(weight_vd, lambda w, h_nd: h_nd @ w.T, lambda w: w)
 
 
 @attrs.frozen
@@ -140,11 +170,8 @@ def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
 
 def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array) -> bool:
     """Whether the head's output turns NaN when this leaf does."""
-    module.update(from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)}))
-    try:
+    with parameters_replaced(module, from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)})):
         return bool(mx.isnan(split.logits(module, probe)).any())
-    finally:
-        module.update(from_names({name: leaf}))
 
 
 def _function_of_product(

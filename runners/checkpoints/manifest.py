@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from runners import __version__
+import runners
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
 
@@ -77,8 +77,8 @@ def _read(folder: Path) -> dict[str, Any]:
     if content.get("version") != MANIFEST_VERSION:
         raise UserError(
             f"{file}: found version {show(content.get('version'))} of {MANIFEST_FORMAT}, written by "
-            f"{_writer(content)}; grpo_fn {__version__} goes on from version {MANIFEST_VERSION} alone: "
-            "finish the run with the grpo_fn that wrote it, or start again with --overwrite"
+            f"{_writer(content)}; grpo_fn {runners.__version__} goes on from version {MANIFEST_VERSION} "
+            "alone: finish the run with the grpo_fn that wrote it, or start again with --overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
@@ -115,4 +115,4 @@ def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 def _versions() -> dict[str, str]:
     installed = {name: version(name) for name in ("mlx", "mlx-lm")}
-    return {"grpo_fn": __version__, **installed, "python": platform.python_version()}
+    return {"grpo_fn": runners.__version__, **installed, "python": platform.python_version()}

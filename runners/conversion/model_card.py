@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from runners import __version__
+import runners
 from runners.config.sections import EMBEDDED
 from runners.errors import UserError, spell, spell_tables
 from runners.files.json_files import read_json
@@ -144,12 +144,13 @@ def _front_matter(facts: RunFacts | None, base: str) -> str:
 
 
 def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
-    text = f"Written by grpo_fn {__version__}" + (f" from {base}." if base else ".")
+    text = f"Written by grpo_fn {runners.__version__}" + (f" from {base}." if base else ".")
     if facts is not None:
         model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
         source, problems = (_OWN.get(name, name) for name in (base or model["path"], data["source"]))
         text = (
-            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn {__version__}.\n\n"
+            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn "
+            f"{runners.__version__}.\n\n"
             f"- Model: {source}\n- Data: {problems}\n"
         )
     if quantized:

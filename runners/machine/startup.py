@@ -20,7 +20,7 @@ from runners.machine.thread_ends import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
 
 if TYPE_CHECKING:
-    from grpo_fn.backends.cpu import Blas
+    from grpo_fn.backends import Blas
 
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
@@ -54,7 +54,7 @@ def blas() -> Blas:
     Raises ImportError where MLX is not installed, is installed without a backend, or where the environment's
     GRPO_FN_BLAS names something that is no BLAS.
     """
-    from grpo_fn.backends.cpu import load_blas
+    from grpo_fn.backends import load_blas
 
     return load_blas()
 

@@ -25,7 +25,7 @@ class Weights:
     rollout: int = 0  # bytes of a sampler that has weights of its own (quantized, or lagging behind)
     reference: int = 0  # bytes of a reference (beta > 0)
     embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
-    sampling: int = 0  # bytes of weights that are made anew for each rollout: `sampling_form`
+    sampling: int = 0  # bytes of weights that are made anew for each rollout: `decode_weights`
 
     @property
     def masters(self) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import attrs
 
-from grpo_fn.backends.cpu import grid_cache
 from grpo_fn.learner.packing import Packer, Row
-from grpo_fn.rollout.shared_prefix import ROOM
+from grpo_fn.policy.prefix_cache import ROOM
+from grpo_fn.rollout.lanes import copied_prompt
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows
@@ -144,10 +144,9 @@ def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
     """With the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
-    if sizes.lanes and sampling.prompt <= grid_cache.SHORT:
-        return attrs.evolve(
-            sampling, prompt=-(-sampling.prompt // grid_cache.STEP) * grid_cache.STEP, step=16
-        )
+    copied = copied_prompt(sampling.prompt) if sizes.lanes else None
+    if copied is not None:
+        return attrs.evolve(sampling, prompt=copied, step=16)
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
 
 

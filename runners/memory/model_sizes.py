@@ -14,12 +14,12 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.blocked_weights import takes_blocks
 from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.policy.decode_programs import LANE_PROGRAM, fits
+from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.prefix_cache import shares_prefix, sharing_pays
 from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
-from grpo_fn.policy.sampling_form import sampling_form_bytes
-from grpo_fn.rollout.shared_prefix import shares_prefix, sharing_pays
 from grpo_fn.trees import named_leaves
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
@@ -71,7 +71,9 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     shares = sharing_pays() and shares_prefix(module)
     split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute) and not packing
+    lanes = (
+        split and platform.backend == "cpu" and shares and fits(LANE_PROGRAM, module, compute) and not packing
+    )
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -83,7 +85,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=0 if packing else sampling_form_bytes(module, compute, lanes=lanes),
+            sampling=0 if packing else decode_weights_bytes(module, compute, lanes=lanes),
         ),
         shares_prompts=can_share(module),
         shares_prefix=shares,

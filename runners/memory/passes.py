@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends import has_cuda
 from grpo_fn.learner.token_logprobs import chunk_rows
 
 FLOAT = 4  # bytes of float32

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_layers import UNPACK_ROWS
+from grpo_fn.policy.quantized_layers import unpack_rows
 from grpo_fn.policy.quantized_role import QuantizedRole, quantized_role
 from runners.config.loading import Config
 from runners.errors import UserError
 
 
-def make_quantized_role(
-    config: Config, policy: g.Policy, key: str, name: str, storage: str, *, backend: str
-) -> QuantizedRole:
+def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
     """A quantized policy with the config's group size; UserError, at `key`, where the model refuses."""
     try:
         return quantized_role(
@@ -20,7 +18,7 @@ def make_quantized_role(
             storage,
             group_size=config.rollout.group_size if name.startswith("affine") else 0,
             head=config.rollout.quantize_head,
-            unpack_rows=UNPACK_ROWS[backend],
+            unpack_rows=unpack_rows(),
         )
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
+from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
 from runners.rewards.experience import Experience, length_penalty, reward_spread
 
@@ -115,7 +115,7 @@ def loss_metrics(
         metrics["kl"] = stats.kl.item()
     return metrics | {
         "entropy": stats.entropy.item(),
-        **_clip_metrics(stats, CLIPPED_SIDES.get(spec.surrogate, ())),
+        **_clip_metrics(stats, SURROGATES[spec.surrogate].clipped_sides),
         "sampling/sampling_logp_difference/mean": stats.logp_diff_mean.item(),
         "sampling/sampling_logp_difference/max": stats.logp_diff_max.item(),
         "sampling/importance_sampling_ratio/min": stats.is_ratio_min.item(),

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 from attrs import field
 
-from runners import __version__
+import runners
 from runners.config import rules
 from runners.errors import UserError, did_you_mean, show, spell
 from runners.files.json_files import read_json
@@ -78,7 +78,7 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     if content.get("version") != PROMPT_VERSION:
         raise UserError(
             f"{file}: found version {show(content.get('version'))} of {PROMPT_FORMAT}, "
-            f"wanted {PROMPT_VERSION}; grpo_fn {__version__} reads no other"
+            f"wanted {PROMPT_VERSION}; grpo_fn {runners.__version__} reads no other"
         )
     fields = attrs.fields_dict(attrs.resolve_types(PromptSettings))
     values: dict[str, Any] = {}

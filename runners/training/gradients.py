@@ -12,6 +12,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
+from grpo_fn.learner import halved
 from grpo_fn.trees import Tree
 from runners.errors import UserError, count_in, is_out_of_memory
 
@@ -100,7 +101,7 @@ class Gradients:
             large = {id(p) for p in pieces if _tokens(p) > self.max_tokens and p.targets_bt.shape[0] > 1}
             if not large:
                 break
-            pieces = [half for p in pieces for half in (g.halved(p) if id(p) in large else [p])]
+            pieces = [half for p in pieces for half in (halved(p) if id(p) in large else [p])]
         return pieces
 
     def _logged(self, params: Tree, piece: g.Batch) -> g.Batch:
@@ -122,7 +123,7 @@ class Gradients:
             reason = str(error)
         # Outside of the handler the failed step's arrays, which its traceback holds, are gone.
         mx.clear_cache()
-        halves = [half for piece in pieces for half in g.halved(piece)]
+        halves = [half for piece in pieces for half in halved(piece)]
         if len(halves) == len(pieces):
             raise UserError(
                 f"out of memory with one completion at a time ({reason}); lower rollout.max_new_tokens, set "

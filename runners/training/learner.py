@@ -46,8 +46,8 @@ def build_learner(
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
-    role, notices = make_rollout_role(config, policy, backend=platform.backend, vocabulary=vocabulary)
-    reference = make_reference_role(config, policy, backend=platform.backend)
+    role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
+    reference = make_reference_role(config, policy)
     policy = policy.skeleton()
     role.full = policy
 

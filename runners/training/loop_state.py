@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.learner import Shape
 from runners.config import rules
 from runners.telemetry.run_statistics import Tally
 
@@ -36,7 +37,7 @@ class LoopState:
     tallies: list[Tally] = attrs.field(factory=list)  # of the batch steps since the last update
     waiting: list[list[list[g.Batch]]] = attrs.field(factory=list)  # of each: minibatch × micro-batch
     stats: list[g.LossStats] = attrs.field(factory=list)  # of the gradients since the last update
-    shapes: set[g.Shape] = attrs.field(factory=set)  # of micro-batches: the steps are compiled for them
+    shapes: set[Shape] = attrs.field(factory=set)  # of micro-batches: the steps are compiled for them
 
     def plain(self) -> dict[str, Any]:
         """The fields that JSON holds."""
@@ -65,7 +66,7 @@ class LoopState:
             ],
             # Before `num_ratios` was saved, the clip shares were always of tokens.
             stats=[g.LossStats(**{"num_ratios": stats["num_tokens"], **stats}) for stats in trees["stats"]],
-            shapes={g.Shape(*map(int, shape)) for shape in trees["shapes"]},
+            shapes={Shape(*map(int, shape)) for shape in trees["shapes"]},
         )
 
 

@@ -134,14 +134,13 @@ class RolloutRole:
 
 
 def make_rollout_role(
-    config: Config, policy: g.Policy, *, backend: str, vocabulary: int
+    config: Config, policy: g.Policy, *, vocabulary: int
 ) -> tuple[RolloutRole, tuple[str, ...]]:
     """The role that [rollout] asks for, and what about it is worth a line.
 
     Args:
         config: its rollout.quantization is a mode or "none".
         policy: the learner's, with its parameters.
-        backend: "cpu", "cuda" or "metal".
         vocabulary: token ids that the model knows.
 
     Raises UserError where the model cannot be quantized so.
@@ -155,9 +154,7 @@ def make_rollout_role(
             f"rollout.quantization = {rollout.quantization} makes no role: the model's weights are quantized "
             "already, and sampler and learner run the same ones",
         )
-    role = make_quantized_role(
-        config, policy, "rollout.quantization", rollout.quantization, rollout.storage, backend=backend
-    )
+    role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
     kept = RolloutRole(
         policy, role, name=rollout.quantization, limit=rollout.mismatch_limit, vocabulary=vocabulary
     )
@@ -177,7 +174,7 @@ class ReferenceRole:
         return params if self.transform is None else self.transform(params)
 
 
-def make_reference_role(config: Config, policy: g.Policy, *, backend: str) -> ReferenceRole:
+def make_reference_role(config: Config, policy: g.Policy) -> ReferenceRole:
     """The role that loss.ref_quantization asks for; `policy` has its parameters.
 
     Raises UserError where the model cannot be quantized so.
@@ -185,5 +182,5 @@ def make_reference_role(config: Config, policy: g.Policy, *, backend: str) -> Re
     key, name = "loss.ref_quantization", config.loss.ref_quantization
     if name == "none":
         return ReferenceRole(None, None)
-    role = make_quantized_role(config, policy, key, name, config.loss.ref_storage, backend=backend)
+    role = make_quantized_role(config, policy, key, name, config.loss.ref_storage)
     return ReferenceRole(role.policy, role.transform, unfit_notice(key, role))

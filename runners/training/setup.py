@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.algorithm.surrogates import CLIPPED_SIDES
+from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_token_ids
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
@@ -212,7 +212,7 @@ def _warnings(config: Config, learner: Learner) -> list[str]:
             'difference, or set loss.correction = "token_truncate"'
         )
     silent = {"kl": "with loss.beta > 0 alone"} if spec.beta == 0 else {}
-    if CLIPPED_SIDES.get(spec.surrogate) != ("low", "high"):
+    if SURROGATES[spec.surrogate].clipped_sides != ("low", "high"):
         silent |= dict.fromkeys(
             ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
             "with the surrogates clip and dual_clip alone",

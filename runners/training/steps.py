@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
+from grpo_fn.learner import shape_of
 from grpo_fn.prng import ROLLOUTS, stream_key
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
@@ -143,7 +144,7 @@ class TrainSteps:
                 known=self.at.shapes,
                 new_shape_tokens=self._new_shape_tokens(),
             )
-            self.at.shapes |= {g.shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
+            self.at.shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
             if self.uses > 1 or self.at.stale:
                 # By the time this is read π_θ has left π_old: its log-probs are taken now.
                 pieces = self.gradients.with_old_logp(self.role.anchor, pieces)

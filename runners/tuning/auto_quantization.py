@@ -167,9 +167,7 @@ def _measure(
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     try:
-        role = make_quantized_role(
-            bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
-        )
+        role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
     except UserError as error:
         return MeasuredFormat(quantization=name, verdict=str(error).rpartition(": ")[2])
     params = role.transform(policy.params)
@@ -199,9 +197,7 @@ def _measured_again(
     bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[MeasuredFormat]
 ) -> list[MeasuredFormat]:
     """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
-    role = make_quantized_role(
-        bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
-    )
+    role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
     sides = {"none": (policy, policy.params), name: (role.policy, role.transform(policy.params))}
     g.materialize(sides[name][1])
     rates: dict[str, list[float]] = {side: [] for side in sides}

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from grpo_fn.policy.sampling_form import sampling_form_bytes
+from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.trees import nbytes
 from runners.config.loading import Config
 from runners.config.sections import RolloutConfig
@@ -103,7 +103,7 @@ def _fitting(config: Config, work: Workload, state: Any, lanes: bool) -> int:
     coming = max(nbytes(state, work.policy.frozen) - mx.get_active_memory(), 0)
     free = free_memory(config.system.memory_limit_gb) - coming - cast_bytes(work)
     with work.policy.bound(work.params) as model:
-        return groups_that_fit(work, model, free - sampling_form_bytes(model, lanes=lanes))
+        return groups_that_fit(work, model, free - decode_weights_bytes(model, lanes=lanes))
 
 
 def _facts(

@@ -10,18 +10,12 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-LEVELS = ("token", "sequence")
-SURROGATES = ("clip", "dual_clip", "cispo", "sapo", "none")
-CORRECTIONS = (
-    "none",
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "sequence_mask_weighted",
+from grpo_fn.algorithm import CHOICES
+
+# Of each choice, the names that the library has registered.
+LEVELS, SURROGATES, CORRECTIONS, KLS, AGGREGATIONS = (
+    tuple(CHOICES[field]) for field in ("level", "surrogate", "correction", "kl", "aggregation")
 )
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum_norm")
-KLS = ("k1", "k2", "k3")
 LOG_MILLION = float(np.log(1e6))
 
 

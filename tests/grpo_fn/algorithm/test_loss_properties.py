@@ -142,7 +142,7 @@ def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
     def of(rows):
         given = {names[n]: mx.array(getattr(case, n)[rows]) for n in case.tokens() if n != "logp"}
         arrays = (mx.array(a[rows]) for a in (case.logp, case.adv, case.mask))
-        return losses.loss_sum(*arrays, spec, max_completion_length=case.max_completion_length, **given)
+        return losses.loss_sum(losses.LossArrays(*arrays, **given), spec, case.max_completion_length)
 
     (whole, stats), parts = of(slice(None)), [of(slice(0, cut)), of(slice(cut, None))]
     scale = run_reference(case).loss_scale
@@ -164,16 +164,15 @@ def test_rows_without_advantage_can_be_left_out(case):
     names = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "keep": "keep_bt"}
 
     def of(logp):
-        total, stats = losses.loss_sum(
+        arrays = losses.LossArrays(
             logp,
             mx.array(part.adv),
             mx.array(part.mask),
-            spec,
-            max_completion_length=case.max_completion_length,
             num_sequences=mx.array(6),
             num_tokens=mx.array(case.mask.sum()),
             **{names[n]: mx.array(getattr(part, n)) for n in names if getattr(part, n) is not None},
         )
+        total, stats = losses.loss_sum(arrays, spec, case.max_completion_length)
         return total / mx.maximum(stats.denominator, 1.0)
 
     if active.any():

@@ -61,7 +61,7 @@ def test_any_module_of_the_core_has_the_blas_first():
 @linux_cpu
 def test_mlx_before_the_core_is_a_warning_with_the_remedy():
     """Nothing is loaded then; one warning, at the line of the import, says what to do."""
-    code = "import mlx.core\nimport grpo_fn\nfrom grpo_fn import losses\nprint(losses.__name__)"
+    code = "import mlx.core\nimport grpo_fn\nfrom grpo_fn.algorithm import loss\nprint(loss.__name__)"
     result = in_new_process(code)
     assert result.stdout.split() == ["grpo_fn.algorithm.loss"]
     assert result.stderr.count("Warning") == 1

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn.learner import shape_of
 from grpo_fn.learner.packing import round_up
 from tests.support.tiny_policies import tiny_advantages, tiny_rollout
 
@@ -221,7 +222,7 @@ def test_a_part_keeps_to_the_budget(prompts, generations, width, seed, options):
     """rows × length ≤ max_tokens, or a single row; every array of a part has the part's own sizes."""
     for part in g.split_batch(make(prompts, generations, width, seed=seed), **options):
         rows, columns = part.mask_bt.shape
-        spent = g.shape_of(part).tokens
+        spent = shape_of(part).tokens
         real = int(part.mask_bt.any(axis=1).sum().item())
         assert spent <= options["max_tokens"] or real == 1
         for array in (part.targets_bt, part.rollout_logp_bt):

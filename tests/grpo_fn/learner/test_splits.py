@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from grpo_fn.learner import halved, shape_of
 from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.trees import arrays_of
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
@@ -18,7 +19,7 @@ from tests.support.tiny_policies import (
 
 
 def halves(pieces):
-    return [half for piece in pieces for half in g.halved(piece)]
+    return [half for piece in pieces for half in halved(piece)]
 
 
 SPLITS = {
@@ -65,14 +66,14 @@ def test_halves_are_smaller(shared):
     """Half the rows, and never more places to compute; a single row stays whole."""
     batch = make_batch(prompts=(4, 2, 7))
     for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
-        one, two = g.halved(piece)
+        one, two = halved(piece)
         assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
         assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
         for half in (one, two):
-            assert g.shape_of(half).kept <= g.shape_of(piece).kept
+            assert shape_of(half).kept <= shape_of(piece).kept
             assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
     (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
-    assert g.halved(single) == [single]
+    assert halved(single) == [single]
 
 
 def test_a_split_changes_no_parameter_of_the_update():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from grpo_fn.learner import shape_of
 from grpo_fn.trees import arrays_of, map_arrays
 from tests.support.naive_learner import (
     SPECS,
@@ -122,7 +123,7 @@ def test_buckets_bound_the_traces():
         batch = make_batch(width=6, seed=seed)
         for piece in g.split_batch(batch, max_tokens=72, known=shapes, new_shape_tokens=40):
             state, _ = grad_step(state, piece)
-            shapes.add(g.shape_of(piece))
+            shapes.add(shape_of(piece))
             pieces += 1
     mx.eval(state.accum_weight)
     assert grad_step.traces == len(shapes) < 0.7 * pieces

@@ -6,7 +6,10 @@ import mlx.nn as nn
 import pytest
 
 import grpo_fn as g
+from grpo_fn.checks import check_token_ids
 from grpo_fn.learner import batch as batches
+from grpo_fn.learner import halved
+from grpo_fn.policy.policy import _embedding_rows
 from tests.support.generating import roll
 from tests.support.naive_learner import make_state
 from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_advantages, tiny_policy, tiny_rollout
@@ -50,12 +53,12 @@ class Positions(nn.Module):
 def test_other_embeddings():
     """Packed rows are rows; of two tables the one with a row for each logit counts, or else the larger; of a
     module without one nothing is known, and any id passes."""
-    assert g.policy._embedding_rows(Positions(65)) == 65 and g.policy._embedding_rows(Positions(70)) == 256
+    assert _embedding_rows(Positions(65)) == 65 and _embedding_rows(Positions(70)) == 256
     packed = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 96))
     nn.quantize(packed)
-    assert g.policy._embedding_rows(packed) == 96
-    assert g.policy._embedding_rows(nn.Linear(4, 4)) is None
-    g.guards.check_token_ids([[10**8]], None)
+    assert _embedding_rows(packed) == 96
+    assert _embedding_rows(nn.Linear(4, 4)) is None
+    check_token_ids([[10**8]], None)
 
 
 @pytest.mark.parametrize("token", OUTSIDE)
@@ -80,7 +83,7 @@ def test_rollouts_of_one_s_own_are_refused(token):
         batch = batch_of(bad)
         message = rf"token ids up to {token}: wanted ids < {VOCAB}, the rows"
         pieces = g.split_batch(batch, max_tokens=30)
-        for parts in (batch, pieces, [half for piece in pieces for half in g.halved(piece)]):
+        for parts in (batch, pieces, [half for piece in pieces for half in halved(piece)]):
             with pytest.raises(ValueError, match=message):
                 g.make_grad_step(policy, g.LossSpec(), compile=False)(make_state(policy), parts)
         with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_fn.learner.optimizer import adamw
 from grpo_fn.learner.state import init_state, sync_old, zeros_like
-from grpo_fn.learner.steps import make_update_step
+from grpo_fn.learner.update_step import make_update_step
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of, structure_of
 from runners.checkpoints.state_files import load_state, pack, unpack

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.memory import WITHIN
-from grpo_fn.policy.sampling_form import sampling_form
+from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
 from runners.config.loading import load_config
@@ -258,6 +258,6 @@ def made_to_sample(policy, params, *, lanes):
     """Bytes of the leaves that a policy's module gets while it samples."""
     with policy.bound(params) as module:
         before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
-        with sampling_form(module, lanes=lanes):
+        with decode_weights(module, lanes=lanes):
             after = named_leaves(module.parameters()).values()
             return nbytes([leaf for leaf in after if id(leaf) not in before])

@@ -8,9 +8,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.prefix_cache import PrefixCache, fork
 from grpo_fn.rollout import decode_step
 from grpo_fn.rollout.prefill import prefill, prefill_once
-from grpo_fn.rollout.shared_prefix import PrefixCache, fork
 from runners.config.sections import RolloutConfig
 from runners.machine.launch_modes import launch_modes
 from runners.machine.startup import Platform

@@ -1,4 +1,4 @@
-"""What a policy's module is while it samples: the same function, with adapters merged and products joined."""
+"""What a policy's module is while it samples: the same function, with adapters merged and products fused."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,11 +7,12 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
-from grpo_fn.backends.cuda import joined_products as joining
-from grpo_fn.backends.cuda.joined_products import joined_products
+from grpo_fn.backends import mechanisms, substituted
+from grpo_fn.backends.cuda import fused_projections as fusing
+from grpo_fn.backends.cuda.fused_projections import fused_projections
 from grpo_fn.policy import merged_adapters as merging
+from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes
 from grpo_fn.policy.merged_adapters import merged_adapters
-from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
 
@@ -43,7 +44,7 @@ def kinds(module):
 def test_merged_adapters_compute_the_same_and_come_back(name, dora):
     module = adapted(name, dora=dora)
     before, leaves = module(TOKENS), named_leaves(module.parameters())
-    held = sampling_form_bytes(module)
+    held = decode_weights_bytes(module)
     adapters = [path for path, layer in module.named_modules() if "lora_a" in layer]
     with merged_adapters(module):
         assert not {"LoRALinear", "DoRALinear"} & kinds(module)
@@ -65,15 +66,15 @@ def test_adapters_over_few_bits_are_left_alone():
         change(module)
         with merged_adapters(module):
             assert "LoRALinear" in kinds(module)
-    assert sampling_form_bytes(adapted(), mx.bfloat16) == 0
+    assert decode_weights_bytes(adapted(), mx.bfloat16) == 0
 
 
 def test_large_adapted_weights_are_left_alone(monkeypatch):
     module = adapted()
-    monkeypatch.setattr(merging, "MOST_BYTES", sampling_form_bytes(module, mx.float32) - 1)
+    monkeypatch.setattr(merging, "MOST_BYTES", decode_weights_bytes(module, mx.float32) - 1)
     with merged_adapters(module):
         assert "LoRALinear" in kinds(module)
-    assert sampling_form_bytes(module, mx.float32) == 0
+    assert decode_weights_bytes(module, mx.float32) == 0
 
 
 def test_an_error_inside_puts_the_adapters_back():
@@ -99,24 +100,25 @@ def test_a_rollout_of_adapters_draws_what_the_learner_would():
 
 
 @pytest.fixture
-def on_cuda(monkeypatch):
-    monkeypatch.setattr(joining, "has_cuda", lambda: True)
+def on_cuda():
+    with substituted(fused_projections=fusing.FORM):
+        yield
 
 
 @pytest.mark.parametrize("name", ["llama", "nanochat", "qwen2"])
-def test_joined_products_compute_the_same_and_come_back(name, on_cuda):
+def test_fused_products_compute_the_same_and_come_back(name, on_cuda):
     """Gate and up where there are two, queries, keys and values where they have one shape and no bias."""
     module = tiny_module(name)
     before, leaves = module(TOKENS), named_leaves(module.parameters())
-    held = sampling_form_bytes(module, mx.float32)
-    with joined_products(module):
-        joined = [layer for layer in module.modules() if type(layer) is joining.Joined]
-        assert len(joined) >= len(module.layers)
+    held = decode_weights_bytes(module, mx.float32)
+    with fused_projections(module):
+        fused = [layer for layer in module.modules() if type(layer) is fusing.Fused]
+        assert len(fused) >= len(module.layers)
         inside = named_leaves(module.parameters())
         assert sum(leaf.size for leaf in inside.values()) == sum(leaf.size for leaf in leaves.values())
-        assert sum(layer.weight.nbytes for layer in joined) == held
+        assert sum(layer.weight.nbytes for layer in fused) == held
         assert worst_difference(module(TOKENS), before) < 1e-5
-        assert all(not layer._results and layer._input is None for layer in joined)
+        assert all(not layer._results and layer._input is None for layer in fused)
     after = named_leaves(module.parameters())
     assert after.keys() == leaves.keys() and all(after[path] is leaf for path, leaf in leaves.items())
 
@@ -124,32 +126,32 @@ def test_joined_products_compute_the_same_and_come_back(name, on_cuda):
 def test_one_input_after_another(on_cuda):
     """A layer that is called twice, or with two inputs, gets what it asks for."""
     layers = [nn.Linear(8, 6, bias=False) for _ in range(3)]
-    joined = joining.Joined(layers)
-    parts = [joining.Part(joined, number) for number in range(3)]
+    fused = fusing.Fused(layers)
+    parts = [fusing.FusedPart(fused, number) for number in range(3)]
     a, b = (mx.random.normal((2, 8), key=mx.random.key(seed)) for seed in (1, 2))
     for number, x in ((0, a), (0, a), (1, b), (2, a), (1, a), (0, b)):
         assert worst_difference(parts[number](x), layers[number](x)) < 1e-5
 
 
-def test_large_weights_are_not_joined(on_cuda, monkeypatch):
+def test_large_weights_are_not_fused(on_cuda, monkeypatch):
     module = tiny_module("llama")
-    monkeypatch.setattr(joining, "MOST_BYTES", 10)
-    with joined_products(module):
-        assert "Joined" not in kinds(module)
-    assert sampling_form_bytes(module, mx.float32) == 0
+    monkeypatch.setattr(fusing, "MOST_BYTES", 10)
+    with fused_projections(module):
+        assert "Fused" not in kinds(module)
+    assert decode_weights_bytes(module, mx.float32) == 0
 
 
-def test_nothing_is_joined_elsewhere(monkeypatch):
-    monkeypatch.setattr(joining, "has_cuda", lambda: False)
+def test_nothing_is_fused_elsewhere(monkeypatch):
+    monkeypatch.setattr(mechanisms, "backend", lambda: "metal")
     module = tiny_module("llama")
-    with joined_products(module):
-        assert "Joined" not in kinds(module)
+    with decode_weights(module):
+        assert "Fused" not in kinds(module)
 
 
 def test_a_policy_samples_in_this_form(on_cuda):
     policy = g.Policy.from_module(tiny_module("nanochat"))
     with policy.sampling(policy.params) as module:
-        assert "Joined" in kinds(module)
+        assert "Fused" in kinds(module)
         inside = module(TOKENS)
-    assert "Joined" not in kinds(policy.module)
+    assert "Fused" not in kinds(policy.module)
     assert worst_difference(inside, policy.logits(policy.params, TOKENS)) < 1e-5

@@ -13,8 +13,11 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.elementwise import softmax
-from grpo_fn.policy.kv_caches import UNFIT, Caches, plain_caches, shares_keys
+from grpo_fn.backends import find, number
+from grpo_fn.backends.elementwise import softmax
+from grpo_fn.backends.one_token import OneTokenCache
+from grpo_fn.layers import CANNOT_CALL
+from grpo_fn.policy.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.patched_layers import attends_through_cache
 
 ROOM = 64  # tokens by which the rows' own part grows
@@ -60,16 +63,7 @@ class Layout:
         return flat if self.place_b is None else flat[self.place_b]
 
 
-class OneToken:
-    """A cache that takes one new token a row and call."""
-
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Nothing is masked: a new token sees all that came before it."""
-        if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: wanted 1 and no window")
-
-
-class PrefixCache(OneToken):
+class PrefixCache(OneTokenCache):
     """One layer's cache: prompts once, rows' own tokens by row."""
 
     def __init__(self, keys_phld: mx.array, values_phld: mx.array, layout: Layout) -> None:
@@ -123,8 +117,8 @@ class PrefixCache(OneToken):
 
         w_pgkrl = layout.by_prompt(weights[..., :length])
         w_pknl = w_pgkrl.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, length)
-        from_prompt = wide_product(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
-        out = layout.by_row(from_prompt) + wide_product(weights[..., length:], values)
+        from_prompt = _mixed(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
+        out = layout.by_row(from_prompt) + _mixed(weights[..., length:], values)
         return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
@@ -139,25 +133,13 @@ class PrefixCache(OneToken):
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
 
 
-def wide_product(a: mx.array, b: mx.array) -> mx.array:
-    """a @ b, in float32 on a CPU, where that is also the faster product.
-
-    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is. Rounded
-    twice, log-probs were up to 0.12 nats from the learner's.
-    """
-    if mx.default_device().type == mx.DeviceType.cpu:
-        a, b = a.astype(mx.float32), b.astype(mx.float32)
-    return a @ b
-
-
 def sharing_pays() -> bool:
-    """Whether `generate` shares prefixes where the model can and nothing else is said: on CPU and CUDA, where
-    it was measured."""
-    return not mx.metal.is_available()
+    """Whether one copy of each prompt was measured as faster on this machine: the default of `generate`."""
+    return bool(number("shares_prompts"))
 
 
 def shares_prefix(module: nn.Module) -> bool:
-    """Whether a model can decode over `PrefixCache`: plain keys and values in every layer, own attention.
+    """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in every layer.
 
     Found by building a call, not computing it. Each cache has to be asked to attend: a layer that takes the
     keys and attends by itself (phi3small) would not see the prompt.
@@ -173,7 +155,7 @@ def shares_prefix(module: nn.Module) -> bool:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
         forked = fork(caches, [3, 2], 5)
         module(mx.zeros((10, 1), mx.int32), cache=forked)
-    except UNFIT:
+    except CANNOT_CALL:
         return False
     return all(cache.attended for cache in forked)
 
@@ -186,8 +168,8 @@ def fork(caches: Caches, lengths: list[int], group_size: int) -> list[PrefixCach
     for cache in caches:
         keys, values = cache.keys_and_values()
         # A copy without the buffer's spare room.
-        kept = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
-        forked.append(PrefixCache(*kept, layout))
+        cut = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
+        forked.append(PrefixCache(*cut, layout))
     return forked
 
 
@@ -202,3 +184,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     index = mx.array(rows, mx.int32)
     for cache in caches:
         cache.keep(index, prompts, layout)
+
+
+def _mixed(weights: mx.array, values: mx.array) -> mx.array:
+    fast = find("weighted_values", weights, values)
+    return weights @ values if fast is None else fast(weights, values)

@@ -1,0 +1,161 @@
+"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per shape."""
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.algorithm import (
+    AGGREGATIONS,
+    LossArrays,
+    LossSpec,
+    LossStats,
+    check_max_length,
+    empty_stats,
+    loss_sum,
+    merge_stats,
+)
+from grpo_fn.compile import Compiled, compiled
+from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
+from grpo_fn.learner.logprob_step import batch_logprobs
+from grpo_fn.learner.state import TrainState
+from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
+from grpo_fn.policy.policy import Policy
+from grpo_fn.trees import Tree, arrays_of
+
+
+class GradStep:
+    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step`."""
+
+    def __init__(
+        self,
+        micro_step: Compiled,
+        policy: Policy,
+        ref_policy: Policy,
+        spec: LossSpec,
+        max_completion_length: int | None,
+    ) -> None:
+        self._micro_step, self._policy, self._ref_policy = micro_step, policy, ref_policy
+        self._spec = spec
+        self._max_completion_length = max_completion_length
+
+    @property
+    def traces(self) -> int:
+        """How often the step has been traced: once per shape of a (micro-)batch."""
+        return self._micro_step.traces
+
+    def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
+        """Add a batch's gradient and denominator to the state's; one batch step.
+
+        A loss that is not finite, whatever its gradient, makes the denominator NaN: the update that it is
+        for will be skipped.
+
+        Args:
+            state: its params are differentiated; its ref_params used where the spec has a KL term.
+            batch: one batch, or the micro-batches that it was split into.
+
+        Raises:
+            ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
+                neither state nor batch has a reference.
+        """
+        parts = list(batch) if isinstance(batch, Iterable) else [batch]
+        if not parts:
+            raise ValueError("wanted a batch, or at least one micro-batch; found an empty list")
+        accum = state.accum_grads, state.accum_weight
+        stats: list[LossStats] = []
+        for number, part in enumerate(parts, 1):
+            check_vocabulary(part, self._policy.vocabulary)
+            if self._spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
+                raise ValueError(
+                    f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"
+                )
+            if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
+                part_stats = empty_stats(
+                    AGGREGATIONS[self._spec.aggregation].denominator(
+                        part.num_sequences, part.num_tokens, self._max_completion_length
+                    )
+                )
+                accum = accum[0], accum[1] + part_stats.denominator
+                stats.append(part_stats)
+                continue
+            ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
+            # One micro-batch's activations at a time: nothing else orders the forwards.
+            tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
+            # Any number in a batch is a part of what is compiled for it: this one would be for nothing.
+            part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
+            frozen = self._policy.frozen, self._ref_policy.frozen
+            accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
+            stats.append(part_stats)
+            if number < len(parts):
+                # It computes while the next one is described. Nothing follows the last: who takes it decides.
+                mx.async_eval(list(arrays_of((accum, part_stats))))
+        accum_grads, accum_weight = accum
+        state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
+        return state, merge_stats(stats)
+
+
+def make_grad_step(
+    policy: Policy,
+    spec: LossSpec,
+    *,
+    temperature: float = 1.0,
+    max_completion_length: int | None = None,
+    ref_policy: Policy | None = None,
+    compile: bool = True,
+) -> GradStep:
+    """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
+
+    Args:
+        policy: the model as a function of its parameters.
+        spec: the algorithm.
+        temperature: of the sampler; divides the learner's logits too.
+        max_completion_length: L_max, needed by the aggregation `constant`.
+        ref_policy: whose parameters `ref_params` are, such as a `quantized_role`'s; None: `policy`.
+        compile: False runs the same Python eagerly.
+    """
+    reference = policy if ref_policy is None else ref_policy
+    check_max_length(spec.aggregation, max_completion_length)
+
+    def micro_step(
+        params: Tree,
+        ref_params: Tree | None,
+        frozen: tuple[Tree, Tree],
+        accum: tuple[Tree, mx.array],
+        batch: Batch,
+    ) -> tuple[tuple[Tree, mx.array], LossStats]:
+        frozen, ref_frozen = frozen
+        accum_grads, accum_weight = accum
+        ref_logp_bt = batch.ref_logp_bt
+        if ref_params is not None:
+            ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, batch, temperature)
+
+        def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
+            logp_1n, entropy_1n = token_logprobs_and_entropy(
+                kept_hidden(policy, params, frozen, batch),
+                policy.head(params, frozen),
+                kept_targets(batch),
+                temperature=temperature,
+                entropy_gradient=spec.entropy_coef > 0,
+            )
+            arrays = LossArrays(
+                spread(batch, logp_1n),
+                batch.advantages_b,
+                batch.mask_bt,
+                old_logp_bt=batch.old_logp_bt,
+                rollout_logp_bt=batch.rollout_logp_bt,
+                ref_logp_bt=ref_logp_bt,
+                entropy_bt=spread(batch, entropy_1n),
+                keep_bt=batch.keep_bt,
+                num_sequences=batch.num_sequences,
+                num_tokens=batch.num_tokens,
+            )
+            return loss_sum(arrays, spec, max_completion_length)
+
+        (loss, stats), grads = mx.value_and_grad(summed_loss)(params)
+        accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
+        weight = mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
+        return (accum_grads, accum_weight + weight), stats
+
+    return GradStep(compiled(micro_step, enabled=compile), policy, reference, spec, max_completion_length)

@@ -1,0 +1,40 @@
+"""The log-prob step: the learner's own log-probs of a batch. Pure, compiled once per shape."""
+
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.compile import compiled
+from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
+from grpo_fn.learner.token_logprobs import token_logprobs
+from grpo_fn.policy.policy import Policy
+from grpo_fn.trees import Tree
+
+
+def make_logprob_step(
+    policy: Policy, *, temperature: float = 1.0, compile: bool = True
+) -> Callable[[Tree, Batch], mx.array]:
+    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without gradient.
+
+    For π_old where a rollout serves several updates, and for π_ref where one wants it kept.
+    """
+    step = compiled(
+        lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
+        enabled=compile,
+    )
+
+    def logprob_step(params: Tree, batch: Batch) -> mx.array:
+        check_vocabulary(batch, policy.vocabulary)
+        return step(params, policy.frozen, attrs.evolve(batch, vocabulary=None))
+
+    return logprob_step
+
+
+def batch_logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
+    """log π of the batch's tokens, [B,T], float32, without gradient; 0 where none is wanted."""
+    hidden_1nd = kept_hidden(policy, params, frozen, batch)
+    head = policy.head(params, frozen)
+    logp_1n = token_logprobs(hidden_1nd, head, kept_targets(batch), temperature=temperature)
+    return mx.stop_gradient(spread(batch, logp_1n))

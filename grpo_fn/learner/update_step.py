@@ -1,0 +1,102 @@
+"""The update step: divides what has accumulated, clips it, and applies the optimizer. Pure, compiled once."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.compile import compiled
+from grpo_fn.learner.optimizer import Optimizer
+from grpo_fn.learner.rounding import storing
+from grpo_fn.learner.state import TrainState, zeros_like
+from grpo_fn.prng import UPDATE_ROUNDING, stream_key
+from grpo_fn.trees import Tree, arrays_of
+
+
+class UpdateStats(NamedTuple):
+    """What one optimizer update did: 0-d arrays."""
+
+    grad_norm: mx.array  # global L2 norm before clipping, float32
+    learning_rate: mx.array  # of this update, float32
+    skipped: mx.array  # True where loss, gradient, rate or new values were not finite, and not taken
+
+
+def make_update_step(
+    optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
+) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
+    """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
+
+    A loss, a gradient or a learning rate that is not finite changes nothing but the counters and what has
+    accumulated: parameters and moments stay as they were, and the stats say so. So does a leaf whose new
+    values would not be finite, which takes values at the end of float32's range: leaf by leaf, as to wait for
+    all of them would take the memory of all of them. bfloat16 leaves are rounded stochastically, with a key
+    that follows from the state's and from the update's number.
+
+    Args:
+        optimizer: see `adamw`.
+        max_grad_norm: bound on the global L2 norm; None: no clipping.
+        compile: False runs the same Python eagerly.
+    """
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+
+    def apply(
+        held: tuple[Tree, Tree],
+        accum_grads: Tree,
+        accum_weight: mx.array,
+        update_step: mx.array,
+        key: mx.array,
+    ) -> tuple[tuple[Tree, Tree], UpdateStats]:
+        params, opt_state = held
+        # Division and clipping are one factor: no second copy of the gradients.
+        weight = mx.maximum(accum_weight, 1e-30)
+        squares = [_sum(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
+        norm = mx.sqrt(mx.stack(squares).sum()) / weight
+        factor = 1 / weight
+        if max_grad_norm is not None:
+            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+        grads = tree_map(lambda total: total * factor, accum_grads)
+        rate = optimizer.schedule(update_step)
+        finite = mx.isfinite(norm) & mx.isfinite(rate)
+        store = storing(held, stream_key(key, UPDATE_ROUNDING, update_step))
+        sound: list[mx.array] = []
+
+        def keep(new: mx.array, old: mx.array) -> mx.array:
+            stored = store(new, old)
+            sound.append(finite & _all_finite(stored))
+            return mx.where(sound[-1], stored, old)
+
+        kept = optimizer.apply(grads, opt_state, params, update_step, keep)
+        return kept, UpdateStats(norm, rate, mx.logical_not(mx.stack(sound).all()))
+
+    step = compiled(apply, enabled=compile)
+
+    def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
+        held = state.params, state.opt_state
+        (params, opt_state), stats = step(
+            held, state.accum_grads, state.accum_weight, state.update_step, state.key
+        )
+        state = attrs.evolve(
+            state,
+            params=params,
+            opt_state=opt_state,
+            accum_grads=zeros_like(state.params),
+            accum_weight=mx.array(0.0),
+            update_step=state.update_step + 1,
+        )
+        return state, stats
+
+    return update_step
+
+
+def _sum(x: mx.array) -> mx.array:
+    """Of all numbers; a CPU sums columns several at a time."""
+    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
+
+
+def _all_finite(x: mx.array) -> mx.array:
+    # A sum with an infinity or a NaN in it is not finite, and faster to take than a look at each number. Only
+    # in float32: a sum of finite numbers in 16 bits can itself be beyond their range.
+    return mx.isfinite(_sum(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
