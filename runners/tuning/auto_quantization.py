@@ -135,7 +135,7 @@ def _measure_all(
             rows.append(MeasuredFormat(quantization=name, verdict="no time left to measure it"))
             continue
         patience = (end - now) / whole
-        rows.append(_measure(bench, policy, name, machine, (log_pv, answers_n), sampled, probe, patience))
+        rows.append(_measure(bench, policy, name, (log_pv, answers_n), sampled, probe, patience))
         before_it, now = now, clock()
         longest = max(longest, now - before_it)
     limit = config.system.memory_limit_gb * 1e9 or read_memory().total
@@ -146,7 +146,7 @@ def _measure_all(
     # On a machine that does other things too one measurement of each is no comparison.
     while trial.choice not in tried and end - clock() > 4 * longest:
         tried.add(trial.choice)
-        rows = _measured_again(bench, policy, trial.choice, machine, rows)
+        rows = _measured_again(bench, policy, trial.choice, rows)
         trial = choose_format(rows, room, config.rollout.auto_kl_limit)
     return trial
 
@@ -155,7 +155,6 @@ def _measure(
     bench: _Bench,
     policy: g.Policy,
     name: str,
-    machine: Platform,
     full: tuple[mx.array, mx.array],
     sampled: g.Rollout,
     probe: float,
@@ -194,7 +193,7 @@ def _measure(
 
 
 def _measured_again(
-    bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[MeasuredFormat]
+    bench: _Bench, policy: g.Policy, name: str, rows: list[MeasuredFormat]
 ) -> list[MeasuredFormat]:
     """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
     role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
