@@ -14,6 +14,7 @@ import attrs
 
 from runners.errors import UserError
 from runners.machine import install_hints
+from runners.machine.gpu_programs import keep_programs
 from runners.machine.malloc import keep_freed_memory
 from runners.machine.thread_ends import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
@@ -101,6 +102,8 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     backend = _backend(mx)
     if backend == "cpu":
         keep_freed_memory()
+    if backend == "cuda":
+        keep_programs(installed_version("mlx") or "", str(mx.device_info().get("architecture", "")))
     notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
     notices += untested_versions()
     device = str(mx.device_info().get("device_name", "")) or backend

@@ -66,7 +66,8 @@ def build_learner(
         key=mx.random.key(config.run.seed),
         ref_params=reference.params(params) if spec.beta > 0 else None,
     )
-    compile_steps = config.system.compile
+    # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
+    compile_steps = config.system.compile and platform.backend != "cuda"
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,

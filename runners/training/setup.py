@@ -21,7 +21,9 @@ from runners.data.prompts import Example, build_examples, reward_columns, templa
 from runners.data.stream import PromptStream, RunLength
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
+from runners.machine.gpu_programs import compile_ahead
 from runners.machine.launch_modes import launch_keywords
+from runners.machine.memory_readings import read_memory
 from runners.machine.startup import Platform
 from runners.memory.micro_batch import resolve_micro_batch
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
@@ -87,9 +89,12 @@ def build_run(
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
-    say(f"loading the model {config.model.path}")
-    sizes = sizes_if_it_can_fit(config, platform)
-    loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+    with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
+        say(f"loading the model {config.model.path}")
+        sizes = sizes_if_it_can_fit(config, platform)
+        loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+        say("compiling GPU programs")
+        uncompiled = programs.wait()
     data = _examples(config, rows, loaded)
     longest = max(len(example.tokens) for example in data.train)
     config = resolve_micro_batch(config, sizes, platform, longest)
@@ -134,6 +139,7 @@ def build_run(
         notices=(
             *data.notices,
             *loaded.notices,
+            *uncompiled,
             *learner.notices,
             *_warnings(config, learner),
             *expected.notices,
