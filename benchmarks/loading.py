@@ -41,7 +41,7 @@ CONVERT = """
 import resource, sys
 from pathlib import Path
 from runners.machine import startup; startup.prepare()
-from runners.conversion.convert import Quantization, convert
+from runners.conversion.convert import QuantizationOptions, convert
 def peak():
     status = Path("/proc/self/status")
     if status.exists():

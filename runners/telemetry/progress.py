@@ -95,9 +95,9 @@ class Progress:
         return self.scores[-1] if self.scores else None
 
     def _rate(self, metrics: Mapping[str, Any], interval: float) -> float | None:
-        told = metrics.get("tokens_per_second")
-        if is_finite(told):
-            return float(told)  # type: ignore[arg-type]
+        logged = metrics.get("tokens_per_second")
+        if is_finite(logged):
+            return float(logged)  # type: ignore[arg-type]
         if not is_finite(metrics.get("num_tokens")):
             return None
         # num_tokens counts all tokens of the run, those before a resume among them.

@@ -37,7 +37,7 @@ class Learner:
 
 
 def build_learner(
-    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: RunLength, platform: Platform
+    config: Config, spec: g.LossSpec, loaded: LoadedModel, length: RunLength, platform: Platform
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
     share_prompts = _shares_prompts(config, loaded, platform)
@@ -52,7 +52,7 @@ def build_learner(
     role.full = policy
 
     optim = config.optim
-    schedule = g.warmup_schedule(optim.schedule, optim.learning_rate, plan.updates, optim.warmup_ratio)
+    schedule = g.warmup_schedule(optim.schedule, optim.learning_rate, length.updates, optim.warmup_ratio)
     optimizer = g.adamw(
         schedule,
         betas=optim.betas,

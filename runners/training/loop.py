@@ -94,11 +94,11 @@ class Loop:
         config, at, steps = self.config, self.at, self.steps
         run, held_out = self.run, len(self.run.data.evaluation)
         head = run_header(config, run.folder, run.loaded, len(run.data.train), held_out)
-        self.report.start(run.plan.updates, head, done=at.update, scores=at.scores)
+        self.report.start(run.length.updates, head, done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._check_signals()
-        while steps.update_due() or (at.batch_step < self.run.plan.batch_steps and not self.watch.reached):
+        while steps.update_due() or (at.batch_step < self.run.length.batch_steps and not self.watch.reached):
             self._step()
             self._check_numbers()
             every = config.checkpoint.every
@@ -167,7 +167,7 @@ class Loop:
         metrics = self._metrics(stats, update, time.perf_counter() - self.update_started)
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
-        last = at.update == self.run.plan.updates or self.watch.reached
+        last = at.update == self.run.length.updates or self.watch.reached
         if at.update % self.config.log.every == 0 or last:
             self.log.log(metrics)
         self.report.step(metrics)

@@ -59,7 +59,7 @@ class Run:
     folder: Path  # OUTPUT_DIR/NAME
     loaded: LoadedModel
     data: Data
-    plan: RunLength
+    length: RunLength
     stream: PromptStream
     learner: Learner
     collector: Collector
@@ -101,7 +101,7 @@ def build_run(
     expected = memory_outlook(config, platform, sizes, longest)
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
-    plan = RunLength.of(config, len(data.train))
+    length = RunLength.of(config, len(data.train))
     stream, trial = PromptStream(data.train, config.run.seed), None
     if decided is not None:
         config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
@@ -109,7 +109,7 @@ def build_run(
         say("measuring quantized samplers")
         first = attrs.evolve(stream).take(config.optim.batch_size)
         config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
-    learner = build_learner(config, spec, loaded, plan, platform)
+    learner = build_learner(config, spec, loaded, length, platform)
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ def build_run(
             Workload.of(config, learner.role.policy, state.old_params, data.train),
             model_config=loaded.config,
             state=state,
-            batch_steps=plan.batch_steps,
+            batch_steps=length.batch_steps,
             platform=platform,
             say=say,
         )
@@ -128,7 +128,7 @@ def build_run(
         folder=Path(config.run.output_dir) / config.run.name,
         loaded=loaded,
         data=data,
-        plan=plan,
+        length=length,
         stream=stream,
         learner=learner,
         collector=_collector(config, learner, rewards, decoder, find_stop, loaded),

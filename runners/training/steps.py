@@ -36,16 +36,16 @@ class TrainSteps:
     def update_due(self) -> bool:
         """Whether the batch steps gathered are as many as an update takes."""
         enough = self.at.batch_step % self.config.optim.gradient_accumulation_steps == 0
-        return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.plan.batch_steps)
+        return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.length.batch_steps)
 
     def roll_out(self) -> Experience:
         """The rollout of the next batch step, scored.
 
         Where it raises (RewardError, for one) no batch step was taken: `state` and `at` can be saved.
         """
-        at, plan, stream = self.at, self.run.plan, self.run.stream
+        at, length, stream = self.at, self.run.length, self.run.stream
         key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
-        progress = TrainerState(at.update, plan.updates, stream.epoch, self.config.optim.num_epochs)
+        progress = TrainerState(at.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
             experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
         finally:

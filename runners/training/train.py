@@ -96,7 +96,7 @@ def run_training(
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
         anew = origin is None or origin.folder.resolve().parent != folder.resolve()
         room = disk_room(folder, state, run.loaded)
-        left = run.plan.batch_steps - at.batch_step
+        left = run.length.batch_steps - at.batch_step
         scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
         keep = _make_room(held, origin, shown)
         write_resolved(run.config)

@@ -1,10 +1,10 @@
 """`runners.tokenization.tokenizer_probe` on a system that does not limit the memory of a process."""
 
-from runners.machine import bounded_process as bounded
+from runners.machine import bounded_process
 from runners.tokenization import tokenizer_probe
 
 
 def main(*arguments: str) -> None:
     """As the probe's own."""
-    bounded._CAN_LIMIT = False
+    bounded_process._CAN_LIMIT = False
     tokenizer_probe.main(*arguments)

@@ -191,8 +191,9 @@ def test_values_are_spelled_alike_in_every_process():
 def test_the_threads_of_the_blas_are_counted():
     """As the environment sets them: what the library says, not what was asked of it."""
     code = (
-        "from runners.machine import startup; from runners.machine.arithmetic import arithmetic; import json;"
-        "print(json.dumps(arithmetic(startup.prepare())))"
+        "import json; from runners.machine import startup;"
+        "from runners.machine.arithmetic import arithmetic_facts;"
+        "print(json.dumps(arithmetic_facts(startup.prepare())))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
