@@ -55,9 +55,9 @@ class Writes:
         seconds: list[float] = []
         self._write: Callable[..., Any] = runners.checkpoints.saving.write_checkpoint
 
-        def timed(*args: Any) -> Path:
+        def timed(*args: Any, **options: Any) -> Path:
             started = time.perf_counter()
-            path = self._write(*args)
+            path = self._write(*args, **options)
             seconds.append(time.perf_counter() - started)
             return path
 

@@ -1,6 +1,7 @@
 """Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has two profiles."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,12 @@ settings.register_profile(
 settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
 # `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hangups():
+    """SIGHUP as a terminal sends it, also where the tests run under nohup: their processes inherit this."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import attrs
 
+import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.checkpoints.resume import (
     Origin,
     check_differences,

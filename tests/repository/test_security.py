@@ -147,7 +147,13 @@ def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
     (tmp_path / "leak.py").write_text(LEAK)
     secrets = {"WANDB_API_KEY": "w" + PLANTED, "MY_PASSWORD": "p" + PLANTED}
     rewards = 'reward.functions=["leak.py:leak", "correctness_reward_func"]'
-    values = [*QUICK, f"run.output_dir={tmp_path}", "checkpoint.every=2", rewards]
+    values = [
+        *QUICK,
+        f"run.output_dir={tmp_path}",
+        "checkpoint.every=2",
+        rewards,
+        "reward.stop_if_all_fail=false",
+    ]
     sets = [part for value in values for part in ("--set", value)]
     done, sent = watched(tmp_path, "run", "quickstart", *sets, **secrets)
     assert done.returncode == 0, done.stderr

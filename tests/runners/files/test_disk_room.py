@@ -148,7 +148,7 @@ def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path,
     straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
     config, notes = config_in(tmp_path / "b", *settings), Notes()
 
-    def full(*_):
+    def full(*_, **__):
         raise UserError("final: cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:

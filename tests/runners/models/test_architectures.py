@@ -65,7 +65,19 @@ def test_an_architecture_from_end_to_end(folder):
     assert mx.allclose(loaded.module(TOKENS), end, atol=1e-4)
     prompt = "Anna has 7 pens."
     result = CliRunner().invoke(
-        cli.main, ["generate", "two/final", prompt, "--temperature", "0", "--max-tokens", "12", "--num", "2"]
+        cli.main,
+        [
+            "generate",
+            "two/final",
+            prompt,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "12",
+            "--num",
+            "2",
+            "--no-prompt-file",
+        ],
     )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.checkpoints.run_folder import model_of_run
 from runners.config.config import load_config
-from runners.errors import UserError
+from runners.errors import UserError, spell
 from runners.inference.inference import load_inference
 from runners.machine.machine import Platform
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
@@ -172,7 +172,7 @@ def test_stop_strings_are_kept_and_turned_off(grpo, runs, tmp_path):
     file = json.loads((model / PROMPT_FILE).read_text())
     (model / PROMPT_FILE).write_text(json.dumps({**file, "stop": [stop], "nudge": ""}))
     stopped = grpo("generate", model, "7+5")
-    assert stopped.exit_code == 0 and f"stop {json.dumps(stop, ensure_ascii=False)}" in stopped.stderr
+    assert stopped.exit_code == 0 and f"stop {spell(stop)}" in stopped.stderr
     assert stopped.stdout == plain.stdout[:2] + "\n" != plain.stdout
     assert grpo("generate", model, "7+5", "--stop", "").stdout == plain.stdout
     refused = grpo("generate", model, "7+5", "--stop", "", "--stop", "x")
