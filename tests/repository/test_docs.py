@@ -3,10 +3,12 @@
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+import types
 from typing import get_args
 
 import attrs
@@ -332,3 +334,15 @@ def test_nothing_is_to_be_installed_from_an_index_under_our_name():
     wrong = re.compile(r"pip install ['\"]?grpo[-_]fn")
     assert [path.name for path in (*PAGES, *sources) if wrong.search(path.read_text())] == []
     assert "pip install -e '.[cpu]'" in (ROOT / "README.md").read_text()
+
+
+def test_the_description_on_an_index_has_no_relative_links(monkeypatch):
+    """hatch_build.py, which hatchling runs in a build, leaves web addresses alone and keeps the texts."""
+    parent = types.ModuleType("hatchling.metadata.plugin.interface")
+    monkeypatch.setattr(parent, "MetadataHookInterface", object, raising=False)
+    monkeypatch.setitem(sys.modules, parent.__name__, parent)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    plain = runpy.run_path(str(ROOT / "hatch_build.py"))["without_links"](text)
+    targets = re.findall(r"\]\(([^)]*)\)", plain)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert "| config | every section and key" in plain

@@ -1,0 +1,68 @@
+"""docs/architecture.md is true: its paths exist, and each mechanism has its files, lines and tests."""
+
+import re
+
+import pytest
+
+from tests.support.pages import ROOT, codes, tables
+
+PAGE = ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+CORE = ROOT / "grpo_fn"
+_TOP = "grpo_fn|runners|configs|benchmarks|tests|docs"
+PATHS = sorted(set(re.findall(rf"(?<![\w/.])(?:{_TOP})(?:/[\w.-]+)+", TEXT)))
+
+
+def lines_of(path):
+    """Lines of a module, or of all modules of a folder."""
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def rows_of(*columns):
+    """The rows of the page's tables with these columns."""
+    found = [table for table in tables(PAGE) if table.header == columns]
+    assert found, columns
+    return [row for table in found for row in table.rows]
+
+
+def test_every_path_exists():
+    """A file or a folder that the page names is there."""
+    assert len(PATHS) > 80
+    assert [path for path in PATHS if not (ROOT / path.rstrip(".-")).exists()] == []
+
+
+def test_every_folder_is_on_the_page():
+    """A new folder of the core or the shell gets its line."""
+    folders = [
+        f"{package}/{folder.name}"
+        for package in ("grpo_fn", "runners")
+        for folder in (ROOT / package).iterdir()
+        if (folder / "__init__.py").exists()
+    ]
+    assert [folder for folder in folders if not re.search(rf"^{folder}/ ", TEXT, re.MULTILINE)] == []
+
+
+MECHANISMS = rows_of("mechanism", "acts on", "where", "lines", "gain", "off-switch", "test")
+
+
+@pytest.mark.parametrize("row", MECHANISMS, ids=lambda row: row[0])
+def test_a_mechanism(row):
+    """It names its files and a test; its lines are those of the files, to a third, or a part of them."""
+    where, tests = codes(row[2]), codes(row[-1])
+    assert where and tests and all(row)
+    assert all(path.startswith("tests/") for path in tests)
+    found = sum(lines_of(ROOT / path) for path in where)
+    if row[3].startswith("≈"):
+        assert 0 < int(row[3].removeprefix("≈")) <= found, found
+    else:
+        assert abs(int(row[3]) - found) <= found / 3, found
+
+
+def test_every_module_of_the_backends_is_a_mechanism():
+    """What makes something faster has its row."""
+    named = {path for row in MECHANISMS for path in codes(row[2])}
+    modules = [path for path in (CORE / "backends").glob("*/*.py") if path.name != "__init__.py"]
+    shared = {"kernels.py"}  # what the kernels have in common
+    paths = [path.relative_to(ROOT).as_posix() for path in modules if path.name not in shared]
+    assert [path for path in paths if path not in named] == []
