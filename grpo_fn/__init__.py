@@ -47,11 +47,10 @@ if TYPE_CHECKING:
         token_logprobs_and_entropy,
         warmup_schedule,
     )
+    from grpo_fn.policy import Policy
     from grpo_fn.policy.head import Head
-    from grpo_fn.policy.policy import Policy
     from grpo_fn.prng import fold_in
-    from grpo_fn.rollout.generate import generate
-    from grpo_fn.rollout.sampler import Sampler, sample
+    from grpo_fn.rollout import Sampler, generate, sample
     from grpo_fn.trees import materialize
 
 __version__ = "0.1.0"
@@ -117,9 +116,8 @@ if not TYPE_CHECKING:  # where a type checker reads on, a name that is not there
         "completions",
         "prng",
         "trees",
-        "policy.policy",
-        "rollout.generate",
-        "rollout.sampler",
+        "policy",
+        "rollout",
         "learner",
     )
 

@@ -1,1 +1,49 @@
-"""."""
+"""A model as a pure function of a parameter tree: the policy, its head, quantized roles, and how it decodes.
+
+Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `grpo_fn.learner` or
+`grpo_fn.rollout`.
+"""
+
+from grpo_fn.policy.decode_programs import fits_lanes
+from grpo_fn.policy.decode_weights import decode_weights_bytes
+from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy.head import Head
+from grpo_fn.policy.kv_caches import plain_caches
+from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.policy import Policy
+from grpo_fn.policy.prefix_cache import ROOM, shares_prefix, sharing_pays
+from grpo_fn.policy.quantized_layers import QuantMode, quantize, unpack_rows
+from grpo_fn.policy.quantized_role import (
+    GROUP_SIZES,
+    MODES,
+    STORAGES,
+    QuantizedRole,
+    is_quantized,
+    quant_mode,
+    quantizable,
+    quantized_role,
+)
+
+__all__ = [
+    "GROUP_SIZES",
+    "MODES",
+    "ROOM",
+    "STORAGES",
+    "Head",
+    "Policy",
+    "QuantMode",
+    "QuantizedRole",
+    "checkpoint_layers",
+    "decode_weights_bytes",
+    "fits_lanes",
+    "is_quantized",
+    "plain_caches",
+    "quant_mode",
+    "quantizable",
+    "quantize",
+    "quantized_role",
+    "shares_prefix",
+    "sharing_pays",
+    "unpack_rows",
+    "use_own_functions",
+]

@@ -20,6 +20,11 @@ def programs_for(module: nn.Module, compute: mx.Dtype | None = None) -> frozense
     return frozenset(name for name in PROGRAMS if takes_program(name, module, compute))
 
 
+def fits_lanes(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
+    """Whether the model is small enough for row lanes, on a machine that has them."""
+    return fits(LANE_PROGRAM, module, compute)
+
+
 def takes_program(name: str, module: nn.Module, compute: mx.Dtype | None = None) -> bool:
     """Whether one of them takes the model."""
     program = find(name)

@@ -22,7 +22,7 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
     """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
 
     Only over weights of float32, where it changes nothing but rounding: in 16 bits most of a young adapter
-    would be rounded away, and packed weights would have to be packed anew.
+    would be rounded away, and packed weights would have to be packed again.
     """
     adapted = mergeable(module)
     merged = [(name, layer.fuse()) for name, layer in adapted]

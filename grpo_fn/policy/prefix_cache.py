@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import find, number
+from grpo_fn.backends.decoding import OneTokenCache
 from grpo_fn.backends.elementwise import softmax
-from grpo_fn.backends.one_token import OneTokenCache
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.patched_layers import attends_through_cache

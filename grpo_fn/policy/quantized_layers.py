@@ -60,7 +60,7 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
 def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part by part.
 
-    Its backward pass unpacks W once more: kept, all layers' weights would be in memory in full size. Packed
+    Its backward pass unpacks W once more: saved, all layers' weights would be in memory in full size. Packed
     weights have no gradient.
     """
 

@@ -1,1 +1,36 @@
-"""."""
+"""From prompts to completions: prefill, decoding steps, the decoding loop, the sampler.
+
+Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grpo_fn.algorithm` or
+`grpo_fn.learner`.
+"""
+
+from grpo_fn.rollout.categorical import WORDS
+from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.rollout.generation import generate
+from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, copied_prompt, grid_lanes, lane_stream
+from grpo_fn.rollout.prefill import PREFILL_TOKENS
+from grpo_fn.rollout.sampler import Sampler, draw_words, drawing, mark_seen, penalize, sample, seen_tokens
+
+__all__ = [
+    "PREFILL_TOKENS",
+    "WORDS",
+    "CacheSteps",
+    "FindStop",
+    "Lane",
+    "LaneSteps",
+    "Sampler",
+    "Steps",
+    "Stream",
+    "copied_prompt",
+    "draw_words",
+    "drawing",
+    "generate",
+    "grid_lanes",
+    "lane_stream",
+    "mark_seen",
+    "penalize",
+    "sample",
+    "seen_tokens",
+    "shared_steps",
+]

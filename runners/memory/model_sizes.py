@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.learner.shared_prompts import can_share
-from grpo_fn.policy.decode_programs import LANE_PROGRAM, fits
+from grpo_fn.policy.decode_programs import fits_lanes
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix, sharing_pays
@@ -71,9 +71,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     shares = sharing_pays() and shares_prefix(module)
     split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    lanes = (
-        split and platform.backend == "cpu" and shares and fits(LANE_PROGRAM, module, compute) and not packing
-    )
+    lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute) and not packing
     return ModelSizes(
         shape=shape,
         weights=Weights(

@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from grpo_fn.backends.cpu.attention import weighted_values
 from grpo_fn.backends.cpu.blocked_weights import PRODUCT, divisor
+from grpo_fn.backends.decoding import OneTokenCache
 from grpo_fn.backends.elementwise import softmax
-from grpo_fn.backends.one_token import OneTokenCache
 
 ROOM = 64  # positions: to a multiple of that many prompts are cut
 # Prompts up to this length are copied into each of their rows' own part: a fifth fewer operations.

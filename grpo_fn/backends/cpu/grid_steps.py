@@ -24,7 +24,7 @@ from grpo_fn.backends.cpu.grid_cache import (
     cut_to,
     longer,
 )
-from grpo_fn.backends.halving import filled, halved
+from grpo_fn.backends.decoding import filled, halved
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
@@ -90,11 +90,11 @@ class GridSteps:
         groups = [alive[start : start + self._group_size] for start in range(0, len(alive), self._group_size)]
         live = [p for p, group in enumerate(groups) if any(group)]
         rows = halved(self._first[1], max(sum(group) for group in groups))
-        kept = []
+        places = []
         for p in filled(live, halved(self._first[0], len(live)), len(groups)):
             mine = [g for g, is_alive in enumerate(groups[p]) if is_alive]
-            kept += [p * self._group_size + g for g in filled(mine, rows, self._group_size)]
-        return kept
+            places += [p * self._group_size + g for g in filled(mine, rows, self._group_size)]
+        return places
 
     def keep_rows(self, rows: list[int]) -> None:
         """As `decode_step.Steps`; of each prompt as many, or none."""

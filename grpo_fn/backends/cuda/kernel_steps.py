@@ -15,9 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
-from grpo_fn.backends.halving import filled, halved
+from grpo_fn.backends.decoding import OneTokenCache, filled, halved
 from grpo_fn.backends.mechanisms import DecodeProgram
-from grpo_fn.backends.one_token import OneTokenCache
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import Tree

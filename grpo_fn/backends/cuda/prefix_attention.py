@@ -2,7 +2,7 @@
 
 A block computes one row and one head of keys, with all the query heads that share it. Groups of lanes take
 keys in turn, 16 bytes of each a lane, and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867);
-at the end the groups' sums are joined. The rows of a prompt read the same keys, mostly out of the cache.
+at the end the groups' sums are combined. The rows of a prompt read the same keys, mostly out of the cache.
 
 The new key and value are written into the row's own buffers, which are inputs: MLX knows nothing of it. Right
 only where whoever calls holds these buffers alone and lets no two steps overlap; a step's tokens depend on

@@ -1,6 +1,15 @@
-"""Batch sizes for decoding that shrink by halves: every size is a compiled program of its own."""
+"""What decoding steps share: a cache of one token a call, and batch sizes that shrink by halves."""
 
 from collections.abc import Sequence
+
+
+class OneTokenCache:
+    """A cache that takes one new token a row and call."""
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """No mask: a new token sees all that came before it."""
+        if length != 1 or window_size is not None:
+            raise ValueError(f"length = {length}, window_size = {window_size}: wanted 1 and no window")
 
 
 def halved(number: int, least: int) -> int:

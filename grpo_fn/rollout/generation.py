@@ -55,7 +55,7 @@ def generate(
         num_generations: G.
         max_new_tokens: length limit of a completion, tokens.
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
-        eos_ids: tokens that end a completion; the one that does is kept and counts.
+        eos_ids: tokens that end a completion; it stays in the completion and counts.
         find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
             seen the first `start` and found no end: how many of them to keep if it has ended, else None.
         max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
