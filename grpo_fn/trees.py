@@ -1,6 +1,6 @@
 """Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
 
-mlx's own tree functions stop at attrs objects (and `mx.eval` passes over them in silence), hence these.
+mlx's own tree functions stop at attrs objects, and `mx.eval` ignores them without an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 def materialize(*trees: Tree) -> None:
     """Compute every array in the trees now.
 
-    `mx.eval` for values of this library: `mx.eval(state)` would do nothing and say nothing.
+    `mx.eval` for values of this library: `mx.eval(state)` would do nothing, without an error.
     """
     check_process()
     mx.eval([array for tree in trees for array in arrays_of(tree)])

@@ -18,7 +18,7 @@ from grpo_fn.algorithm import (
 )
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
-from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
+from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
 from grpo_fn.learner.logprob_step import batch_logprobs
 from grpo_fn.learner.state import TrainState
 from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
@@ -133,20 +133,20 @@ def make_grad_step(
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
             logp_1n, entropy_1n = token_logprobs_and_entropy(
-                kept_hidden(policy, params, frozen, batch),
+                hidden_at_positions(policy, params, frozen, batch),
                 policy.head(params, frozen),
-                kept_targets(batch),
+                targets_at_positions(batch),
                 temperature=temperature,
                 entropy_gradient=spec.entropy_coef > 0,
             )
             arrays = LossArrays(
-                spread(batch, logp_1n),
+                scatter_to_batch(batch, logp_1n),
                 batch.advantages_b,
                 batch.mask_bt,
                 old_logp_bt=batch.old_logp_bt,
                 rollout_logp_bt=batch.rollout_logp_bt,
                 ref_logp_bt=ref_logp_bt,
-                entropy_bt=spread(batch, entropy_1n),
+                entropy_bt=scatter_to_batch(batch, entropy_1n),
                 keep_bt=batch.keep_bt,
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,

@@ -16,7 +16,7 @@ from runners.models.model_files import companions
 from runners.telemetry.progress import gigabytes
 
 if TYPE_CHECKING:
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
     from runners.config.sections import CheckpointConfig
     from runners.models.models import LoadedModel
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from grpo_fn.backends.cpu import grid_cache
-from grpo_fn.learner.packing import Packer, Row
+from grpo_fn.learner import Packer, Row
 from grpo_fn.rollout.shared_prefix import ROOM
 from runners.config.config import Config
 from runners.config.sections import EMBEDDED
@@ -175,7 +175,7 @@ def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
         MicroBatch.of(
             (run.shape.prompts or run.shape.rows, run.shape.length),
             (run.shape.rows, run.shape.width),
-            targets=run.shape.kept,
+            targets=run.shape.positions,
             shares_prompts=run.shape.prompts > 0,
         )
         for run in runs

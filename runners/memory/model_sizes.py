@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.cpu.blocked_weights import takes_blocks
-from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner import can_share
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
 from grpo_fn.policy.sampling_form import sampling_form_bytes
