@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import attrs
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from grpo_fn.process_check import check_process
@@ -54,6 +55,13 @@ def named_leaves(tree: Tree) -> dict[str, mx.array]:
 def from_names(leaves: Mapping[str, mx.array]) -> Tree:
     """The inverse of `named_leaves`; {} for no leaves."""
     return tree_unflatten(list(leaves.items())) if leaves else {}
+
+
+def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """A module's trainable leaves and its other ones, each under their dotted names."""
+    trainable = named_leaves(module.trainable_parameters())
+    everything = named_leaves(module.parameters())
+    return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
 
 
 def on_host(array: mx.array) -> list[Any]:

@@ -21,8 +21,8 @@ def split_batch(
 ) -> list[Batch]:
     """Cut a batch into micro-batches of at most `max_tokens` tokens each, padding included.
 
-    Rows of similar length come into one micro-batch; see `packing`. With `bucketed` sizes are rounded up by at
-    most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
+    Rows of similar length come into one micro-batch; see `packing`. With `bucketed` sizes are rounded up, by
+    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
     nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
 
     With `share_prompts` a group's rows may stay together and use one copy of their prompt, where that takes

@@ -20,7 +20,7 @@ from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
 from grpo_fn.policy.sampling_form import sampling_form_bytes
 from grpo_fn.rollout.shared_prefix import shares_prefix, sharing_pays
-from grpo_fn.trees import named_leaves
+from grpo_fn.trees import split_leaves
 from runners.config.config import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
@@ -62,8 +62,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     if settings.tune != "full":
         new_adapters(module, settings.tune, settings.lora, config.run.seed)
     use_own_functions(module)
-    trained = named_leaves(module.trainable_parameters())
-    frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trained}
+    trained, frozen = split_leaves(module)
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
