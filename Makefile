@@ -2,7 +2,7 @@
 #
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
 ## make test         set up, and run the tests
-## make lint         ruff and pyright
+## make lint         ruff, pyright and import-linter
 ## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
@@ -28,7 +28,7 @@ ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
 BENCHMARKS := logprobs loss step rollout learner peers quant sync generation loading memory depth checkpoint quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
-HAS_BLAS = $(BIN)/python -c 'from runners.machine.machine import blas; import sys; \
+HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
@@ -47,6 +47,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
@@ -90,7 +91,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "installing Intel's MKL into $(VENV), as there is no OpenBLAS: pip install mkl"; \
 		$(BIN)/python -m pip install --quiet mkl || true; \
 	fi
-	@$(BIN)/python -c 'from runners.machine.machine import prepare; [print(line) for line in prepare().notices]'
+	@$(BIN)/python -c 'from runners.machine.startup import prepare; [print(line) for line in prepare().notices]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

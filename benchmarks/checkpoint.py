@@ -16,7 +16,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.memory import CASES, Case, write_case
 from benchmarks.record import Figure
 from grpo_fn.trees import arrays_of
-from runners.config.config import Config, load_config
+from runners.config.loading import Config, load_config
 from runners.telemetry.report import Quiet
 from runners.training.loop import RunResult
 from runners.training.train import run_training

@@ -16,7 +16,7 @@ from benchmarks.machine import backend, machine, rates
 from benchmarks.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
 from benchmarks.report import README, draw_chart, refresh
 from runners.errors import UserError
-from runners.machine import machine as platform
+from runners.machine import startup
 
 SAME_WORK = ("repeats", "sweep")  # options that change how much is measured, and not what
 OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own
@@ -57,7 +57,7 @@ def benchmark(
             folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
                 load_records(folder / f"{name}.json")  # before the minutes of measuring
-                for notice in platform.prepare().notices:
+                for notice in startup.prepare().notices:
                     say(notice)
                 surroundings = machine()  # the load before this benchmark adds its own
                 say(f"{name}: measuring the machine")

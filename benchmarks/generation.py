@@ -19,8 +19,8 @@ from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.inference.generation import Sampling, generate_batches
-from runners.inference.inference import InferenceModel, load_inference
-from runners.machine.machine import prepare
+from runners.inference.inference_model import InferenceModel, load_inference
+from runners.machine.startup import prepare
 from runners.tokenization.text import TextDecoder
 
 PROMPTS = 32

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from runners.machine import machine as platform
-from runners.tuning.launching import usual
+from runners.machine import startup
+from runners.machine.launch_modes import usual_launch_keywords
 
 Prompts = list[list[int]]
 Options = dict[str, Any]  # keywords of `generate`
@@ -43,7 +43,7 @@ class Case:
 
 def as_a_run() -> Options:
     """The options of `generate` that a run would use here."""
-    return usual(platform.prepare())
+    return usual_launch_keywords(startup.prepare())
 
 
 def ours(policy: g.Policy, prompts: Prompts, case: Case, **options: Any) -> Callable[[], g.Rollout]:

@@ -26,10 +26,10 @@ from benchmarks.shapes import SHAPES, make_module
 from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
 from runners.config.sections import EMBEDDED, ModelConfig
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform, prepare
-from runners.models.model_files import copy_companions
-from runners.models.models import load_model
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform, prepare
+from runners.models.folders import copy_companions
+from runners.models.loaded_model import load_model
 from runners.quickstart import MODEL_DIR
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
@@ -40,7 +40,7 @@ MODELS = (EMBEDDED, "qwen2-6x256", "qwen2.5-0.5b")
 CONVERT = """
 import resource, sys
 from pathlib import Path
-from runners import platform; platform.prepare()
+from runners.machine import startup; startup.prepare()
 from runners.conversion.convert import Quantization, convert
 def peak():
     status = Path("/proc/self/status")

@@ -15,8 +15,8 @@ from benchmarks.measure import interleaved
 from benchmarks.record import Figure, ratio_figure, time_figure
 from grpo_fn.algorithm import LossArrays, loss_sum
 from runners.config.sections import EMBEDDED, ModelConfig
-from runners.machine.machine import prepare
-from runners.models.models import load_model
+from runners.machine.startup import prepare
+from runners.models.loaded_model import load_model
 
 SHARE_TARGET = 3.0  # per cent of the grad step
 SPREAD_TARGET = 1.2  # the dearest preset over the cheapest

@@ -16,8 +16,9 @@ import mlx.core as mx
 
 import grpo_fn
 from benchmarks.measure import timed
-from grpo_fn.backends.cpu.elementwise import exp
-from runners.machine import machine as platform
+from grpo_fn.backends.elementwise import exp
+from runners.machine import startup
+from runners.machine.memory_readings import read_memory
 
 
 @attrs.frozen
@@ -64,16 +65,16 @@ def rates(quick: bool = False) -> Rates:
 @functools.cache
 def backend() -> str:
     """ "metal", "cuda" or "cpu": the key under which a result is kept."""
-    return platform.prepare().backend
+    return startup.prepare().backend
 
 
 def machine() -> dict[str, str | int | float]:
     """Hardware, libraries and versions, as a result keeps them."""
-    found = platform.prepare()
+    found = startup.prepare()
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
-        "memory_gb": round(platform.memory().total / 1e9, 1),
+        "memory_gb": round(read_memory().total / 1e9, 1),
         "device": found.device,
         "system": f"{system.system()} {system.machine()}",
         "blas": _blas_name(found.blas),

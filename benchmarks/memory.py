@@ -15,11 +15,11 @@ import mlx.core as mx
 
 from benchmarks.command import benchmark, say
 from benchmarks.record import Figure
-from runners.config.config import load_config
-from runners.machine.machine import prepare
-from runners.memory.footprint import Phase
+from runners.config.loading import load_config
+from runners.machine.startup import prepare
+from runners.memory.footprint import MemoryPhase
 from runners.memory.forecast import Forecast, forecast, longest_prompt
-from runners.models.model_files import copy_companions
+from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -227,7 +227,7 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
-    phase: Phase = found.foretold.peak
+    phase: MemoryPhase = found.foretold.peak
     largest = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [

@@ -117,7 +117,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
-    from runners.config.config import load_config
+    from runners.config.loading import load_config
     from runners.training import train
 
     work = Path(settings.work)

@@ -15,8 +15,8 @@ from benchmarks.machine import backend
 from grpo_fn.trees import from_names, named_leaves
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, did_you_mean
-from runners.machine.machine import prepare
-from runners.models.models import load_model
+from runners.machine.startup import prepare
+from runners.models.loaded_model import load_model
 
 LOGIT_STD = (
     3.0  # of a trained model's logits, roughly; what quantization does to a distribution depends on it

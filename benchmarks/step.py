@@ -15,9 +15,9 @@ from benchmarks.machine import rates
 from benchmarks.measure import Timing, peak_bytes
 from benchmarks.record import Figure, time_figure
 from grpo_fn.trees import nbytes
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.prompts import Example
-from runners.machine.machine import prepare
+from runners.machine.startup import prepare
 from runners.training.setup import Run, build_run
 
 PARTS = ("rollout", "reward", "batch", "grad", "update", "sync")
@@ -97,7 +97,7 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
     small = ["optim.batch_size=4", "rollout.num_generations=4", "data.max_samples=16", "eval.samples=8"]
     repeats = min(repeats, 2) if quick else repeats
     config = load_config("quickstart", [*(small if quick else []), *overrides])
-    run = build_run(config, prepare(), say)
+    run = build_run(config.check(), prepare(), say)
     state = run.learner.state
     assert state is not None
     examples = run.stream.take(run.config.optim.batch_size)

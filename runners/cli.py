@@ -142,27 +142,27 @@ def _run(
     allow_config_change: bool,
     overwrite: bool,
 ) -> None:
-    from runners.config.config import load_config, write_resolved
-    from runners.machine import machine as platform
+    from runners.config.loading import load_config, write_resolved
+    from runners.machine import startup
 
     config = load_config(name, overrides)
     for notice in config.notices:
         echo(notice, err=True)
     if dry_run:
-        platform.load_blas()  # before `check` imports MLX
+        startup.load_blas()  # before `check` imports MLX
         config = config.check()
         echo(config.to_toml())
         echo(f"written to {write_resolved(config)}", err=True)
         return
 
     # The BLAS has to be in place before anything imports MLX.
-    for notice in platform.prepare(config.system.memory_limit_gb).notices:
+    for notice in startup.prepare(config.system.memory_limit_gb).notices:
         echo(notice, err=True)
 
     from runners.training.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(config.check(), resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
+    run_training(config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -22,6 +23,7 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  
 _LINE = 2000  # characters
 _LISTED = 40  # names of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with
+_QUOTED = 300  # characters of an exception's message that fit into a one-line message
 _SHOWN = 80  # characters of a found value that fit into a one-line message
 
 
@@ -93,7 +95,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def show(value: object) -> str:
     """A found value as TOML spells it, shortened to fit into a one-line message.
 
-    It may be anybody's object: one that cannot be spelt is told by its class.
+    It may be anybody's object: one that cannot be spelt is shown by its class.
     """
     try:
         text = spell(_cut(value, 3), depth=3)
@@ -175,3 +177,24 @@ def first_lines(message: str) -> str:
     """The first three lines of a foreign error's message as one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
+
+
+def error_line(error: BaseException, path: object = None) -> str:
+    """An exception in one line of bounded length, led by its line in the file at `path` if it has one."""
+    import traceback
+
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    where = f"line {lines[-1]}: " if lines else ""
+    text = one_line(" ".join(text_of(error).split()), os.environ)
+    return f"{where}{type(error).__name__}: {text[:_QUOTED]}"
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
+    if size < 1e6:
+        return f"{size / 1e3:.0f} kB"
+    if size < 1e8:
+        return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
+    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:.1f} GB"

@@ -6,7 +6,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from runners.machine.machine import load_blas
+from runners.machine.startup import load_blas
 
 # On CUDA, float32 products in float32: what compares two ways to compute looks for less than TF32's rounding.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")

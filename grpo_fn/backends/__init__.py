@@ -1,1 +1,45 @@
-"""What makes the core fast on one kind of device and changes no result. Imports no runners."""
+"""What makes the core faster on one kind of device; it changes no result.
+
+`find(name, *arguments)` gives this machine's fast function for a named operation, or None: the caller then
+computes the composed form. What is outside of this folder imports neither `backends.cpu` nor `backends.cuda`,
+and asks for no device; this folder imports the root helpers alone. Importing it loads no MLX: on Linux the
+BLAS of `backends.cpu` has to come first.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_fn.backends.cpu.blas import Blas, load_blas
+    from grpo_fn.backends.mechanisms import (
+        OPERATIONS,
+        disable,
+        disabled,
+        find,
+        has_cuda,
+        number,
+        offers,
+        substituted,
+    )
+
+__all__ = [
+    "OPERATIONS",
+    "Blas",
+    "disable",
+    "disabled",
+    "find",
+    "has_cuda",
+    "load_blas",
+    "number",
+    "offers",
+    "substituted",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("Blas", "load_blas"):
+        import grpo_fn.backends.cpu as owner
+    else:
+        import grpo_fn.backends.mechanisms as owner
+    return getattr(owner, name)

@@ -13,16 +13,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.backends.cpu.elementwise import exp, logsumexp
-from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
+from grpo_fn.backends import find, number
+from grpo_fn.backends.elementwise import exp, logsumexp
+from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.policy.head import Head, linear_head
 from grpo_fn.trees import Tree, arrays_of, map_arrays
-
-# Logits held at a time, float32. A CPU wants few, near its core; a GPU many, as each chunk adds to the
-# whole gradient of the head.
-CPU_ELEMENTS, CPU_NEAR, CPU_ROWS = 2**22, 2**18, 96
-METAL_ELEMENTS, CUDA_ELEMENTS = 2**25, 2**27
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -31,10 +27,8 @@ def chunk_rows(vocabulary: int) -> int:
     On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
     128 MB (Metal) or 512 MB (CUDA).
     """
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return max(min(CPU_ELEMENTS // vocabulary, CPU_ROWS), CPU_NEAR // vocabulary, 1)
-    elements = METAL_ELEMENTS if mx.metal.is_available() else CUDA_ELEMENTS
-    return max(elements // vocabulary, 1)
+    most = min(number("logits") // vocabulary, number("logit_rows"))
+    return max(most, number("least_logits") // vocabulary, 1)
 
 
 def token_logprobs(
@@ -146,7 +140,7 @@ def _chunked(
             found = out[0], out[1] if len(out) > 1 else None
             slopes = ct[0], ct[1] if entropy == "differentiable" else None
             bend = head.scale, head.cap
-            dz_cv = row_slopes(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.
@@ -203,11 +197,11 @@ def _chunked(
 
 
 def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
-    """The array with one number added in each row: in place on a CPU, in the same pass elsewhere."""
-    rows, width = array_cv.shape
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return array_cv.at[mx.arange(rows), index_c].add(values_c)
-    here_cv = mx.arange(width, dtype=index_c.dtype)[None] == index_c[:, None]
+    """The array with one number added in each row; in the same pass, where the backend has no other way."""
+    fast = find("add_at", array_cv)
+    if fast is not None:
+        return fast(array_cv, index_c, values_c)
+    here_cv = mx.arange(array_cv.shape[1], dtype=index_c.dtype)[None] == index_c[:, None]
     return array_cv + mx.where(here_cv, values_c[:, None], 0.0)
 
 

@@ -1,7 +1,7 @@
-"""The second half of a gated MLP, down(silu(gate) · x), of which a backward pass keeps gate and x alone.
+"""The second half of a gated MLP, down(silu(gate) · x); for the backward pass only gate and x are saved.
 
-The gradient of down's weights needs the gated product too: a sixth of all that the backward pass waits for in
-a block, and one pass over two arrays to make again.
+The gradient of down's weights needs the gated product too. It is a sixth of a block's saved activations, and
+one pass over two arrays computes it again.
 """
 
 from typing import Any, cast
@@ -9,7 +9,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.elementwise import anew, is_one_token, swiglu, swiglu_with_slopes
+from grpo_fn.backends.elementwise import swiglu, swiglu_gradient
+from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.layers import is_one_token
+from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import from_names, named_leaves
 
 
@@ -20,24 +23,20 @@ def down_of_gated(down: nn.Module, gate: mx.array, x: mx.array) -> mx.array:
     held, names = down.parameters(), list(named_leaves(down.trainable_parameters()))
 
     def call(gated: mx.array, *leaves: mx.array) -> mx.array:
-        before = down.parameters()  # the backward pass comes here again, long after the call
-        try:
-            down.update(held)
-            down.update(from_names(dict(zip(names, leaves, strict=True))))
+        # The backward pass comes here again, long after the call: the module may then hold other leaves.
+        with parameters_replaced(down, held, from_names(dict(zip(names, leaves, strict=True)))):
             return down(gated)
-        finally:
-            down.update(before)
 
     @mx.custom_function
     def whole(gate: mx.array, x: mx.array, *leaves: mx.array) -> mx.array:
         return call(swiglu(gate, x), *leaves)
 
     @whole.vjp
-    def slopes(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
         gate, x, *leaves = primals
-        gated, slopes_of = swiglu_with_slopes(*anew([gate, x], cotangent))
-        along = mx.vjp(call, [gated, *leaves], [cotangent])[1]
-        return (*slopes_of(along[0]), *along[1:])
+        gated, swiglu_vjp = swiglu_gradient(*recomputed([gate, x], cotangent))
+        gated_gradient, *leaf_gradients = mx.vjp(call, [gated, *leaves], [cotangent])[1]
+        return (*swiglu_vjp(gated_gradient), *leaf_gradients)
 
     trained = named_leaves(down.trainable_parameters())
     return cast(mx.array, whole(gate, x, *trained.values()))

@@ -13,8 +13,9 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.elementwise import exp
+from grpo_fn.backends.elementwise import exp
 from grpo_fn.policy.kv_caches import Caches, needs_caches, plain_caches
+from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
@@ -169,11 +170,8 @@ def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
 
 def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array) -> bool:
     """Whether the head's output turns NaN when this leaf does."""
-    module.update(from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)}))
-    try:
+    with parameters_replaced(module, from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)})):
         return bool(mx.isnan(split.logits(module, probe)).any())
-    finally:
-        module.update(from_names({name: leaf}))
 
 
 def _function_of_product(

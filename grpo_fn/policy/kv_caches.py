@@ -5,15 +5,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import map_arrays
 
 Caches = list[Any]
 
 _PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
-
-# What a model raises that cannot be called in the way that is tried. MLX reports that memory has run out as a
-# RuntimeError, which says nothing about the model.
-UNFIT = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 
 def plain_caches(model: nn.Module) -> Caches:
@@ -47,7 +44,7 @@ def takes_ragged(model: nn.Module) -> bool:
     prepare_padding(caches, [2] * (_PROBE_ROWS - 1) + [1], 2)
     try:
         model(mx.zeros((_PROBE_ROWS, 2), mx.int32), cache=caches)
-    except UNFIT:
+    except CANNOT_CALL:
         return False
     return not shares_keys(model) or _ragged_is_right(model)
 

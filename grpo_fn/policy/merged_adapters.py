@@ -8,13 +8,11 @@ its weights is, and the merged ones would be in memory beside them: it stays as 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from grpo_fn.policy.patched_layers import is_linear
+from grpo_fn.layers import NamedLayers, is_linear, replaced_layers
 
 MOST_BYTES = 256e6  # of merged weights
 
@@ -26,17 +24,14 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
     Only over weights of float32, where it changes nothing but rounding: in 16 bits most of a young adapter
     would be rounded away, and packed weights would have to be packed anew.
     """
-    adapted = dict(mergeable(module))
-    merged = {name: layer.fuse() for name, layer in adapted.items()}
-    mx.eval([layer.parameters() for layer in merged.values()])
-    try:
-        module.update_modules(tree_unflatten(list(merged.items())))
+    adapted = mergeable(module)
+    merged = [(name, layer.fuse()) for name, layer in adapted]
+    mx.eval([layer.parameters() for _, layer in merged])
+    with replaced_layers(module, merged, adapted):
         yield
-    finally:
-        module.update_modules(tree_unflatten(list(adapted.items())))
 
 
-def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> list[tuple[str, Any]]:
+def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
     """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to it."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear

@@ -1,4 +1,4 @@
-"""Faults of single mlx-lm models that are put right in one instance, by name: no property tells them."""
+"""Fixes for faults of single mlx-lm models, in one instance; such a model is known by its module's name."""
 
 from typing import Any, cast
 
@@ -6,13 +6,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def put_right(module: nn.Module) -> None:
-    """Mend a model that is one of those; a second call changes nothing."""
+def fix_known_faults(module: nn.Module) -> None:
+    """Fix the model if it is one of those; a second call changes nothing."""
     if type(module).__module__ == "mlx_lm.models.phi3small":
-        _put_phi3small_right(module)
+        _fix_phi3small(module)
 
 
-def _put_phi3small_right(module: nn.Module) -> None:
+def _fix_phi3small(module: nn.Module) -> None:
     """It writes −inf at ids that a smaller vocabulary does not have, past the end of the logits; and its
     block-sparse layers add their causal mask of booleans to the scores, so that they see later tokens."""
     from mlx_lm.models import phi3small

@@ -14,11 +14,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.elementwise import is_one_token, on_cpu, relu2, rms_norm, softmax, swiglu
-from grpo_fn.backends.cuda.kernels import has_cuda
-from grpo_fn.backends.cuda.rope_kernels import rope, takes_heads
+from grpo_fn.backends import find, offers
+from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
+from grpo_fn.layers import is_one_token
 from grpo_fn.policy.gated_mlp import down_of_gated
-from grpo_fn.policy.model_fixes import put_right
+from grpo_fn.policy.model_fixes import fix_known_faults
 from grpo_fn.policy.quantized_layers import QuantMode, unpack_rows, unpacked_product
 
 
@@ -28,7 +28,7 @@ def use_own_functions(module: nn.Module) -> int:
     The model computes the same, to rounding. Layers that reach those functions in another way are left
     alone, and a second call changes nothing.
     """
-    put_right(module)
+    fix_known_faults(module)
     changed = 0
     for layer in module.modules():
         kind = _with_own_functions(type(layer))
@@ -73,42 +73,12 @@ def attention(
             raise ValueError(f"{found} cannot be combined with a cache that attends by itself")
         return cache.attend(queries, keys, values, scale)
     plain = sinks is None and isinstance(keys, mx.array)
-    if plain and on_cpu(queries, keys, values):
-        return _attention(queries, keys, values, scale, mask)
+    fast = find("attention", queries, keys, values) if plain else None
+    if fast is not None:
+        return fast(queries, keys, values, scale, mask)
     return _originals()["scaled_dot_product_attention"](
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
-
-
-def _attention(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
-) -> mx.array:
-    """Attention on a CPU: the heads that share keys are one product."""
-    rows, heads, length, _ = queries.shape
-    shared, seen = keys.shape[1], keys.shape[2]
-    grouped = (rows, shared, heads // shared, length, seen)
-    q = (queries * scale).reshape(rows, shared, -1, queries.shape[-1])
-    scores = (q @ keys.swapaxes(-1, -2)).reshape(grouped)
-    if mask is not None:
-        scores = _masked(scores, mask)
-    weights = softmax(scores).reshape(rows, shared, -1, seen)
-    return (weights @ values).reshape(rows, heads, length, values.shape[-1])
-
-
-def _masked(scores: mx.array, mask: mx.array | str) -> mx.array:
-    """Scores [B,K,H/K,L,T] with a mask that broadcasts to [B,H,L,T] applied."""
-    rows, shared, repeats, length, seen = scores.shape
-    if isinstance(mask, str):
-        mask = mx.arange(seen - length, seen)[:, None] >= mx.arange(seen)[None]
-    elif mask.ndim == 4 and mask.shape[1] == 1:
-        mask = mask[:, :, None]
-    elif mask.ndim > 2:
-        mask = mx.broadcast_to(mask, (rows, shared * repeats, length, seen))
-        mask = mask.reshape(rows, shared, repeats, length, seen)
-    if mask.dtype != mx.bool_:
-        return scores + mask
-    # The lowest number rather than −∞: a row that sees nothing (padding) stays finite.
-    return mx.where(mask, scores, mx.finfo(scores.dtype).min)
 
 
 def _unit_norm(x: mx.array) -> mx.array:
@@ -118,8 +88,9 @@ def _unit_norm(x: mx.array) -> mx.array:
 
 def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | None = None) -> mx.array:
     """nanochat's `apply_rotary_emb`."""
-    if freqs is not None and takes_heads(x, x.shape[-1], offset):
-        return rope(x, freqs)
+    fast = None if freqs is None else find("rope", x, x.shape[-1], offset)
+    if fast is not None:
+        return fast(x, freqs)
     return _originals()["apply_rotary_emb"](x, offset, base, freqs)
 
 
@@ -171,22 +142,21 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
     x, weight_vd, *bias_v = primals
     # MLX's own gradient of the weights lies transposed, which all that reads it pays for.
     flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
-    slopes = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
-    return (*slopes, flat_nv.sum(axis=0)) if bias_v else slopes
+    gradients = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
+    return (*gradients, flat_nv.sum(axis=0)) if bias_v else gradients
 
 
 class _RoPE(nn.RoPE):
-    """On CUDA."""
-
     own_functions = ("rope",)
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        if self.traditional or self.scale != 1 or not takes_heads(x, self.dims, offset):
-            return super().__call__(x, offset)
-        return rope(x, self.base)
+        pairs_halves = not self.traditional and self.scale == 1
+        fast = find("rope", x, self.dims, offset) if pairs_halves else None
+        return super().__call__(x, offset) if fast is None else fast(x, self.base)
 
 
 class _Linear(nn.Linear):
+    computes_as = nn.Linear
     own_functions = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -198,6 +168,7 @@ class _Linear(nn.Linear):
 
 
 class _QuantizedLinear(nn.QuantizedLinear):
+    computes_as = nn.QuantizedLinear
     own_functions = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -208,6 +179,7 @@ class _QuantizedLinear(nn.QuantizedLinear):
 
 
 class _QuantizedEmbedding(nn.QuantizedEmbedding):
+    computes_as = nn.QuantizedEmbedding
     own_functions = ("linear",)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -223,16 +195,6 @@ _PACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedLinear: _QuantizedLinear,
     nn.QuantizedEmbedding: _QuantizedEmbedding,
 }
-
-
-def is_packed(layer: Any) -> bool:
-    """Whether it is a plain layer of mlx with packed weights, or ours; a subclass may compute anything."""
-    return type(layer) in (*_PACKED, *_PACKED.values())
-
-
-def is_linear(layer: Any) -> bool:
-    """Whether it is a plain `nn.Linear`, or ours; a subclass may compute anything."""
-    return type(layer) in (nn.Linear, _Linear)
 
 
 @functools.cache
@@ -259,8 +221,8 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
     if kind is nn.Linear:
         return _Linear
-    if has_cuda() and kind is nn.RoPE:
-        return _RoPE
+    if kind is nn.RoPE:
+        return _RoPE if offers("rope") else kind
     if kind in _PACKED:
         return _PACKED[kind] if unpack_rows() else kind
     names = [

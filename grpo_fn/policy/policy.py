@@ -4,7 +4,7 @@ An mlx-lm module is used as a skeleton: for the time of one call its leaves are 
 parameters, then put back. What is trainable is what the module says is (all of it, or LoRA's adapters).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,15 +13,15 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.grid_steps import grid_forward, takes_lanes
-from grpo_fn.backends.cuda.kernel_steps import kernel_forward, takes_kernel
 from grpo_fn.compile import Compiled, compiled
+from grpo_fn.policy.decode_programs import LANE_PROGRAM, programs_for
+from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.policy.sampling_form import sampling_form
+from grpo_fn.policy.prefix_cache import shares_prefix
 from grpo_fn.process_check import check_process
-from grpo_fn.rollout.shared_prefix import shares_prefix
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
 
@@ -39,21 +39,11 @@ class Policy:
     split: HeadSplit  # how hidden states and head come apart in this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
-    takes_kernel: bool  # whether they can with the kernel of `prefix_kernel`
-    takes_lanes: bool  # whether they can in `lanes`
+    programs: frozenset[str]  # the backend's compiled decoding steps that take it: see `decode_programs`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
-    # `kernel_forward`, for `KernelSteps`
-    kernel_step: Compiled = attrs.field(
-        init=False,
-        repr=False,
-        default=attrs.Factory(lambda self: compiled(partial(kernel_forward, self.bound)), takes_self=True),
-    )
-    # `grid_forward`, for `GridSteps`
-    grid_step: Compiled = attrs.field(
-        init=False,
-        repr=False,
-        default=attrs.Factory(lambda self: compiled(partial(grid_forward, self.bound)), takes_self=True),
-    )
+    compiled_programs: dict[str, Compiled] = attrs.field(
+        init=False, repr=False, factory=dict
+    )  # see `program`
 
     @classmethod
     def from_module(
@@ -83,8 +73,7 @@ class Policy:
             split=split_head(module, tuple(trainable)),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            takes_kernel=shares and takes_kernel(module),
-            takes_lanes=shares and takes_lanes(module, compute_dtype),
+            programs=programs_for(module, compute_dtype) if shares else frozenset(),
             vocabulary=_embedding_rows(module),
         )
 
@@ -102,8 +91,7 @@ class Policy:
             split=split_head(module, ()),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            takes_kernel=shares and takes_kernel(module),
-            takes_lanes=shares and takes_lanes(module),
+            programs=programs_for(module) if shares else frozenset(),
             vocabulary=_embedding_rows(module),
         )
 
@@ -113,27 +101,31 @@ class Policy:
         For long runs: `params` and the module would keep the initial weights in memory for ever. The module
         is emptied in place; use it through `bound` from then on.
         """
-        self.module.update(map_arrays(lambda _: mx.zeros(()), self.params))
+        empty(self.module, self.params)
         return attrs.evolve(self, params=None)
+
+    @property
+    def takes_lanes(self) -> bool:
+        """Whether completions can be decoded in row lanes."""
+        return LANE_PROGRAM in self.programs
+
+    def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
+        """A backend's forward of that name over this policy, compiled; made once."""
+        if name not in self.compiled_programs:
+            self.compiled_programs[name] = compiled(partial(forward, self.bound))
+        return self.compiled_programs[name]
 
     @contextmanager
     def bound(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
-        """The module with these parameters in it, until the end of the `with` block.
-
-        The leaves that were there are put back whatever happens: a traced call would leave dead tracers.
-        """
-        saved = self.module.parameters()
-        try:
-            self.module.update(self.cast(self.frozen if frozen is None else frozen))
-            self.module.update(self.cast(params))
-            yield self.module
-        finally:
-            self.module.update(saved)
+        """The module with these parameters in it, until the end of the `with` block."""
+        frozen = self.frozen if frozen is None else frozen
+        with parameters_replaced(self.module, self.cast(frozen), self.cast(params)) as module:
+            yield module
 
     @contextmanager
     def sampling(self, params: Tree, *, lanes: bool = False) -> Iterator[nn.Module]:
-        """`bound` for decoding, in the form of `sampling_form`."""
-        with self.bound(params) as module, sampling_form(module, lanes=lanes):
+        """`bound` for decoding, with `decode_weights`."""
+        with self.bound(params) as module, decode_weights(module, lanes=lanes):
             yield module
 
     def cast(self, params: Tree) -> Tree:

@@ -15,21 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from grpo_fn.backends.cpu.elementwise import anew
-from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends import number
+from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import from_names
 
-# Rows of a product from which a packed weight is unpacked first. The CPU's was measured, CUDA's is taken from
-# rates at 1, 16 and 128 rows, and Metal, whose own kernels batch, never unpacks.
-UNPACK_ROWS = {"cpu": 4, "cuda": 8, "metal": 0}
 PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
 
 
 def unpack_rows() -> int:
-    """`UNPACK_ROWS` of the device that computes; 0: never."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return UNPACK_ROWS["cpu"]
-    return UNPACK_ROWS["cuda" if has_cuda() else "metal"]
+    """Rows of a product from which a packed weight is unpacked first, on this machine; 0: never."""
+    return number("unpack_rows")
 
 
 @attrs.frozen
@@ -76,11 +72,11 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     @product.vjp
     def product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
         x, *packed = primals
-        slopes, start = mx.zeros_like(x), 0
-        for weight in _unpacked(anew(packed, cotangent), mode, x.dtype):
+        gradient, start = mx.zeros_like(x), 0
+        for weight in _unpacked(recomputed(packed, cotangent), mode, x.dtype):
             stop = start + weight.shape[0]
-            slopes, start = slopes + cotangent[..., start:stop] @ weight, stop
-        return (slopes, *[mx.zeros_like(array) for array in packed])
+            gradient, start = gradient + cotangent[..., start:stop] @ weight, stop
+        return (gradient, *[mx.zeros_like(array) for array in packed])
 
     return cast(Callable[..., mx.array], product)
 
@@ -119,12 +115,8 @@ def packed_module(
         dtype: what an embedding unpacks to; None: its own dtype.
         unpack_rows: see the module's docstring; 0: never.
     """
-    saved = module.parameters()
-    module.update(from_names({name: mx.zeros(()) for name in leaves}))
-    try:
+    with parameters_replaced(module, from_names({name: mx.zeros(()) for name in leaves})):
         structure = copy.deepcopy(module)
-    finally:
-        module.update(saved)
     parts = dict(structure.named_modules())
     replaced = []
     for name in names:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.checks import check_choice
+from grpo_fn.policy.decode_programs import LANE_PROGRAM
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.policy import Policy
 from grpo_fn.policy.quantized_layers import QuantMode, dequantize, packed_module, packed_names, quantize
@@ -92,7 +93,7 @@ def quantized_role(
             module=module,
             split=_packed_split(policy.split, names, mode),
             # Each lane would unpack all weights for itself: half to a third of the speed.
-            takes_lanes=policy.takes_lanes and not unpack_rows,
+            programs=policy.programs - {LANE_PROGRAM} if unpack_rows else policy.programs,
         )
     return QuantizedRole(role, transform, names, tuple(name for name in wanted if name not in names))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from grpo_fn.policy.patched_layers import is_packed, use_own_functions
+from grpo_fn.layers import NamedLayers, is_packed, replaced_layers
+from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.quantized_layers import QuantMode, dequantize, unpack_rows
 from grpo_fn.trees import named_leaves
 
@@ -31,14 +31,11 @@ def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iter
     """
     packed = unpackable(module, compute)
     plain = [(path, _plain(layer, _dtype(layer, module, compute))) for path, layer in packed]
-    try:
-        module.update_modules(tree_unflatten(plain))
+    with replaced_layers(module, plain, packed):
         yield [layer for _, layer in plain]
-    finally:
-        module.update_modules(tree_unflatten(packed))
 
 
-def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> list[tuple[str, nn.Module]]:
+def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
     """The packed layers that `unpacked_weights` unpacks, by path; read off shapes."""
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)

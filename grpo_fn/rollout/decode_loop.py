@@ -94,10 +94,10 @@ class Decoder:
             for lane, token_b in zip(lanes, tokens, strict=True):
                 if lane.alive and not last:
                     with mx.stream(lane.stream):
-                        kept = self._kept(lane) if look else None
-                        if kept is not None:
-                            lane.keep(kept)
-                            token_b = token_b[mx.array(kept)]
+                        places = self._places_to_keep(lane) if look else None
+                        if places is not None:
+                            lane.keep_rows(places)
+                            token_b = token_b[mx.array(places)]
                         lane.logits_bv = lane.steps(token_b)
             lanes = [lane for lane in lanes if lane.alive]
             if not lanes:
@@ -112,12 +112,12 @@ class Decoder:
             lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
         return drawn
 
-    def _kept(self, lane: Lane) -> list[int] | None:
+    def _places_to_keep(self, lane: Lane) -> list[int] | None:
         """Places of the rows to go on with, where enough have ended; None: all."""
         if not self._compact:
             return None
-        kept = lane.steps.kept([row in lane.alive for row in lane.rows])
-        return kept if len(kept) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
+        places = lane.steps.rows_to_keep([row in lane.alive for row in lane.rows])
+        return places if len(places) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
 
     def _collect(self, lane: Lane, texts: dict[int, list[int]], start: int, whole: Columns) -> None:
         """Store the lane's tokens since the last look and find the rows that go on."""

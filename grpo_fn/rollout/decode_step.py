@@ -1,10 +1,7 @@
 """One decoding step of a batch: a token of each row goes in, the logits after it come out.
 
-    CacheSteps     any caches: the model is called as it is
-    KernelSteps    on CUDA, over one copy of each prompt: a compiled program
-    GridSteps      on a CPU, over one copy of each prompt: a compiled program
-
-`shared_steps` chooses between the first two where completions share their prompt; `lanes` takes the third.
+`CacheSteps` call the model as it is, over any caches. A backend may have a compiled program for steps over
+one copy of each prompt: `shared_steps` takes one for all rows together, `lanes` one for rows in lanes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +10,12 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cuda.kernel_steps import KernelSteps
+from grpo_fn.backends import find
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.decode_programs import BATCH_PROGRAM
 from grpo_fn.policy.kv_caches import Caches
 from grpo_fn.policy.policy import Policy
-from grpo_fn.rollout.shared_prefix import fork, keep_prefix_rows
+from grpo_fn.policy.prefix_cache import fork, keep_prefix_rows
 
 
 class Steps(Protocol):
@@ -27,12 +25,12 @@ class Steps(Protocol):
         """Feed each row its token: logits [B,V] of the next."""
         ...
 
-    def kept(self, alive: Sequence[bool]) -> list[int]:
-        """The rows that the batch should keep, in rising order: all that have not ended, and maybe others."""
+    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
+        """Rows that the batch should keep, in rising order: all that have not ended, and maybe others."""
         ...
 
-    def keep(self, rows: list[int]) -> None:
-        """Keep rows that `kept` has chosen."""
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep rows that `rows_to_keep` has chosen."""
         ...
 
 
@@ -52,11 +50,11 @@ class CacheSteps:
         """As `Steps`."""
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
 
-    def kept(self, alive: Sequence[bool]) -> list[int]:
-        """Rows that have ended go."""
+    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
+        """All that have not ended."""
         return [row for row, is_alive in enumerate(alive) if is_alive]
 
-    def keep(self, rows: list[int]) -> None:
+    def keep_rows(self, rows: list[int]) -> None:
         """As `Steps`."""
         self._keep_rows(self.caches, rows)
 
@@ -71,7 +69,7 @@ def shared_steps(
     room: int,
     drawn: int = 0,
 ) -> Steps:
-    """Steps over one copy of each prompt; with the kernel where the policy takes it.
+    """Steps over one copy of each prompt; a backend's program where the policy takes it.
 
     Args:
         policy, model: the policy, and its module as `Policy.bound` gives it.
@@ -81,10 +79,10 @@ def shared_steps(
         room: tokens that a row may be fed.
         drawn: go on as if so many zeros had been fed.
     """
-    if policy.takes_kernel:
-        return KernelSteps(
-            policy.kernel_step, model.parameters(), caches, lengths, num_generations, room, drawn=drawn
-        )
+    program = find(BATCH_PROGRAM) if BATCH_PROGRAM in policy.programs else None
+    if program is not None:
+        step = policy.program(BATCH_PROGRAM, program.forward)
+        return program.steps(step, model.parameters(), caches, lengths, num_generations, room, drawn=drawn)
     forked = fork(caches, list(lengths), num_generations)
     for cache in forked if drawn else ():
         cache.skip(drawn)

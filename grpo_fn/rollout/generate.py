@@ -16,14 +16,14 @@ from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.policy import kv_caches as cache_rows
 from grpo_fn.policy.policy import Policy
+from grpo_fn.policy.prefix_cache import sharing_pays
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
-from grpo_fn.rollout.lanes import Lane, LaneSteps, grid_lanes, lane_stream
+from grpo_fn.rollout.lanes import Lane, LaneSteps, can_split, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import prefill, prefill_once
 from grpo_fn.rollout.sampler import Sampler, draw_words, seen_tokens
-from grpo_fn.rollout.shared_prefix import sharing_pays
 from grpo_fn.trees import Tree
 
 
@@ -95,7 +95,7 @@ def generate(
         compact=compact,
     )
     whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    lanes = lanes if policy.takes_lanes and share_prefix and len(prompts) * num_generations > 1 else 1
+    lanes = lanes if can_split(policy) and share_prefix and len(prompts) * num_generations > 1 else 1
     with policy.sampling(params, lanes=lanes > 1) as model:
         for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]

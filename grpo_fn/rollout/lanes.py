@@ -1,7 +1,7 @@
 """Rows that are decoded together, and on a CPU side by side with others: a core each.
 
 A BLAS gives a large product to all cores, but what lies between products is one core's. Two lanes of half the
-rows each have all of it done on both, with products in blocks that stay on one core (`blocking`).
+rows each have all of it done on both, with products in blocks that stay on one core.
 """
 
 import functools
@@ -12,8 +12,8 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.grid_cache import held_once
-from grpo_fn.backends.cpu.grid_steps import GridSteps
+from grpo_fn.backends import find
+from grpo_fn.policy.decode_programs import LANE_PROGRAM
 from grpo_fn.policy.kv_caches import Caches
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import Steps
@@ -24,7 +24,7 @@ LaneSteps = tuple[Steps, list[int], Stream]  # with the places of its rows in th
 
 @attrs.define(eq=False)
 class Lane:
-    """Rows, where they stand, and what takes them on."""
+    """Rows that are decoded together, and their state."""
 
     steps: Steps
     logits_bv: mx.array  # of the next token
@@ -38,11 +38,11 @@ class Lane:
     def __attrs_post_init__(self) -> None:
         self.alive = set(self.rows)
 
-    def keep(self, kept: list[int]) -> None:
+    def keep_rows(self, places: list[int]) -> None:
         """Go on with the rows at these places alone."""
-        self.steps.keep(kept)
-        index = mx.array(kept)
-        self.words_nbw, self.rows = self.words_nbw[:, index], [self.rows[i] for i in kept]
+        self.steps.keep_rows(places)
+        index = mx.array(places)
+        self.words_nbw, self.rows = self.words_nbw[:, index], [self.rows[i] for i in places]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]
 
 
@@ -56,6 +56,20 @@ def divided(prompts: int, num_generations: int, lanes: int) -> list[tuple[range,
     return [(part, range(num_generations)) for part in _cut(prompts, min(lanes, prompts))]
 
 
+def can_split(policy: Policy) -> bool:
+    """Whether completions can be decoded in lanes: by the policy's model and by this machine's backend."""
+    return policy.takes_lanes and find(LANE_PROGRAM) is not None
+
+
+def copied_prompt(longest: int) -> int | None:
+    """Positions of its prompt that each row in a lane holds, for prompts up to that length.
+
+    None: it holds none. Short prompts are copied into their rows, long ones are held once.
+    """
+    find_length = find("copied_length")
+    return None if find_length is None else find_length(longest)
+
+
 def grid_lanes(
     policy: Policy,
     model: nn.Module,
@@ -67,18 +81,20 @@ def grid_lanes(
     room: int,
     drawn: int = 0,
 ) -> list[LaneSteps]:
-    """What decodes completions in lanes, over one copy of each prompt.
+    """What decodes completions in lanes, over one copy of each prompt; where `can_split(policy)`.
 
     Args as `shared_steps`.
     """
-    params, pairs = model.parameters(), [(cache.keys, cache.values) for cache in caches]
-    once = held_once(pairs, lengths)
+    program, params = find(LANE_PROGRAM), model.parameters()
+    step = policy.program(LANE_PROGRAM, program.forward)
+    pairs = [(cache.keys, cache.values) for cache in caches]
+    once = find("shared_prompts")(pairs, lengths)
     made: list[LaneSteps] = []
     for number, (prompts, part) in enumerate(divided(len(lengths), num_generations, lanes)):
         which = slice(prompts.start, prompts.stop)
         mine = [(keys[which], values[which]) for keys, values in pairs]
         held = once if len(prompts) == len(lengths) else [prompt.of_prompts(which) for prompt in once]
-        steps = GridSteps(policy.grid_step, params, mine, held, lengths[which], len(part), room, drawn=drawn)
+        steps = program.steps(step, params, mine, held, lengths[which], len(part), room, drawn=drawn)
         made.append((steps, [p * num_generations + g for p in prompts for g in part], lane_stream(number)))
     return made
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-from grpo_fn.backends.cpu.elementwise import exp, logsumexp, softmax
-from grpo_fn.backends.cuda.draw_kernel import draw_rows, takes_logits
+from grpo_fn.backends import find
+from grpo_fn.backends.elementwise import exp, logsumexp, softmax
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_words
-from grpo_fn.rollout.categorical import WORDS, draw
+from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
 
 
 def sample(
@@ -62,8 +62,10 @@ def _sample(
         token_b = mx.argmax(z_bv, axis=-1)
         logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
         return token_b.astype(mx.int32), logp_b
-    if takes_logits(logits_bv) and top_p == 1 and top_k == 0 and min_p == 0:
-        return draw_rows(logits_bv, words_bw, temperature)
+    plain = top_p == 1 and top_k == 0 and min_p == 0
+    fast = find("draw", logits_bv) if plain else None
+    if fast is not None:
+        return fast(logits_bv, words_bw, temperature, WIDTH)
     if temperature != 1:
         z_bv = z_bv / temperature
     z_bv = truncate(z_bv, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -77,7 +79,7 @@ def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
 
 
 def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits with every token outside the kept set at −inf. Ties at a threshold are all kept.
+    """The logits with every token outside the included set at −inf. Ties at a threshold are all included.
 
     In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest set with at
     least this probability of what top-k left, normalised again; min-p keeps those of at least this share of
@@ -97,8 +99,8 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
         if top_p < 1:
             p_bv = softmax(sorted_bv)  # of what top-k has left
             before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
-            kept_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
-            least_b1 = mx.maximum(least_b1, kept_bv.min(axis=-1, keepdims=True))
+            included_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
+            least_b1 = mx.maximum(least_b1, included_bv.min(axis=-1, keepdims=True))
     return mx.where(z_bv >= least_b1, z_bv, -mx.inf)
 
 

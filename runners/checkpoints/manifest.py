@@ -12,11 +12,11 @@ from typing import Any
 
 import runners
 from runners.errors import UserError, show
-from runners.models.model_files import read_json
+from runners.files.json_files import read_json
 
 MANIFEST = "manifest.json"
-FORMAT = "grpo_fn.checkpoint"
-VERSION = 2  # 1 drew from other random streams: a run could not go on from it as it began
+MANIFEST_FORMAT = "grpo_fn.checkpoint"
+MANIFEST_VERSION = 2  # 1 drew from other random streams: a run could not go on from it as it began
 
 
 class Damaged(UserError):
@@ -30,7 +30,12 @@ def write_manifest(folder: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    content = {"format": FORMAT, "version": VERSION, "written_by": _versions(), "files": files}
+    content = {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        "written_by": _versions(),
+        "files": files,
+    }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -67,13 +72,13 @@ def _read(folder: Path) -> dict[str, Any]:
         content = read_json(file)
     except UserError as error:
         raise Damaged(str(error)) from error
-    if content.get("format") != FORMAT:
-        raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {FORMAT}")
-    if content.get("version") != VERSION:
+    if content.get("format") != MANIFEST_FORMAT:
+        raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {MANIFEST_FORMAT}")
+    if content.get("version") != MANIFEST_VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {FORMAT}, written by "
-            f"{_writer(content)}; grpo_fn {runners.__version__} goes on from version {VERSION} alone: finish "
-            "the run with the grpo_fn that wrote it, or start again with --overwrite"
+            f"{file}: found version {show(content.get('version'))} of {MANIFEST_FORMAT}, written by "
+            f"{_writer(content)}; grpo_fn {runners.__version__} goes on from version {MANIFEST_VERSION} "
+            "alone: finish the run with the grpo_fn that wrote it, or start again with --overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):

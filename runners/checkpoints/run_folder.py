@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import attrs
 
-from runners.checkpoints.checkpoint import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
 from runners.checkpoints.manifest import Damaged, check_manifest
+from runners.checkpoints.snapshot import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
+from runners.config.loading import RESOLVED
 from runners.errors import UserError
 from runners.files.durable import remove_folder
 from runners.files.held_file import HeldFile
@@ -23,7 +24,6 @@ from runners.files.staging import FOLDER_FLAGS, sweep
 LOCK = ".lock"
 LOGS = ("training_log.jsonl", "completions.jsonl")
 BAD_BATCHES = "bad_batches"
-RESOLVED = "config.resolved.json"  # a folder with this file is a run's
 T = TypeVar("T")
 _OWNER = re.compile(rb"\d{0,20}\n?")  # what a lock file holds
 

@@ -14,23 +14,25 @@ import numpy as np
 
 from runners.checkpoints.manifest import digest
 from runners.checkpoints.resume import Origin
+from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.errors import UserError, show
-from runners.models.model_files import read_json
+from runners.files.json_files import read_json
+from runners.models.loaded_model import LoadedModel
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
-from runners.training.setup import Run
 
 _SELF_TELLING = (str, int, float, bool, bytes, type(None))
 
 
-def run_inputs(run: Run) -> dict[str, Any]:
+def run_inputs(
+    config: Config, loaded: LoadedModel, examples: Sequence[Example], rewards: Sequence[Reward]
+) -> dict[str, Any]:
     """Digests by what they are of, as a message names it."""
-    config, loaded = run.config, run.loaded
     found = {
-        f'the column "{name}", which a reward reads': _column_digest(run.data.train, name)
-        for name in columns_read(run.collector.scorer.rewards, _columns(run.data.train))
+        f'the column "{name}", which a reward reads': _column_digest(examples, name)
+        for name in columns_read(rewards, _columns(examples))
     }
     names = {f"the file of the reward {name}": name for name in config.reward.functions if ":" in name}
     if config.model.loader:

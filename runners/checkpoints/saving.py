@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from runners.checkpoints.checkpoint import Snapshot, prune_checkpoints, write_checkpoint
+from runners.checkpoints.disk_room import DiskRoom
 from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from runners.files.disk_room import DiskRoom
 from runners.files.durable import flush
 
 Place = tuple[int, int]  # batch step, update
@@ -57,7 +57,7 @@ class Saver:
         self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
     ) -> None:
         """Begins to write what `take` returns; with `strict` ends it too, and fails where that fails."""
-        self.settle()
+        self.wait()
         started = time.perf_counter()
         try:
             snapshot = take()
@@ -70,19 +70,19 @@ class Saver:
             del snapshot  # its arrays go when they are written
         self._stopped += time.perf_counter() - started
         if strict:
-            self.settle(strict=True)
+            self.wait(strict=True)
 
     def poll(self) -> None:
         """Says what became of a checkpoint, if that is known."""
         if self._job and self._job.future.done():
-            self.settle()
+            self.wait()
 
-    def make_way(self, free: Callable[[], int]) -> None:
+    def wait_for_memory(self, free: Callable[[], int]) -> None:
         """Before new weights are made: waits where twice the arrays being written are over `free` bytes."""
         if self._job and 2 * self._job.nbytes > free():
-            self.settle()
+            self.wait()
 
-    def settle(self, *, strict: bool = False) -> None:
+    def wait(self, *, strict: bool = False) -> None:
         """Waits until nothing is being written, and says what became of it.
 
         Raises UserError where it failed, and `strict` or checkpoint.on_error = "stop" asks for it.
@@ -134,6 +134,6 @@ class Saver:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
-            self.settle(strict=kind is None and self._settings.on_error == "stop")
+            self.wait(strict=kind is None and self._settings.on_error == "stop")
         finally:
             self._pool.shutdown()

@@ -21,8 +21,8 @@ from runners.files.durable import load_arrays, save_arrays
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
 
-FORMAT = "grpo_fn.learner.state"
-VERSION = "2"  # 1 held the TrainState alone
+STATE_FORMAT = "grpo_fn.learner.state"
+STATE_VERSION = "2"  # 1 held the TrainState alone
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 
@@ -130,7 +130,9 @@ def pack_state(state: TrainState, weights: dict[str, mx.array], loop: Mapping[st
     }
     arrays = {name: mx.contiguous(array) for name, array in arrays.items()}
     mx.eval(arrays)
-    return PackedState(arrays, {"format": FORMAT, "version": VERSION, "structure": json.dumps(shapes)})
+    return PackedState(
+        arrays, {"format": STATE_FORMAT, "version": STATE_VERSION, "structure": json.dumps(shapes)}
+    )
 
 
 def save_state(folder: Path, packed: PackedState) -> None:
@@ -152,9 +154,11 @@ def load_trees(folder: Path | str) -> tuple[TrainState, dict[str, Any]]:
 
     folder = Path(folder)
     arrays, metadata = load_arrays(folder / STATE_FILE)
-    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+    if metadata.get("format") != STATE_FORMAT or metadata.get("version") != STATE_VERSION:
         found = f"{metadata.get('format', 'no format')} version {metadata.get('version', '?')}"
-        raise UserError(f"{folder / STATE_FILE}: found {found}, wanted {FORMAT} version {VERSION}")
+        raise UserError(
+            f"{folder / STATE_FILE}: found {found}, wanted {STATE_FORMAT} version {STATE_VERSION}"
+        )
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
             arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}

@@ -12,7 +12,7 @@ from runners.commands.options import SET
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.evaluation.check_run import Checked
+    from runners.evaluation.reward_check import RewardCheck
 
 _NOTES = """\
 \b
@@ -42,23 +42,23 @@ form, the form without an answer, one cut off before the answer, and nothing. No
 @ends_with_a_line
 def check_command(config: str, overrides: Sequence[str], form: str, problems: int) -> None:
     """Look at prompts and rewards before training."""
-    from runners.config.config import load_config
+    from runners.config.loading import load_config
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
         echo(notice, err=True)
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    platform.prepare()
-    from runners.evaluation.check_run import FORM, check_run
+    startup.prepare()
+    from runners.evaluation.reward_check import ANSWER_FORM, check_rewards
 
     loaded = loaded.check()
-    checked = check_run(loaded, form=form.replace("\\n", "\n") or FORM, problems=problems)
+    checked = check_rewards(loaded, form=form.replace("\\n", "\n") or ANSWER_FORM, problems=problems)
     _show(checked)
 
 
-def _show(checked: Checked) -> None:
-    from runners.evaluation.check_run import median
+def _show(checked: RewardCheck) -> None:
+    from runners.evaluation.reward_check import median
 
     low, high = checked.lengths[0], checked.lengths[-1]
     echo(f"tokenizer      {checked.tokenizer}")

@@ -36,11 +36,11 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
     SOURCE is a Hugging Face folder, a name on the Hub, or a folder of nanochat's PyTorch checkpoints
     (model_*.pt, meta_*.json). TARGET is the new folder.
     """
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    platform.prepare()
+    startup.prepare()
     from runners.conversion.convert import convert
-    from runners.telemetry.progress import gigabytes
+    from runners.errors import gigabytes
 
     convert(
         source,

@@ -16,8 +16,8 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.config.config import Config
-    from runners.evaluation.evaluation import Measured
+    from runners.config.loading import Config
+    from runners.evaluation.measurement import ModelResult
 
 _EXAMPLES = """\
 \b
@@ -75,23 +75,23 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    machine = platform.prepare(config.system.memory_limit_gb)
+    machine = startup.prepare(config.system.memory_limit_gb)
     for notice in (*config.notices, *machine.notices):
         echo(notice, err=True)
     if not known:
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
-    from runners.evaluation.comparison import summary, table
+    from runners.evaluation.comparison import comparison_summary, comparison_table
     from runners.files.json_lines import json_line
 
     if out:
         rows = (row for each in measured for row in each.completions)
         _write(out, "".join(json_line(row) + "\n" for row in rows))
     if json_file:
-        _write(json_file, json.dumps(summary(measured), indent=2, allow_nan=False) + "\n")
-    echo(table(measured))
+        _write(json_file, json.dumps(comparison_summary(measured), indent=2, allow_nan=False) + "\n")
+    echo(comparison_table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:
@@ -106,8 +106,8 @@ def _ks(text: str) -> tuple[int, ...]:
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
     """The config to measure by; and whether --config or a model's run says what it is."""
-    from runners.config.config import load_config
-    from runners.evaluation.run_config import config_of_runs
+    from runners.config.loading import load_config
+    from runners.evaluation.origin_config import config_of_runs
 
     overrides = _overrides(values)
     if values["config"]:
@@ -137,8 +137,8 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
 
     Raises UserError where two models were asked in different ways.
     """
-    from runners.config.config import load_config
-    from runners.inference.inference import prompt_of
+    from runners.config.loading import load_config
+    from runners.inference.inference_model import prompt_of
 
     loader = values["loader"] or config.model.loader
     found = {name: prompt for name in models if (prompt := prompt_of(name, loader=loader))}
@@ -156,18 +156,18 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
 
 def _measure_all(
     models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
-) -> list[Measured]:
+) -> list[ModelResult]:
     """One model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
-    from runners.evaluation.evaluation import Plan, choose, eval_rows, measure
-    from runners.inference.inference import load_inference
+    from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
+    from runners.inference.inference_model import load_inference
     from runners.rewards.functions import check_columns, resolve_rewards
 
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     rows = eval_rows(config, whole=bool(values["data"]))
     check_columns(rewards, reward_columns(rows))
-    plan = Plan(num=num, ks=ks, max_batch=values["batch"] or 0)
-    measured: list[Measured] = []
+    plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)
+    measured: list[ModelResult] = []
     wanted: set[int] | None = None
     for name in models:
         loaded = load_inference(
@@ -179,7 +179,7 @@ def _measure_all(
         )
         for notice in loaded.notices:
             echo(notice, err=True)
-        chosen, too_long = choose(rows, loaded, config)
+        chosen, too_long = choose_problems(rows, loaded, config)
         if too_long:
             echo(
                 f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
@@ -196,7 +196,7 @@ def _measure_all(
             if done == total:
                 echo(f"{name}: {what} completions of {total} problems are done", err=True)
 
-        measured.append(measure(loaded, name, chosen, config, plan, rewards, progress))
+        measured.append(measure_model(loaded, name, chosen, config, plan, rewards, progress))
         for problem in measured[-1].problems:
             echo(problem, err=True)
         del loaded

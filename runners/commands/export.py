@@ -42,11 +42,11 @@ def export_command(
     """
     if private and not upload_repo:
         raise UserError("--private without --upload-repo: nothing would be uploaded")
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    platform.prepare()
+    startup.prepare()
     from runners.conversion.export import check_repo, export, upload
-    from runners.telemetry.progress import gigabytes
+    from runners.errors import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work

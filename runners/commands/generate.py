@@ -29,7 +29,7 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.data.prompts import Message
     from runners.inference.generation import Completion
-    from runners.inference.inference import InferenceModel
+    from runners.inference.inference_model import InferenceModel
 
 _EXAMPLES = """\
 \b
@@ -135,9 +135,9 @@ def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, A
 def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], values: dict[str, Any]) -> None:
     """Stream the reply of a vision-language model to stdout."""
     check_stops(values)
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    machine = platform.prepare()
+    machine = startup.prepare()
     from runners.inference.vision import load_vision, stream_images
 
     model = load_vision(

@@ -11,9 +11,9 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.conversion.convert import Quantization
+    from runners.conversion.convert import QuantizationOptions
     from runners.inference.generation import Sampling
-    from runners.inference.inference import InferenceModel
+    from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
@@ -145,11 +145,11 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
     )
 
 
-def quantization_of(values: Mapping[str, Any]) -> Quantization:
+def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """The options of QUANTIZE as a value."""
-    from runners.conversion.convert import Quantization
+    from runners.conversion.convert import QuantizationOptions
 
-    return Quantization(
+    return QuantizationOptions(
         mode=values["mode"] or "",
         bits=int(values["bits"]) if values["bits"] else None,
         group_size=values["group_size"],
@@ -206,10 +206,10 @@ def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
     """The model of a command, with the options of MODEL; notices go to stderr."""
     check_stops(values)
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
-    machine = platform.prepare()  # before anything imports MLX
-    from runners.inference.inference import load_inference
+    machine = startup.prepare()  # before anything imports MLX
+    from runners.inference.inference_model import load_inference
 
     loaded = load_inference(
         name,

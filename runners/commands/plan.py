@@ -22,20 +22,20 @@ Exit codes: 0 the run fits, 2 it does not, or something in the config, the data 
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON, in bytes.")
 @ends_with_a_line
 def plan_command(config: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Foretell the memory that a run will take.
+    """Predict the memory that a run will take.
 
     Shows, for every phase of a step, the bytes of weights, moments, activations, caches and logits, the peak
     against this machine's memory, and the largest batch that fits. Of the model only config.json and the
     headers of its weights are read; of the data the longest prompt, where both are on this machine.
     """
-    from runners.config.config import load_config
+    from runners.config.loading import load_config
     from runners.errors import UserError
-    from runners.machine import machine as platform
+    from runners.machine import startup
 
     loaded = load_config(config, overrides)
     for notice in loaded.notices:
         echo(notice, err=True)
-    found = platform.prepare()
+    found = startup.prepare()
 
     from runners.memory.plan import make_plan
 

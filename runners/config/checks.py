@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
+from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import EMBEDDED, REWARD_NAMES, DataConfig, ModelConfig, RewardConfig, RunConfig
-from runners.config.user_functions import FORMS
+from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
-from runners.telemetry.run_watch import FORM, Condition, unknown_metric
 
 WANTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -50,7 +50,7 @@ def _run(run: RunConfig, found: Settings) -> RunConfig:
 
 def _model(model: ModelConfig, found: Settings) -> ModelConfig:
     if model.loader:
-        model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FORMS, found))
+        model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FUNCTION_FORMS, found))
     if model.path == EMBEDDED:
         return model
     path = _existing(model.path, found)
@@ -64,7 +64,9 @@ def _model(model: ModelConfig, found: Settings) -> ModelConfig:
 
 def _data(data: DataConfig, found: Settings) -> DataConfig:
     if data.transform:
-        data = attrs.evolve(data, transform=_function(data.transform, "data.transform", FORMS, found))
+        data = attrs.evolve(
+            data, transform=_function(data.transform, "data.transform", FUNCTION_FORMS, found)
+        )
     if data.source == EMBEDDED:
         return data
     path = _existing(data.source, found)
@@ -110,7 +112,7 @@ def _reward_function(name: str, found: Settings) -> str:
     """One entry of reward.functions."""
     if name in REWARD_NAMES:
         return name
-    want = f"one of ours, {FORMS}"
+    want = f"one of ours, {FUNCTION_FORMS}"
     if ":" not in name:
         want += did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"
     return _function(name, "reward.functions", want, found)
@@ -160,7 +162,7 @@ def _conditions(built: dict[str, Any], found: Settings) -> None:
     for text in stop.when if stop else ():
         condition = Condition.parse(text)
         if condition is None:
-            _problem(found, "stop.when", f"found {show(text)}, want {FORM}")
+            _problem(found, "stop.when", f"found {show(text)}, want {CONDITION_FORM}")
             continue
         near = unknown_metric(condition.metric, reward.functions) if reward else None
         if near is not None:

@@ -136,7 +136,7 @@ def translate(
         "gradient_accumulation_steps",
         defaults["gradient_accumulation_steps"] if complete else optim.get("gradient_accumulation_steps", 1),
     )
-    chosen = _settle_pairs(given, accumulation, result.notices)
+    chosen = _resolve_pairs(given, accumulation, result.notices)
     if complete:
         result.entries += [Entry(path, value, "") for path, value in _WRITTEN_INTO_THE_SCRIPT.items()]
         chosen = {**{key: value for key, value in defaults.items() if key not in table}, **chosen}
@@ -155,7 +155,7 @@ def _table(sections: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _settle_pairs(given: dict[str, Any], accumulation: Any, notices: list[str]) -> dict[str, Any]:
+def _resolve_pairs(given: dict[str, Any], accumulation: Any, notices: list[str]) -> dict[str, Any]:
     """`given` with one key of each pair at most, named as the one that wins, in its units."""
     chosen = dict(given)
     for lesser, winner in PAIRS.items():

@@ -1,6 +1,6 @@
 """Where a config's values come from: a TOML file or packaged preset, then --set, each value with its origin.
 
-Nothing is typed here; `runners.config.config` turns the merged values into the frozen config.
+Nothing is typed here; `runners.config.loading` turns the merged values into the frozen config.
 """
 
 from __future__ import annotations

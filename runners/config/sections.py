@@ -18,6 +18,8 @@ REWARD_NAMES = (
     "soft_format_reward_func",
     "xmlcount_reward_func",
 )
+REWARD_ARGUMENTS = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""The names that every reward may take besides the dataset's columns."""
 
 SYSTEM_PROMPT = """\
 Work the problem out first, then give the result. Use exactly this form:
@@ -31,7 +33,7 @@ the final number, alone
 Tune = Literal["full", "lora", "dora"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Stored = Literal["float32", "bfloat16"]
-Quantization = Literal[
+QuantizationMode = Literal[
     "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4", "auto"
 ]
 RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
@@ -48,7 +50,7 @@ Kl = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum_norm"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
 Scale = Literal["group", "batch", "none"]
-Schedule = Literal["cosine", "linear", "constant"]
+ScheduleName = Literal["cosine", "linear", "constant"]
 OnBadRow = Literal["raise", "skip"]
 SharePrompts = Literal["auto", "always", "never"]
 OnError = Literal["skip", "raise"]
@@ -117,13 +119,13 @@ class RolloutConfig:
     top_k: int = field(default=0, validator=rules.at_least(0))  # 0: off
     min_p: float = field(default=0.0, validator=rules.share(one=False))
     stop: tuple[str, ...] = field(default=(), validator=rules.each_text())
-    quantization: Quantization = "none"
+    quantization: QuantizationMode = "none"
     storage: Storage = "dequantized"
     group_size: int = field(default=0, validator=rules.one_of(0, 32, 64, 128))  # 0: the mode's own
     quantize_head: bool = False  # embeddings and head too
     mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
     auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
-    launch: Launch = "auto"  # of decoding steps: see `launching`; auto: measured
+    launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: measured
     check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
     max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
 
@@ -191,7 +193,7 @@ class OptimConfig:
     """[optim]: AdamW and the amount of training."""
 
     learning_rate: float = field(default=1e-6, validator=rules.not_negative())
-    schedule: Schedule = "cosine"
+    schedule: ScheduleName = "cosine"
     warmup_ratio: float = field(default=0.1, validator=rules.share())  # of all updates
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=rules.each_share())
     eps: float = field(default=1e-8, validator=rules.above(0))

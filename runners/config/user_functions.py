@@ -4,19 +4,15 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runners.errors import UserError, did_you_mean, one_line, show, text_of
+from runners.errors import UserError, did_you_mean, error_line, show
 
-FORMS = "package.module:function or path/to/file.py:function"
-
-_TOLD = 300  # characters of an exception's message that fit into a one-line message
+FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
 
 def resolve_function(
@@ -39,7 +35,7 @@ def resolve_function(
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise UserError(f"{key} {show(name)}: wanted {FORMS}")
+        raise UserError(f"{key} {show(name)}: wanted {FUNCTION_FORMS}")
     dirs = _folders(base_dirs)
     what = f"{key} {show(name)}"
     module = _load_file(what, place, dirs) if _is_file(place) else _load_module(what, place, dirs)
@@ -71,16 +67,6 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
         return _find_file(place, _folders(base_dirs))
     found = getattr(sys.modules.get(place), "__file__", None)
     return Path(found) if found and Path(found).is_file() else None
-
-
-def told(error: BaseException, path: str | Path | None = None) -> str:
-    """An exception in one line of bounded length, led by its line in the file at `path` if it has one."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
-    where = f"line {lines[-1]}: " if lines else ""
-    text = one_line(" ".join(text_of(error).split()), os.environ)
-    return f"{where}{type(error).__name__}: {text[:_TOLD]}"
 
 
 def _is_file(place: str) -> bool:
@@ -119,7 +105,7 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise UserError(f"{what}: importing {path} failed: {told(error, path)}") from error
+        raise UserError(f"{what}: importing {path} failed: {error_line(error, path)}") from error
     return module
 
 
@@ -130,14 +116,14 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise UserError(f"{what}: importing {place} failed: {told(error)}") from error
+            raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
         looked = ", ".join(map(str, dirs))
         raise UserError(
             f"{what}: no module named {error.name} on Python's path or in {looked}; a file is "
             "written path/to/file.py:function"
         ) from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: importing {place} failed: {told(error)}") from error
+        raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:

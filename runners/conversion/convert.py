@@ -17,14 +17,9 @@ import attrs
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
+from runners.files.json_files import read_json
 from runners.inference.vision import convert_vision, sees
-from runners.models.model_files import (
-    copy_companions,
-    read_config,
-    read_json,
-    resolve_model,
-    tokenizer_pickle,
-)
+from runners.models.folders import copy_companions, read_config, resolve_model, tokenizer_pickle
 from runners.tokenization.prompt_settings import read_prompt, write_prompt
 
 if TYPE_CHECKING:
@@ -36,7 +31,7 @@ _NOTHING_PACKED = "nothing was quantized: no layer's width is a multiple of the 
 
 
 @attrs.frozen(kw_only=True)
-class Quantization:
+class QuantizationOptions:
     """How weights are packed; None of all: not at all."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
@@ -70,7 +65,7 @@ def convert(
     source: str,
     target: Path,
     *,
-    quantization: Quantization = Quantization(),
+    quantization: QuantizationOptions = QuantizationOptions(),
     dequantize: bool = False,
     dtype: str = "",
     force: bool = False,
@@ -139,7 +134,7 @@ def convert(
     return target
 
 
-def _options(quantization: Quantization, dequantize: bool, dtype: str) -> dict[str, Any]:
+def _options(quantization: QuantizationOptions, dequantize: bool, dtype: str) -> dict[str, Any]:
     """The arguments that mlx-lm's converter and mlx-vlm's have in common."""
     mode = quantization.mode or "affine"
     return {
@@ -196,7 +191,9 @@ def _copy(source: Path, target: Path) -> None:
     copy_companions(source, target)
 
 
-def pack(module: nn.Module, config: dict[str, Any], quantization: Quantization) -> tuple[nn.Module, dict]:
+def pack(
+    module: nn.Module, config: dict[str, Any], quantization: QuantizationOptions
+) -> tuple[nn.Module, dict]:
     """A module's layers packed by mlx-lm, and the config that says so.
 
     Raises UserError where the recipe does not fit the model, or nothing could be packed.
@@ -232,7 +229,7 @@ def write_weights(folder: Path, module: nn.Module, config: Mapping[str, Any]) ->
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _pack_folder(folder: Path, quantization: Quantization) -> None:
+def _pack_folder(folder: Path, quantization: QuantizationOptions) -> None:
     """Quantizes the model in a folder, by mlx-lm's functions: its command wants another tokenizer."""
     import mlx.core as mx
     from mlx_lm.utils import load_model

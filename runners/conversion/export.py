@@ -11,22 +11,22 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
-from runners.conversion.convert import Quantization, pack, write_weights
+from runners.conversion.convert import QuantizationOptions, pack, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
+from runners.files.json_files import read_json
 from runners.models.adapters import base_of, read_adapters
 from runners.models.dtypes import cast_floating
-from runners.models.model_files import (
+from runners.models.folders import (
     HUB_NAME,
     copy_companions,
     is_adapter_folder,
     read_config,
-    read_json,
     resolve_model,
     tokenizer_pickle,
 )
-from runners.models.model_reading import read_model
+from runners.models.reading import read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 
@@ -60,7 +60,7 @@ def export(
     name: str,
     target: Path,
     *,
-    quantization: Quantization,
+    quantization: QuantizationOptions,
     dtype: str = "",
     force: bool = False,
     title: str = "",

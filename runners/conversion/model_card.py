@@ -16,7 +16,8 @@ import attrs
 import runners
 from runners.config.sections import EMBEDDED
 from runners.errors import UserError, spell, spell_tables
-from runners.models.model_files import HUB_NAME, read_json
+from runners.files.json_files import read_json
+from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}

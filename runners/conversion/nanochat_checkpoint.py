@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.errors import UserError, first_line
+from runners.files.json_files import read_json
 from runners.machine import install_hints
-from runners.models.model_files import read_json
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 
 if TYPE_CHECKING:

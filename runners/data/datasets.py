@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from runners.config.sections import EMBEDDED, DataConfig
-from runners.config.user_functions import told
-from runners.data.data_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
-from runners.data.transforms import Transform, own_transform, transformed
-from runners.errors import UserError, did_you_mean, listed, show
-from runners.models.hub import hub_or_cache
+from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
+from runners.data.transforms import Transform, custom_transform, transformed
+from runners.errors import UserError, did_you_mean, error_line, listed, show
+from runners.files.hub import hub_or_cache
 from runners.quickstart import DATA_DIR
 
 __all__ = [
@@ -115,7 +114,7 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
             f"{show(config.source)} is local; leave data.name out"
         )
 
-    transform = own_transform(config.transform, folders)
+    transform = custom_transform(config.transform, folders)
 
     def read(split: str, key: str) -> Rows:
         if not is_local:
@@ -142,7 +141,7 @@ def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
         place = f"{config.source} ({split}), row"
         return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
     except Exception as error:  # of the Hub, the network, the disk or the format: each is the user's to see
-        raise UserError(f"{_hub_place(config, split, key, error)}: {told(error)}") from error
+        raise UserError(f"{_hub_place(config, split, key, error)}: {error_line(error)}") from error
 
 
 def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> str:

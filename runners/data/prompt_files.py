@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runners.data.data_files import SUFFIXES, RawRow, read_file
+from runners.data.row_files import SUFFIXES, RawRow, read_file
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.tokenization.chat_format import SPEAKERS
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import attrs
 
-from runners.config.sections import DataConfig
-from runners.config.user_functions import told
-from runners.errors import UserError, show
-from runners.rewards.functions import PASSED
+from runners.config.sections import REWARD_ARGUMENTS, DataConfig
+from runners.errors import UserError, error_line, show
 from runners.tokenization.chat_format import merge_system, plain_text
 from runners.tokenization.text import encode
 
@@ -82,7 +80,7 @@ def reward_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     ``column_completions`` and so on.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
-    columns = {(f"column_{field}" if field in PASSED else field): field for field in fields}
+    columns = {(f"column_{field}" if field in REWARD_ARGUMENTS else field): field for field in fields}
     return {**columns, "answer": "answer"}
 
 
@@ -163,11 +161,11 @@ def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
             return text
     except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
         if not system:
-            raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
+            raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
     try:
         return apply(merge_system(messages))
     except Exception as error:
-        raise UserError(f"the tokenizer's chat template fails: {told(error)}") from error
+        raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
 
 def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 
@@ -39,14 +39,14 @@ class PromptStream:
 
 
 @attrs.frozen
-class Plan:
+class RunLength:
     """How much a run does."""
 
     batch_steps: int  # rollouts
     updates: int  # optimizer updates, all passes over a rollout counted
 
     @classmethod
-    def of(cls, config: Config, examples: int) -> Plan:
+    def of(cls, config: Config, examples: int) -> RunLength:
         """From the config and the number of training examples."""
         optim = config.optim
         steps = optim.max_steps or math.ceil(examples * optim.num_epochs / optim.batch_size)

@@ -8,13 +8,14 @@ from typing import Any
 
 import attrs
 
-from runners.config.user_functions import resolve_function, told
-from runners.data.data_files import RawRow
+from runners.config.user_functions import resolve_function
+from runners.data.row_files import RawRow
+from runners.errors import error_line
 
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
-def own_transform(name: str, folders: Sequence[Path] = ()) -> Transform | None:
+def custom_transform(name: str, folders: Sequence[Path] = ()) -> Transform | None:
     """The function that `data.transform` names; None where it is empty. UserError as `resolve_function`."""
     return resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
 
@@ -30,8 +31,8 @@ def transformed(raw: RawRow, transform: Transform) -> RawRow | None:
     source = getattr(getattr(transform, "__code__", None), "co_filename", None)
     try:
         values = transform(dict(raw.values))
-    except Exception as error:  # of a function of the user's own: it is told with the row's place
-        return attrs.evolve(raw, fault=f"data.transform failed: {told(error, source)}")
+    except Exception as error:  # of a function of the user's own: reported with the row's place
+        return attrs.evolve(raw, fault=f"data.transform failed: {error_line(error, source)}")
     if values is None:
         return None
     if not isinstance(values, Mapping):

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from runners.evaluation.estimators import Interval, bootstrap, mcnemar
-from runners.evaluation.evaluation import Measured, Metric
+from runners.evaluation.measurement import Metric, ModelResult
 
-WIDTH = 1000  # columns: tables are never folded
+TABLE_WIDTH = 1000  # columns: tables are never folded
 
 
 @attrs.frozen
@@ -41,11 +41,11 @@ def difference(first: Metric, second: Metric) -> Difference | None:
     return Difference(float((b - a).mean()), bootstrap((b - a).tolist()), p)
 
 
-def shared(measured: Sequence[Measured]) -> list[Measured]:
+def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
     """The same models on the problems that all of them were given."""
     common = set.intersection(*(set(each.indices) for each in measured))
 
-    def cut(each: Measured) -> Measured:
+    def cut(each: ModelResult) -> ModelResult:
         places = [place for place, index in enumerate(each.indices) if index in common]
         metrics = {
             name: attrs.evolve(metric, values=metric.values[places]) for name, metric in each.metrics.items()
@@ -55,7 +55,7 @@ def shared(measured: Sequence[Measured]) -> list[Measured]:
     return [cut(each) for each in measured]
 
 
-def table(measured: Sequence[Measured]) -> str:
+def comparison_table(measured: Sequence[ModelResult]) -> str:
     """Markdown: a row for each number, a column for each model, and for two models the difference.
 
     In brackets the 95 % interval; p is that of McNemar's exact test.
@@ -75,11 +75,11 @@ def table(measured: Sequence[Measured]) -> str:
             ]
         lines.add_row(name, *cells)
     stream = io.StringIO()
-    Console(file=stream, width=WIDTH, color_system=None).print(lines, markup=False)
+    Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
-def summary(measured: Sequence[Measured]) -> dict[str, Any]:
+def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     """The same numbers as JSON takes them: shares from 0 to 1, null where there is nothing."""
     measured = shared(measured)
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}

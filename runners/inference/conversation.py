@@ -8,7 +8,7 @@ from typing import Any
 from grpo_fn.rollout.decode_loop import FindStop
 from runners.data.prompts import Message, render
 from runners.inference.generation import Completion, Sampling, Speed, stream
-from runners.inference.inference import InferenceModel
+from runners.inference.inference_model import InferenceModel
 from runners.tokenization.text import TextDecoder
 
 

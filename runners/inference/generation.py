@@ -16,13 +16,12 @@ from grpo_fn.prng import GENERATION, completion_keys, stream_key
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.rollout.sampler import draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
-from runners.errors import UserError
-from runners.inference.inference import InferenceModel
-from runners.telemetry.progress import gigabytes
+from runners.errors import UserError, gigabytes
+from runners.inference.inference_model import InferenceModel
+from runners.machine.launch_modes import launch_keywords
 from runners.tokenization.text import TextDecoder
-from runners.tuning.launching import keywords
 
-ROWS = 256  # completions decoded together where nothing is said
+DEFAULT_ROWS = 256  # completions decoded together where nothing is said
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
 
 Tokens = Sequence[int]
@@ -243,7 +242,7 @@ def generate_batches(
         return find_stop is not None and find_stop(tokens, len(tokens) - 1) is not None
 
     _check_token_ids(model, prompts)
-    together = max((max_batch or ROWS) // num_generations, 1)
+    together = max((max_batch or DEFAULT_ROWS) // num_generations, 1)
     for start in range(0, len(prompts), together):
         part = prompts[start : start + together]
         began = time.perf_counter()
@@ -260,7 +259,7 @@ def generate_batches(
             first_prompt=start,
             # On a CPU a look at which rows have ended costs nothing, and their steps are saved.
             check_every=8 if model.launch == "async" else 1,
-            **keywords(model.launch),
+            **launch_keywords(model.launch),
         )
         found = rollout.completions()
         if speed is not None:

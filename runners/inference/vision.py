@@ -18,10 +18,11 @@ import mlx.nn as nn
 from runners.checkpoints.run_folder import model_of_run
 from runners.data.prompts import Message
 from runners.errors import UserError
+from runners.files.json_files import read_json
 from runners.inference.generation import Completion, Sampling, Speed, draws, follow, penalty
 from runners.machine import install_hints
 from runners.models.dtypes import cast_floating, choose_dtype
-from runners.models.model_files import read_json, resolve_model
+from runners.models.folders import resolve_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
 from runners.tokenization.text import TextDecoder
 from runners.tokenization.tokenizer_check import check_tokenizer
@@ -29,7 +30,7 @@ from runners.tokenization.tokenizer_check import check_tokenizer
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from runners.machine.machine import Platform
+    from runners.machine.startup import Platform
 
 # What these packages raise for a folder that they cannot read.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)

@@ -6,13 +6,13 @@ import ctypes
 from importlib.metadata import version
 from typing import Any
 
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 
 _THREADS = ("openblas_get_num_threads", "MKL_Get_Max_Threads")
 _TEXTS = {"openblas_get_corename": "blas_kernels", "openblas_get_config": "blas_build"}
 
 
-def arithmetic(platform: Platform) -> dict[str, Any]:
+def arithmetic_facts(platform: Platform) -> dict[str, Any]:
     """Names and numbers that are equal where the same computation gives the same bits."""
     found = {"mlx": version("mlx"), "backend": platform.backend, "device": platform.device}
     return found | ({"blas": platform.blas, **_blas()} if platform.backend == "cpu" else {})

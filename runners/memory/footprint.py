@@ -25,7 +25,7 @@ class Weights:
     rollout: int = 0  # bytes of a sampler that has weights of its own (quantized, or lagging behind)
     reference: int = 0  # bytes of a reference (beta > 0)
     embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
-    sampling: int = 0  # bytes of weights that are made anew for each rollout: `sampling_form`
+    sampling: int = 0  # bytes of weights that are made anew for each rollout: `decode_weights`
 
     @property
     def masters(self) -> int:
@@ -49,7 +49,7 @@ class Weights:
 
 
 @attrs.frozen(kw_only=True)
-class Sampling:
+class SampledRows:
     """One part of a rollout that is decoded together."""
 
     prompts: int
@@ -67,7 +67,7 @@ def _whole(parts: Mapping[str, float]) -> dict[str, int]:
 
 
 @attrs.frozen
-class Phase:
+class MemoryPhase:
     """What is in memory at the height of one phase: bytes by name; what takes none is left out."""
 
     name: str
@@ -83,14 +83,14 @@ def phases(
     shape: ModelShape,
     weights: Weights,
     *,
-    rollout: Sampling,
+    rollout: SampledRows,
     micro_batches: Sequence[MicroBatch],
-    evaluation: Sampling | None = None,
+    evaluation: SampledRows | None = None,
     accumulates: bool = False,
     logprobs: bool = False,
     grad_checkpoint: bool = False,
     lags: bool = False,
-) -> list[Phase]:
+) -> list[MemoryPhase]:
     """The phases of a run in their order.
 
     Args:
@@ -112,8 +112,8 @@ def phases(
     }
     rolled = {**held, "rollout weights": weights.rollout}
     made = [
-        Phase("prompts", {**rolled, **_prompts(shape, weights, rollout)}),
-        Phase("rollout", {**rolled, **_decoding(shape, weights, rollout)}),
+        MemoryPhase("prompts", {**rolled, **_prompts(shape, weights, rollout)}),
+        MemoryPhase("rollout", {**rolled, **_decoding(shape, weights, rollout)}),
     ]
     if logprobs:
         made.append(_largest([_logprobs(shape, weights, rolled, batch) for batch in micro_batches]))
@@ -125,13 +125,13 @@ def phases(
             ]
         )
     )
-    made.append(Phase("update", {**(rolled if lags else held), **_update(shape, weights)}))
+    made.append(MemoryPhase("update", {**(rolled if lags else held), **_update(shape, weights)}))
     if weights.rollout:
-        made.append(Phase("sync", {**rolled, "compute copy": weights.trained * weights.compute}))
+        made.append(MemoryPhase("sync", {**rolled, "compute copy": weights.trained * weights.compute}))
     if evaluation is not None:
         made += [
-            Phase("evaluation prompts", {**rolled, **_prompts(shape, weights, evaluation)}),
-            Phase("evaluation", {**rolled, **_decoding(shape, weights, evaluation)}),
+            MemoryPhase("evaluation prompts", {**rolled, **_prompts(shape, weights, evaluation)}),
+            MemoryPhase("evaluation", {**rolled, **_decoding(shape, weights, evaluation)}),
         ]
     return made
 
@@ -141,11 +141,11 @@ def floor(weights: Weights) -> int:
     return weights.masters + weights.moments + weights.frozen + weights.gradients + weights.reference
 
 
-def _copy(weights: Weights, sampling: Sampling) -> int:
+def _copy(weights: Weights, sampling: SampledRows) -> int:
     return 0 if sampling.own_weights and weights.rollout else weights.copy
 
 
-def _prompts(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[str, float]:
+def _prompts(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
     """One call of the prefill, with the caches as far as they are filled then."""
     length = sampling.prompt
     chunk = Pass(rows=sampling.prompts, length=min(length, PREFILL_TOKENS), attended=length)
@@ -159,7 +159,7 @@ def _prompts(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[st
     }
 
 
-def _decoding(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[str, float]:
+def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
     keys = kv_bytes(
         shape,
         rows=sampling.rows,
@@ -193,10 +193,10 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: Sampling) -> dict[s
     }
 
 
-def _logprobs(shape: ModelShape, weights: Weights, held: dict[str, int], batch: MicroBatch) -> Phase:
+def _logprobs(shape: ModelShape, weights: Weights, held: dict[str, int], batch: MicroBatch) -> MemoryPhase:
     working = batch.forward(shape, weights.compute)
     logits, _ = batch.logits(shape, weights.compute, gradient=False)
-    return Phase(
+    return MemoryPhase(
         "log-probs",
         {
             **held,
@@ -214,7 +214,7 @@ def _gradient(
     batch: MicroBatch,
     accumulates: bool,
     checkpointed: bool,
-) -> Phase:
+) -> MemoryPhase:
     """The larger of the backward pass's two ends: all activations kept, or all gradients made."""
     base = {**held, "compute copy": weights.copy}
     if accumulates:
@@ -239,7 +239,7 @@ def _gradient(
         # A tied embedding's two gradients, as input and as head, are there before they are added.
         "gradient of the head": head if shape.tied else 0,
     }
-    return _largest([Phase("gradient", first), Phase("gradient", last)])
+    return _largest([MemoryPhase("gradient", first), MemoryPhase("gradient", last)])
 
 
 def _update(shape: ModelShape, weights: Weights) -> dict[str, float]:
@@ -249,5 +249,5 @@ def _update(shape: ModelShape, weights: Weights) -> dict[str, float]:
     return {"accumulated gradients": weights.gradients, "working set": each * ahead}
 
 
-def _largest(found: Sequence[Phase]) -> Phase:
+def _largest(found: Sequence[MemoryPhase]) -> MemoryPhase:
     return max(found, key=lambda phase: phase.total)

@@ -7,23 +7,24 @@ from pathlib import Path
 
 import attrs
 
-from grpo_fn.backends.cpu import grid_cache
 from grpo_fn.learner import Packer, Row
-from grpo_fn.rollout.shared_prefix import ROOM
-from runners.config.config import Config
+from grpo_fn.policy.prefix_cache import ROOM
+from grpo_fn.rollout.lanes import copied_prompt
+from runners.config.loading import Config
 from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.evaluation import evaluate
-from runners.machine.machine import Platform
-from runners.memory.footprint import Phase, Sampling, floor, phases
-from runners.memory.micro_batch import settle_micro_batch
+from runners.files.json_files import read_json
+from runners.inference.generation import DEFAULT_ROWS
+from runners.machine.startup import Platform
+from runners.memory.footprint import MemoryPhase, SampledRows, floor, phases
+from runners.memory.micro_batch import resolve_micro_batch
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.passes import MicroBatch, sampling_arrays
-from runners.models.model_files import read_json, resolve_model
-from runners.models.model_reading import load_tokenizer
+from runners.models.folders import resolve_model
+from runners.models.reading import load_tokenizer
 
-ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
+PACKED_ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
 
 
 @attrs.frozen(kw_only=True)
@@ -35,10 +36,10 @@ class Forecast:
     prompt: int  # tokens of the longest prompt
     prompt_source: str  # where that number is from
     total: int  # bytes that the run may use
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> MemoryPhase:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.total)
 
@@ -71,7 +72,7 @@ def forecast(
     total = int(min(total, limit)) if limit else total
     source = "data.max_prompt_length" if prompt is None else "the longest prompt of the data"
     prompt = config.data.max_prompt_length if prompt is None else prompt
-    config = settle_micro_batch(config, sizes, platform, prompt)
+    config = resolve_micro_batch(config, sizes, platform, prompt)
     spec, optim = config.loss_spec(), config.optim
     system = config.system
     shares = (
@@ -119,12 +120,12 @@ def largest(fits: Callable[[int], bool], *, most: int) -> int:
     return low
 
 
-def _rollout(config: Config, prompt: int) -> Sampling:
+def _rollout(config: Config, prompt: int) -> SampledRows:
     rollout = config.rollout
     together = config.optim.batch_size
     if rollout.max_batch:
         together = min(together, max(rollout.max_batch // rollout.num_generations, 1))
-    return Sampling(
+    return SampledRows(
         prompts=together,
         rows=together * rollout.num_generations,
         prompt=prompt,
@@ -139,21 +140,20 @@ def _rollout(config: Config, prompt: int) -> Sampling:
     )
 
 
-def _decoded(sampling: Sampling, sizes: ModelSizes) -> Sampling:
+def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
     """With the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
-    if sizes.lanes and sampling.prompt <= grid_cache.SHORT:
-        return attrs.evolve(
-            sampling, prompt=-(-sampling.prompt // grid_cache.STEP) * grid_cache.STEP, step=16
-        )
+    copied = copied_prompt(sampling.prompt) if sizes.lanes else None
+    if copied is not None:
+        return attrs.evolve(sampling, prompt=copied, step=16)
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
 
 
-def _evaluation(config: Config, prompt: int) -> Sampling:
-    rows = config.rollout.max_batch or evaluate.ROWS
+def _evaluation(config: Config, prompt: int) -> SampledRows:
+    rows = config.rollout.max_batch or DEFAULT_ROWS
     rows = min(rows, config.eval.samples) if config.eval.samples else rows
-    return Sampling(
+    return SampledRows(
         prompts=rows,
         rows=rows,
         prompt=prompt,
@@ -167,7 +167,7 @@ def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
     """The micro-batches of a batch step, or of its first rows, whose completions have their full length."""
     size, new = config.rollout.num_generations, config.rollout.max_new_tokens
     rows = min(
-        max(config.optim.batch_size * size // config.optim.minibatches, 1), max(ROWS // size, 1) * size
+        max(config.optim.batch_size * size // config.optim.minibatches, 1), max(PACKED_ROWS // size, 1) * size
     )
     packer = Packer(max_tokens=config.system.micro_batch_tokens, bucketed=True)
     runs = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
@@ -193,7 +193,7 @@ def longest_prompt(config: Config) -> int | None:
     )
     if not all(at_hand):
         return None
-    folder = resolve_model(config.model.path, own_loader=bool(config.model.loader))
+    folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     stated = read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder, stated, config.model.trust_remote_code)
     train, _ = load_rows(config.data, config.folders)

@@ -14,25 +14,25 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cpu.blocked_weights import takes_blocks
 from grpo_fn.learner import can_share
+from grpo_fn.policy.decode_programs import LANE_PROGRAM, fits
+from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.prefix_cache import shares_prefix, sharing_pays
 from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
-from grpo_fn.policy.sampling_form import sampling_form_bytes
-from grpo_fn.rollout.shared_prefix import shares_prefix, sharing_pays
 from grpo_fn.trees import split_leaves
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
-from runners.machine.machine import Platform
+from runners.files.hub import hub_errors, hub_or_cache
+from runners.machine.launch_modes import launch_modes
+from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
 from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
-from runners.models.hub import hub_or_cache
-from runners.models.model_files import hub_errors, read_config, resolve_model
-from runners.models.model_reading import load_module, own_loader
-from runners.tuning.launching import launches
+from runners.models.folders import read_config, resolve_model
+from runners.models.reading import custom_loader, load_module
 
 
 @attrs.frozen
@@ -68,9 +68,11 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     ]
     wish = config.rollout.launch
     shares = sharing_pays() and shares_prefix(module)
-    split = "split" in (launches(platform) if wish == "auto" else [wish])
+    split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    lanes = split and platform.backend == "cpu" and shares and takes_blocks(module, compute) and not packing
+    lanes = (
+        split and platform.backend == "cpu" and shares and fits(LANE_PROGRAM, module, compute) and not packing
+    )
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -82,7 +84,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=0 if packing else sampling_form_bytes(module, compute, lanes=lanes),
+            sampling=0 if packing else decode_weights_bytes(module, compute, lanes=lanes),
         ),
         shares_prompts=can_share(module),
         shares_prefix=shares,
@@ -91,9 +93,9 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
 
 
 def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
-    path, loader = settings.path, own_loader(settings.loader, folders)
+    path, loader = settings.path, custom_loader(settings.loader, folders)
     if loader is not None or path == EMBEDDED or Path(path).expanduser().exists():
-        folder = resolve_model(path, own_loader=loader is not None)
+        folder = resolve_model(path, custom_loader=loader is not None)
         return load_module(folder, settings.trust_remote_code, loader)
     stated = read_config(_fetched_config(path).parent)
     try:

@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.backends.cuda.kernels import has_cuda
+from grpo_fn.backends import has_cuda
 from grpo_fn.learner import chunk_rows
 
 FLOAT = 4  # bytes of float32
@@ -44,7 +44,9 @@ class ModelShape:
     @property
     def kept(self) -> Counts:
         """What the backward pass keeps of one of its blocks."""
-        return attrs.evolve(KEPT, intermediate=KEPT.intermediate + self.keeps_product)
+        return attrs.evolve(
+            SAVED_ACTIVATIONS, intermediate=SAVED_ACTIVATIONS.intermediate + self.keeps_product
+        )
 
     @property
     def queries(self) -> int:
@@ -110,7 +112,7 @@ class Counts:
         return Counts(*(a + b for a, b in pairs))
 
 
-KEPT = Counts(hidden=4, intermediate=2, queries=1.5, keys=4, scores=1, precise=2)
+SAVED_ACTIVATIONS = Counts(hidden=4, intermediate=2, queries=1.5, keys=4, scores=1, precise=2)
 # The proportions are measured on llama blocks of 14 different shapes, the height on the whole runs of
 # benchmarks/memory.py. `elementwise` makes an exponential of several arrays, hence many scores.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)

@@ -8,38 +8,38 @@ from typing import Any
 
 import attrs
 
-from runners.config.config import Config
-from runners.errors import UserError
-from runners.machine.machine import Platform, memory
+from runners.config.loading import Config
+from runners.errors import UserError, gigabytes
+from runners.machine.memory_readings import read_memory
+from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, longest_prompt
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.remedies import key_to_turn, largest_batch, remedies
-from runners.telemetry.progress import gigabytes
 
-WIDTH = 100
+TABLE_WIDTH = 100
 
 
 @attrs.frozen
-class Plan:
+class MemoryPlan:
     """What `grpo plan` shows."""
 
     text: str  # for stdout
     problem: str | None  # one line where the run does not fit
 
 
-def make_plan(config: Config, platform: Platform, *, as_json: bool = False) -> Plan:
+def make_plan(config: Config, platform: Platform, *, as_json: bool = False) -> MemoryPlan:
     """The plan of a checked config; nothing of the model is loaded but its shapes.
 
     Raises UserError for a model or data that cannot be used.
     """
-    found = forecast(config, platform, memory().total, prompt=longest_prompt(config))
+    found = forecast(config, platform, read_memory().total, prompt=longest_prompt(config))
     facts = _facts(found, platform)
     text = json.dumps(facts, indent=1) if as_json else _table(found, facts)
-    problem = None if found.fits else (too_large(found) or over(found, platform))
-    return Plan(text, problem)
+    problem = None if found.fits else (too_large_line(found) or over_memory_line(found, platform))
+    return MemoryPlan(text, problem)
 
 
-def too_large(found: Forecast) -> str | None:
+def too_large_line(found: Forecast) -> str | None:
     """One line where not even weights, moments and gradients are within the memory; else None."""
     if found.floor <= found.total:
         return None
@@ -55,8 +55,8 @@ def too_large(found: Forecast) -> str | None:
     )
 
 
-def over(found: Forecast, platform: Platform) -> str | None:
-    """One line where the peak is foretold above the memory, with what would bring it below; else None."""
+def over_memory_line(found: Forecast, platform: Platform) -> str | None:
+    """One line where the predicted peak exceeds the memory, with what would bring it below; else None."""
     if found.fits:
         return None
     peak = found.peak
@@ -70,7 +70,7 @@ def over(found: Forecast, platform: Platform) -> str | None:
 
 
 @attrs.frozen
-class Outlook:
+class MemoryOutlook:
     """What a run knows of its memory before it starts."""
 
     key: str  # the config's key that lowers the peak
@@ -86,19 +86,19 @@ def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
         sizes = model_sizes(config, platform)
     except UserError as error:  # what ails the model itself is told when it is loaded
         return f"memory: not foretold: {error}"
-    line = too_large(forecast(config, platform, memory().total, prompt=1, sizes=sizes))
+    line = too_large_line(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes))
     if line:
         raise UserError(line)
     return sizes
 
 
-def outlook(config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int) -> Outlook:
+def memory_outlook(config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int) -> MemoryOutlook:
     """What a run with prompts of at most so many tokens should be told."""
     if isinstance(sizes, str):
-        return Outlook("system.micro_batch_tokens", (sizes,))
-    found = forecast(config, platform, memory().total, prompt=prompt, sizes=sizes)
-    line = over(found, platform)
-    return Outlook(key_to_turn(found), (f"memory: {line}",) if line else ())
+        return MemoryOutlook("system.micro_batch_tokens", (sizes,))
+    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes)
+    line = over_memory_line(found, platform)
+    return MemoryOutlook(key_to_turn(found), (f"memory: {line}",) if line else ())
 
 
 def _facts(found: Forecast, platform: Platform) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _table(found: Forecast, facts: dict[str, Any]) -> str:
         for name, nbytes in sorted(phase.parts.items(), key=lambda part: -part[1]):
             grid.add_row("", name, gigabytes(nbytes))
     stream = io.StringIO()
-    console = Console(file=stream, width=WIDTH, color_system=None)
+    console = Console(file=stream, width=TABLE_WIDTH, color_system=None)
     console.print(grid)
     config, prompts = found.config, facts["largest_batch_size"]
     console.print()

@@ -1,13 +1,13 @@
-"""What would bring a run's foretold memory below what the machine has: the config's keys and their values."""
+"""What would bring a run's predicted memory within the machine's: keys of the config, and their values."""
 
 from __future__ import annotations
 
 import attrs
 
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, largest
 
-MOST = 1 << 16  # prompts a batch step that are looked at
+MOST_PROMPTS = 1 << 16  # prompts a batch step that are looked at
 
 
 def largest_batch(found: Forecast, platform: Platform) -> int:
@@ -16,7 +16,7 @@ def largest_batch(found: Forecast, platform: Platform) -> int:
     def fits(prompts: int) -> bool:
         return _with(found, platform, "optim", batch_size=prompts).fits
 
-    return largest(fits, most=MOST)
+    return largest(fits, most=MOST_PROMPTS)
 
 
 def remedies(found: Forecast, platform: Platform) -> list[str]:

@@ -13,12 +13,12 @@ from grpo_fn.trees import named_leaves, on_host
 from runners.config.sections import LoraConfig
 from runners.errors import UserError, did_you_mean, first_lines, show
 from runners.files.durable import load_arrays
+from runners.files.json_files import read_json
 from runners.files.links import check_links
 from runners.files.tensor_header import check_header
 from runners.models.adapter_settings import check_settings
 from runners.models.base_digest import base_digest
-from runners.models.model_files import read_json
-from runners.models.model_reading import check_finite
+from runners.models.reading import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm passes over it

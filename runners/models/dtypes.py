@@ -13,7 +13,7 @@ from grpo_fn.trees import named_leaves
 from runners.errors import UserError
 
 if TYPE_CHECKING:
-    from runners.machine.machine import Platform
+    from runners.machine.startup import Platform
 
 
 def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:

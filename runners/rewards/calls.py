@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from runners.config.user_functions import told
+from runners.errors import error_line
 
 # Past its time limit, a loop of async calls gets this long (seconds) to cancel them and close.
 _CLOSING_TIME = 0.5
@@ -27,7 +27,7 @@ class Outcome:
     thread: threading.Thread | None = None  # of a call past its time, which nothing can stop from outside
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A result with arrays and their scalars as lists and numbers."""
     # In the thread of the call: a lazy MLX array can be evaluated nowhere else.
     if hasattr(value, "tolist"):
@@ -43,7 +43,7 @@ def call(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     timeout: float,
-    read: Callable[[Any], Any] = plain,
+    read: Callable[[Any], Any] = plain_value,
 ) -> Outcome:
     """Call a function with keywords; past `timeout` seconds it is left running in a daemon thread.
 
@@ -82,7 +82,7 @@ def call_together(
     async def run_one(index: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         try:
             result = await function(**arguments)
-            outcomes[index] = Outcome(value=(read[index] if read else plain)(result))
+            outcomes[index] = Outcome(value=(read[index] if read else plain_value)(result))
         except BaseException as error:  # one that is no Exception would end the loop, and the other calls
             outcomes.setdefault(index, _failed(error))
 
@@ -112,7 +112,7 @@ _DIED = Outcome(error=RuntimeError("it ended its thread"), told="it ended the th
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(error=error, told=told(error))
+    return Outcome(error=error, told=error_line(error))
 
 
 async def _wait(awaitable: Awaitable[Any]) -> Any:

@@ -8,12 +8,10 @@ from typing import Any
 
 import attrs
 
-from runners.config.user_functions import FORMS, resolve_function
+from runners.config.sections import REWARD_ARGUMENTS
+from runners.config.user_functions import FUNCTION_FORMS, resolve_function
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.rewards.builtin import REWARDS
-
-PASSED = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""The names that every reward may take besides the dataset's columns."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -89,7 +87,7 @@ def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: floa
             return Reward(name, REWARDS[name], weight)
         raise UserError(
             f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
-            f"{FORMS}{did_you_mean(name, REWARDS)}"
+            f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
         )
     function = resolve_function(name, base_dirs, key="reward")
     attribute = name.rpartition(":")[2]
@@ -103,7 +101,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.needs:
-            if needed not in found and needed not in PASSED:
+            if needed not in found and needed not in REWARD_ARGUMENTS:
                 raise UserError(
                     f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
                     f"{did_you_mean(needed, found)}"

@@ -19,13 +19,13 @@ from runners.rewards.builtin import extract_answer
 from runners.rewards.calls import is_async
 
 Rewards = list[float | None]
-Reward = Callable[..., Rewards]
+RewardFunction = Callable[..., Rewards]
 
 
-def _checked_by(check: Callable[[], Any]) -> Callable[[Reward], Reward]:
+def _checked_by(check: Callable[[], Any]) -> Callable[[RewardFunction], RewardFunction]:
     """A decorator: `check` raises UserError where the reward cannot work, before a run loads its model."""
 
-    def mark(reward: Reward) -> Reward:
+    def mark(reward: RewardFunction) -> RewardFunction:
         setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
         return reward
 
@@ -56,7 +56,9 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
     return found
 
 
-def regex_reward(pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, whole: bool = False) -> Reward:
+def regex_reward(
+    pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, whole: bool = False
+) -> RewardFunction:
     """A reward of `value` for texts in which the pattern is found (with `whole`: that it matches), else 0.0.
 
     A policy finds texts on which a pattern with nested repeats takes for ever: keep it plain. Raises
@@ -74,7 +76,7 @@ def regex_reward(pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, wh
     return reward
 
 
-def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int = 0) -> Reward:
+def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int = 0) -> RewardFunction:
     """A reward of `value` for completions of `shortest` to `longest` tokens, else 0.0.
 
     Over `fade` tokens on either side it falls in a line to 0. Raises ValueError for a range without a number.
@@ -92,7 +94,7 @@ def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int 
     return reward
 
 
-def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> Reward:
+def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> RewardFunction:
     """DAPO's soft penalty on length (arXiv 2503.14476, eq. 13): 0 up to limit − buffer tokens, then in a line
     down to −penalty at `limit`, and −penalty beyond.
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
-from runners.rewards.calls import Outcome, call, call_together, is_async, plain
-from runners.rewards.functions import PASSED, Reward, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.calls import Outcome, call, call_together, is_async, plain_value
+from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
@@ -83,7 +84,7 @@ class Scorer:
         if completion_ids is not None:
             given["completion_ids"] = completion_ids
         for name in columns:
-            if name in PASSED:
+            if name in REWARD_ARGUMENTS:
                 raise ValueError(f"a column is named {name}, which every reward gets; rename the column")
         for name, entries in given.items():
             if len(entries) != len(texts):
@@ -171,7 +172,7 @@ class _Called:
 
         Only plain numbers and texts are returned: looking at the result may run the reward's own code.
         """
-        values, fault = _as_list(plain(result), self.size)
+        values, fault = _as_list(plain_value(result), self.size)
         if fault:
             return [], [fault], self.size
         faults: dict[str, list[int]] = {}
@@ -192,21 +193,21 @@ class _Called:
 def _arguments(reward: Reward, texts: Sequence[str], given: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """What a reward takes of the completions and the columns, as lists of its own."""
     picked = reward.pick({"completions": _wrap(texts), **given})
-    return {name: _own(list(entries)) if name in given else entries for name, entries in picked.items()}
+    return {name: _copied(list(entries)) if name in given else entries for name, entries in picked.items()}
 
 
 def _wrap(texts: Sequence[str]) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """A copy that shares nothing with the run: its prompts, columns and tokens are used again afterwards."""
     if isinstance(value, list):
-        return value.copy() if _PLAIN.issuperset(map(type, value)) else [_own(each) for each in value]
+        return value.copy() if _PLAIN.issuperset(map(type, value)) else [_copied(each) for each in value]
     if isinstance(value, dict):
-        return {name: _own(each) for name, each in value.items()}
+        return {name: _copied(each) for name, each in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_own, value))
+        return tuple(map(_copied, value))
     return value.copy() if isinstance(value, set | bytearray | np.ndarray) else value
 
 

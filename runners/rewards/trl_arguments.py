@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
+from runners.config.conditions import METRICS
 from runners.errors import show
-from runners.telemetry.run_watch import METRICS
 
 _OWN_GROUPS = {"rewards", "rollout", *(name.partition("/")[0] for name in METRICS if "/" in name)}
 _OWN = {"em_subset", "update_skipped", "nonfinite", *METRICS}

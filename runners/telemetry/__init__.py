@@ -1,1 +1,4 @@
-"""."""
+"""What a run reports: log lines, completions, the display, dashboards, warnings.
+
+It changes nothing in the run.
+"""

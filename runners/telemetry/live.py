@@ -15,19 +15,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.progress import (
     Progress,
-    count,
-    duration,
+    as_text,
+    count_text,
+    duration_text,
     eval_line,
-    finite,
-    gigabytes,
-    number,
+    is_finite,
+    number_text,
     peak_memory,
-    percent,
+    percent_text,
     sparkline,
-    spell,
 )
 
 MAX_WIDTH = 100  # wider terminals leave the rest free
@@ -128,7 +128,7 @@ class LiveReport:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Report.finish`."""
-        self._status = f"finished in {duration(self._progress.elapsed())}"
+        self._status = f"finished in {duration_text(self._progress.elapsed())}"
         self._redraw()
         self._live.stop()
         self._finished = True
@@ -182,7 +182,9 @@ def _bar(progress: Progress) -> RenderableType:
     row.add_column(no_wrap=True, justify="right")
     bar = ProgressBar(total=max(progress.total, 1), completed=progress.done, complete_style="green")
     left = progress.seconds_left()
-    time_left = f"{duration(left)} left" if left is not None else f"{duration(progress.elapsed())} so far"
+    time_left = (
+        f"{duration_text(left)} left" if left is not None else f"{duration_text(progress.elapsed())} so far"
+    )
     row.add_row(Text(f"update {progress.done}/{progress.total}"), bar, Text(time_left))
     return row
 
@@ -191,14 +193,14 @@ def _numbers(progress: Progress, width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for style in ("dim", "bold", "dim", "bold"):
         grid.add_column(style=style, no_wrap=True)
-    reward = Text(f"{number(progress.metrics.get('reward')):<6}", style="bold")
+    reward = Text(f"{number_text(progress.metrics.get('reward')):<6}", style="bold")
     bars = max((width - 58) // 2, 6)
     reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
-    score = Text(percent(progress.exact_match), style="bold")
-    if len(progress.scores) > 1 or (progress.scores and finite(progress.metrics.get("em"))):
-        score.append(f" from {percent(progress.scores[0])}", style="not bold dim")
+    score = Text(percent_text(progress.exact_match), style="bold")
+    if len(progress.scores) > 1 or (progress.scores and is_finite(progress.metrics.get("em"))):
+        score.append(f" from {percent_text(progress.scores[0])}", style="not bold dim")
     grid.add_row("reward", reward, "exact match", score)
-    grid.add_row("tokens/s", count(progress.tokens_per_second), "memory", gigabytes(progress.memory))
+    grid.add_row("tokens/s", count_text(progress.tokens_per_second), "memory", gigabytes(progress.memory))
     return grid
 
 
@@ -209,7 +211,7 @@ def _small(progress: Progress, width: int) -> RenderableType:
             continue
         value = progress.metrics[key]
         part = Text("   " if text else "").append(f"{label} ")
-        part.append(number(value), style="" if finite(value) else "bold red")
+        part.append(number_text(value), style="" if is_finite(value) else "bold red")
         if text.cell_len + part.cell_len <= width:
             text.append_text(part)
     return text
@@ -220,5 +222,5 @@ def _table(rows: Mapping[str, Any]) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows.items():
-        grid.add_row(_text(name), _text(spell(value)))
+        grid.add_row(_text(name), _text(as_text(value)))
     return grid

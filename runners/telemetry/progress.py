@@ -17,9 +17,9 @@ def peak_memory() -> int:
     """The peak of MLX's memory in bytes; 0 where MLX is not in use."""
     if "mlx.core" not in sys.modules:
         return 0
-    from runners.machine.machine import memory
+    from runners.machine.memory_readings import read_memory
 
-    return memory().peak
+    return read_memory().peak
 
 
 class Progress:
@@ -65,7 +65,7 @@ class Progress:
         self.metrics = dict(metrics)
         self.done = int(metrics.get("update", self.done + 1))
         self.memory = max(self.memory, self._read_memory())
-        if finite(metrics.get("reward")):
+        if is_finite(metrics.get("reward")):
             self.rewards.append(float(metrics["reward"]))
         self.tokens_per_second = self._rate(metrics, interval)
 
@@ -90,15 +90,15 @@ class Progress:
     def exact_match(self) -> float | None:
         """The latest: of the update if its metrics have one, else of the last evaluation."""
         em = self.metrics.get("em")
-        if finite(em):
+        if is_finite(em):
             return em
         return self.scores[-1] if self.scores else None
 
     def _rate(self, metrics: Mapping[str, Any], interval: float) -> float | None:
         told = metrics.get("tokens_per_second")
-        if finite(told):
+        if is_finite(told):
             return float(told)  # type: ignore[arg-type]
-        if not finite(metrics.get("num_tokens")):
+        if not is_finite(metrics.get("num_tokens")):
             return None
         # num_tokens counts all tokens of the run, those before a resume among them.
         new, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
@@ -106,12 +106,12 @@ class Progress:
         return new / interval if interval > 0 and not resumed else None
 
 
-def finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether this is a number that can be drawn."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" as it is, "-" for None."""
     if value is None:
         return "-"
@@ -122,7 +122,7 @@ def number(value: float | None) -> str:
     return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
-def count(value: float | None) -> str:
+def count_text(value: float | None) -> str:
     """A count in four characters or so: 950, 9.4k, 41.7k, 1.2M; "-" for None."""
     if value is None:
         return "-"
@@ -132,21 +132,12 @@ def count(value: float | None) -> str:
     return f"{value:.0f}"
 
 
-def percent(score: float | None) -> str:
+def percent_text(score: float | None) -> str:
     """52.0% of a share in 0..1; "-" for None."""
     return "-" if score is None else f"{100 * score:.1f}%"
 
 
-def gigabytes(size: int) -> str:
-    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
-    if size < 1e6:
-        return f"{size / 1e3:.0f} kB"
-    if size < 1e8:
-        return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
-    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:.1f} GB"
-
-
-def duration(seconds: float | None) -> str:
+def duration_text(seconds: float | None) -> str:
     """0:41, 12:05, 1:02:03; "-" for None."""
     if seconds is None:
         return "-"
@@ -155,14 +146,14 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def spell(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A header's or a summary's value as text."""
-    return number(value) if isinstance(value, float) else str(value)
+    return number_text(value) if isinstance(value, float) else str(value)
 
 
 def eval_line(name: str, score: float, correct: int, total: int, seconds: float) -> str:
     """An evaluation in one line."""
-    return f"eval {name}: exact match {percent(score)} ({correct} of {total}) in {seconds:.1f} s"
+    return f"eval {name}: exact match {percent_text(score)} ({correct} of {total}) in {seconds:.1f} s"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

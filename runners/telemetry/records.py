@@ -9,24 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from runners.config.config import Config
-from runners.training.rollout import Experience
-from runners.training.setup import Run
+from runners.config.loading import Config
+from runners.models.loaded_model import LoadedModel
+from runners.rewards.experience import Experience
 
 
-def header(run: Run) -> dict[str, Any]:
-    """What is shown before the first step: name -> value."""
-    config = run.config
+def run_header(
+    config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int
+) -> dict[str, Any]:
+    """What is shown before the first step of a run in `folder`: name -> value.
+
+    `train` and `held_out` are numbers of examples.
+    """
     return {
         "run": config.run.name,
-        "model": f"{config.model.path} ({run.loaded.num_parameters:,} parameters, "
-        f"{run.loaded.num_trainable:,} trained, {config.model.tune})",
-        "data": f"{config.data.source} ({len(run.data.train):,} to train on, "
-        f"{len(run.data.evaluation):,} held out)",
+        "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "
+        f"{loaded.num_trainable:,} trained, {config.model.tune})",
+        "data": f"{config.data.source} ({train:,} to train on, {held_out:,} held out)",
         "each update": f"{config.optim.batch_size * config.optim.gradient_accumulation_steps} prompts × "
         f"{config.rollout.num_generations} completions, {config.loss.preset}",
         **_length_penalty(config),
-        "writes to": str(run.folder),
+        "writes to": str(folder),
     }
 
 
@@ -40,16 +43,26 @@ def _length_penalty(config: Config) -> dict[str, str]:
     return {"length penalty": text}
 
 
-def summary(
-    run: Run, final: Path, *, first: float | None, last: float | None, updates: int, tokens: int
+def run_summary(
+    config: Config,
+    final: Path,
+    *,
+    first: float | None,
+    last: float | None,
+    held_out: int,
+    updates: int,
+    tokens: int,
 ) -> dict[str, Any]:
-    """What is shown at the end; `first` and `last` are exact match, None where it was not measured."""
+    """What is shown at the end.
+
+    `first` and `last` are exact match on `held_out` problems, None where it was not measured.
+    """
     shown: dict[str, Any] = {}
     if last is not None:
         before = f"{first:.1%} → " if first is not None else ""
-        shown["exact match"] = f"{before}{last:.1%} on {len(run.data.evaluation)} held-out problems"
+        shown["exact match"] = f"{before}{last:.1%} on {held_out} held-out problems"
     shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
-    if run.config.log.jsonl:
+    if config.log.jsonl:
         shown["log"] = str(final.parent / "training_log.jsonl")
     return shown
 

@@ -9,21 +9,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.progress import (
     Progress,
-    count,
-    duration,
+    as_text,
+    count_text,
+    duration_text,
     eval_line,
-    gigabytes,
-    number,
+    number_text,
     peak_memory,
-    percent,
-    spell,
+    percent_text,
 )
 
-WIDTH = 100  # columns of a plain line
+LINE_WIDTH = 100  # columns of a plain line
 
 
 class Report(Protocol):
@@ -168,7 +168,7 @@ class PlainReport:
         if self.fault:
             echo(text, err=True)
             return
-        for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
+        for line in textwrap.wrap(text, LINE_WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
 
     def alert(self, text: str) -> None:
@@ -189,7 +189,7 @@ class PlainReport:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Report.finish`."""
-        self._line(f"finished in {duration(self._progress.elapsed())}")
+        self._line(f"finished in {duration_text(self._progress.elapsed())}")
         self._table(summary)
 
     def __enter__(self) -> PlainReport:
@@ -201,7 +201,7 @@ class PlainReport:
     def _table(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
         for name, value in rows.items():
-            self.note(f"{name:<{indent}}{spell(value)}")
+            self.note(f"{name:<{indent}}{as_text(value)}")
 
     def _line(self, text: str) -> None:
         self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
@@ -230,20 +230,24 @@ def step_line(progress: Progress) -> str:
     digits = len(str(progress.total))
     parts = [
         f"update {progress.done:>{digits}}/{progress.total}",
-        f"reward {number(metrics.get('reward'))}",
-        *([f"length penalty {number(metrics['length_penalty'])}"] if "length_penalty" in metrics else []),
-        f"em {percent(progress.exact_match)}",
+        f"reward {number_text(metrics.get('reward'))}",
+        *(
+            [f"length penalty {number_text(metrics['length_penalty'])}"]
+            if "length_penalty" in metrics
+            else []
+        ),
+        f"em {percent_text(progress.exact_match)}",
     ]
     if progress.tokens_per_second is not None:
-        parts.append(f"{count(progress.tokens_per_second)} tok/s")
+        parts.append(f"{count_text(progress.tokens_per_second)} tok/s")
     if progress.memory:
         parts.append(gigabytes(progress.memory))
-    parts.append(f"{duration(progress.seconds_left())} left")
+    parts.append(f"{duration_text(progress.seconds_left())} left")
     for name, key in (("loss", "loss"), ("kl", "kl"), ("grad", "grad_norm")):
         if key in metrics:
-            parts.append(f"{name} {number(metrics[key])}")
+            parts.append(f"{name} {number_text(metrics[key])}")
     line = parts[0]
     for part in parts[1:]:
-        if len(line) + 2 + len(part) <= WIDTH:
+        if len(line) + 2 + len(part) <= LINE_WIDTH:
             line += f"  {part}"
     return line

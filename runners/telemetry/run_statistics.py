@@ -11,8 +11,8 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
-from runners.config.config import Config
-from runners.training.rollout import Experience, length_penalty
+from runners.config.loading import Config
+from runners.rewards.experience import Experience, length_penalty, reward_spread
 
 
 @attrs.frozen(eq=False)
@@ -60,9 +60,9 @@ def rollout_metrics(
     finished = np.concatenate([tally.finished_b for tally in tallies])
     steps = [tally.rewards_pg for tally in tallies]
     if baseline == "batch_mean":  # a whole step is compared: its spread, for each of its groups
-        spread = np.concatenate([np.repeat(_spread(step.reshape(1, -1)), len(step)) for step in steps])
+        spread = np.concatenate([np.repeat(reward_spread(step.reshape(1, -1)), len(step)) for step in steps])
     else:
-        spread = _spread(rewards_pg)
+        spread = reward_spread(rewards_pg)
     logged: dict[str, list[float]] = {}
     for tally in tallies:
         for name, values in tally.logged.items():
@@ -149,10 +149,3 @@ def _mean(values: np.ndarray) -> float:
 def _std(values: np.ndarray) -> float:
     given = values[~np.isnan(values)]
     return float(given.std(ddof=1)) if given.size > 1 else 0.0
-
-
-def _spread(rewards_pg: np.ndarray) -> np.ndarray:
-    """Largest less smallest given reward of each group; 0 where fewer than two were given."""
-    low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
-    high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
-    return np.maximum(high - low, 0.0)

@@ -18,12 +18,12 @@ from attrs import field
 import runners
 from runners.config import rules
 from runners.errors import UserError, did_you_mean, show, spell
+from runners.files.json_files import read_json
 from runners.files.links import check_links
-from runners.models.model_files import read_json
 
 PROMPT_FILE = "grpo_prompt.json"
-FORMAT = "grpo_fn.prompt"
-VERSION = 1
+PROMPT_FORMAT = "grpo_fn.prompt"
+PROMPT_VERSION = 1
 # Of a resolved config: where each field comes from.
 _SECTIONS = {
     "data": ("system_prompt", "nudge"),
@@ -57,7 +57,7 @@ class PromptSettings:
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
     """Writes grpo_prompt.json into a model's folder. OSError where the disk refuses."""
-    content = {"format": FORMAT, "version": VERSION, **attrs.asdict(settings)}
+    content = {"format": PROMPT_FORMAT, "version": PROMPT_VERSION, **attrs.asdict(settings)}
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / PROMPT_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -73,12 +73,12 @@ def read_prompt(folder: Path) -> PromptSettings | None:
         return None
     check_links(folder, [file])
     content = read_json(file)
-    if content.get("format") != FORMAT:
-        raise UserError(f"{file}: format: found {show(content.get('format'))}, wanted {show(FORMAT)}")
-    if content.get("version") != VERSION:
+    if content.get("format") != PROMPT_FORMAT:
+        raise UserError(f"{file}: format: found {show(content.get('format'))}, wanted {show(PROMPT_FORMAT)}")
+    if content.get("version") != PROMPT_VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {FORMAT}, wanted {VERSION}; "
-            f"grpo_fn {runners.__version__} reads no other"
+            f"{file}: found version {show(content.get('version'))} of {PROMPT_FORMAT}, "
+            f"wanted {PROMPT_VERSION}; grpo_fn {runners.__version__} reads no other"
         )
     fields = attrs.fields_dict(attrs.resolve_types(PromptSettings))
     values: dict[str, Any] = {}

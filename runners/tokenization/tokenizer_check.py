@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.machine.bounded import Ending, run_bounded
+from runners.files.cache_folder import cache_folder
+from runners.machine.bounded_process import Ending, run_bounded
 from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
-from runners.tuning.tuning_cache import cache_file
 
 _FORMAT = 1  # a new one forgets all
 _KEPT = 500  # files in the cache folder
@@ -34,7 +34,7 @@ def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
     if folder.resolve() == MODEL_DIR.resolve():
         return
     files = [*files_of(folder), *([pickled] if pickled else [])]
-    seen = cache_file().parent / "checked" / _digest(files)
+    seen = cache_folder() / "checked" / _digest(files)
     if seen.exists():
         return
     size = sum(file.stat().st_size for file in files)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runners.config.user_functions import told
-from runners.errors import UserError, show
+from runners.errors import UserError, error_line, show
 
 if TYPE_CHECKING:
     import tiktoken
@@ -55,7 +54,7 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except ValueError as error:  # of tiktoken, for a pattern that is no regular expression
-        raise UserError(f"{file}: tiktoken does not take it: {told(error)}") from error
+        raise UserError(f"{file}: tiktoken does not take it: {error_line(error)}") from error
 
 
 def encoding_state(content: bytes) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def encoding_state(content: bytes) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # a broken pickle fails in many ways: any error of an opcode's is one
-        raise UserError(f"this is no pickle that can be read: {told(error)}") from error
+        raise UserError(f"this is no pickle that can be read: {error_line(error)}") from error
     if not isinstance(found, reader.stand_in):
         raise UserError(f"found a pickled {type(found).__name__}, wanted tiktoken's Encoding")
     return _checked(found.__dict__.get("state"))

@@ -1,4 +1,4 @@
-"""The first use of a tokenizer and its chat template, in a process of its own (`runners.machine.bounded`).
+"""The first use of a tokenizer and its chat template, in a process of its own (`machine.bounded_process`).
 
 It imports the libraries that do the work and little else, as it stands before a model's first use. What it
 prints: the phase that begins, and a line that starts with FAULT where something is wrong.
@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runners.machine.bounded import OUT_OF_MEMORY, limit
+from runners.machine.bounded_process import OUT_OF_MEMORY, limit
 
 FAULT = "fault: "
 READY, TEMPLATE, READING, TEXT = "ready", "template", "reading", "text"

@@ -18,10 +18,10 @@ from runners.checkpoints.run_folder import BAD_BATCHES, RunFolder
 from runners.errors import NumbersError, UserError, count_in
 from runners.files.durable import new_folder, opened, remove_folder, save_arrays
 from runners.files.json_lines import to_json
+from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
-from runners.training.rollout import Experience
 
-KEPT = 10
+MOST_BAD_BATCHES = 10
 _NAME = re.compile(r"update-(\d+)")
 
 
@@ -145,7 +145,7 @@ def _subfolder(run_dir: int) -> Iterator[int]:
 
 def _prune(folder: Path, held: int) -> None:
     found = {int(match[1]): name for name in os.listdir(held) if (match := _NAME.fullmatch(name))}
-    for number in sorted(found)[:-KEPT]:
+    for number in sorted(found)[:-MOST_BAD_BATCHES]:
         remove_folder(folder / found[number], within=held)
 
 

@@ -11,12 +11,12 @@ import grpo_fn as g
 from grpo_fn.learner import can_share
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import Tree
-from runners.config.config import Config
-from runners.data.stream import Plan
+from runners.config.loading import Config
+from runners.data.stream import RunLength
 from runners.errors import UserError
-from runners.machine.machine import Platform
-from runners.models.model_reading import vocabulary_rows
-from runners.models.models import LoadedModel
+from runners.machine.startup import Platform
+from runners.models.loaded_model import LoadedModel
+from runners.models.reading import vocabulary_rows
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 
 
@@ -37,7 +37,7 @@ class Learner:
 
 
 def build_learner(
-    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: Plan, platform: Platform
+    config: Config, spec: g.LossSpec, loaded: LoadedModel, plan: RunLength, platform: Platform
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
     share_prompts = _shares_prompts(config, loaded, platform)
@@ -46,8 +46,8 @@ def build_learner(
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
-    role, notices = make_rollout_role(config, policy, backend=platform.backend, vocabulary=vocabulary)
-    reference = make_reference_role(config, policy, backend=platform.backend)
+    role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
+    reference = make_reference_role(config, policy)
     policy = policy.skeleton()
     role.full = policy
 
@@ -66,7 +66,8 @@ def build_learner(
         key=mx.random.key(config.run.seed),
         ref_params=reference.params(params) if spec.beta > 0 else None,
     )
-    compile_steps = config.system.compile
+    # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
+    compile_steps = config.system.compile and platform.backend != "cuda"
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,

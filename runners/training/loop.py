@@ -15,22 +15,23 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.checkpoint import Snapshot, take_snapshot
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import Snapshot, take_snapshot
+from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
-from runners.evaluation.evaluate import evaluate
+from runners.evaluation.exact_match import evaluate
+from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
-from runners.memory.memory_watch import MemoryWatch
-from runners.memory.row_memory import free_memory
-from runners.models.model_writing import save_final
+from runners.memory.peak_watch import MemoryWatch
+from runners.models.writing import save_final
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.records import completion_records, header, summary
+from runners.telemetry.records import completion_records, run_header, run_summary
 from runners.telemetry.report import Report
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
-from runners.telemetry.run_watch import Condition, Watch
+from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
@@ -77,7 +78,7 @@ class Loop:
         self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
-        self._told: str | None = None  # what was last said of the log
+        self._log_fault: str | None = None  # what was last said of the log
         self.started = self.update_started = time.perf_counter()
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -91,22 +92,24 @@ class Loop:
     def run_to_end(self) -> RunResult:
         """All steps that are left, then the final evaluation and model."""
         config, at, steps = self.config, self.at, self.steps
-        self.report.start(self.run.plan.updates, header(self.run), done=at.update, scores=at.scores)
+        run, held_out = self.run, len(self.run.data.evaluation)
+        head = run_header(config, run.folder, run.loaded, len(run.data.train), held_out)
+        self.report.start(run.plan.updates, head, done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
-        self._heed_signals()
+        self._check_signals()
         while steps.update_due() or (at.batch_step < self.run.plan.batch_steps and not self.watch.reached):
             self._step()
-            self._heed_numbers()
+            self._check_numbers()
             every = config.checkpoint.every
             if every and at.batch_step % every == 0 and not steps.update_due():
                 self.saver.save(self._snapshot, self._place())
-            self._heed_signals()
+            self._check_signals()
         if self.watch.reached:
             self.report.note(f"the run ends early: {self.watch.reached}")
         if at.evaluated_at != at.update:
             self._evaluate("at the end")
-        self.saver.settle()
+        self.saver.wait()
         self.report.status("saving the final model")
         try:
             final = self._save_final()
@@ -117,7 +120,15 @@ class Loop:
             raise
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
-        shown = summary(self.run, final, first=first, last=last, updates=at.update, tokens=at.sampled_tokens)
+        shown = run_summary(
+            config,
+            final,
+            first=first,
+            last=last,
+            held_out=held_out,
+            updates=at.update,
+            tokens=at.sampled_tokens,
+        )
         if self.watch.reached:
             shown["ended early"] = self.watch.reached
         if self.bad_updates.total:
@@ -132,8 +143,8 @@ class Loop:
             self._update()
         else:
             self._batch_step()
-        self._heed_log()
-        self._heed_folder()
+        self._check_log()
+        self._check_folder()
 
     def _batch_step(self) -> None:
         """One rollout, what is worth saying of it, and its gradient."""
@@ -152,7 +163,7 @@ class Loop:
     def _update(self) -> None:
         """One optimizer update, its log line, and the evaluation that may be due."""
         at = self.at
-        stats, update = self.steps.update(self._make_way)
+        stats, update = self.steps.update(self._wait_for_memory)
         metrics = self._metrics(stats, update, time.perf_counter() - self.update_started)
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
@@ -166,11 +177,11 @@ class Loop:
         if every and at.update % every == 0:
             self._evaluate(f"after update {at.update}")
         self.update_started = time.perf_counter()
-        self.steps.turn()
+        self.steps.finish_update()
 
-    def _make_way(self) -> None:
+    def _wait_for_memory(self) -> None:
         """Before new weights are made: a checkpoint that memory has no room for beside them is waited for."""
-        self.saver.make_way(lambda: free_memory(self.config.system.memory_limit_gb))
+        self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
 
     def _metrics(self, stats: g.LossStats, update: g.UpdateStats, seconds: float) -> dict[str, Any]:
         at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
@@ -239,7 +250,7 @@ class Loop:
             at.batch_step, self.steps.state, self.run.loaded, facts, trees, prompt=self.prompt
         )
 
-    def _heed_numbers(self) -> None:
+    def _check_numbers(self) -> None:
         """Where too many updates in a row were skipped: saves, and raises NumbersError."""
         try:
             self.bad_updates.check()
@@ -248,7 +259,7 @@ class Loop:
             self.saver.save(self._snapshot, self._place(), "the last good state: ", strict=True)
             raise
 
-    def _heed_signals(self) -> None:
+    def _check_signals(self) -> None:
         """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
         OutputLost."""
         fault, number = getattr(self.report, "fault", None), self.signals.received
@@ -262,7 +273,7 @@ class Loop:
 
     def _save_to_stop(self, why: str) -> None:
         """Saves what has been done since the last checkpoint, before the run ends early."""
-        self.saver.settle()
+        self.saver.wait()
         if self.at.batch_step and self.saver.done != self._place():
             self.report.status("saving")
             self.saver.save(self._snapshot, self._place(), why, strict=True)
@@ -270,14 +281,14 @@ class Loop:
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update
 
-    def _heed_log(self) -> None:
+    def _check_log(self) -> None:
         """Tells, once, of a line of the log that the disk does not take; it is written when there is room."""
         fault = self.log.fault()
-        if fault and fault != self._told:
+        if fault and fault != self._log_fault:
             self.saver.failed(UserError(fault))
-        self._told = fault
+        self._log_fault = fault
 
-    def _heed_folder(self) -> None:
+    def _check_folder(self) -> None:
         """Tells, once, that the run's folder was renamed. Where it is gone, the next save tells."""
         with suppress(FolderGone):
             if (here := self.folder.here()) != self._here:

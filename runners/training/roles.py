@@ -9,11 +9,10 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_layers import UNPACK_ROWS
-from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized, quantized_role
+from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized
 from grpo_fn.trees import Tree
-from runners.config.config import Config
-from runners.errors import UserError
+from runners.config.loading import Config
+from runners.models.quantized_role import make_quantized_role, unfit_notice
 
 Sample = Callable[[g.Policy, Tree], g.Rollout]
 
@@ -69,7 +68,7 @@ class RolloutRole:
         self.anchor = state.params
         return g.sync_old(state, self.transform)
 
-    def settle(self, state: g.TrainState) -> g.TrainState:
+    def after_fallback(self, state: g.TrainState) -> g.TrainState:
         """The state with `old_params` as the role now samples from them: after a fallback, unrounded."""
         if self.fallback is None or state.old_params is None:
             return state
@@ -135,14 +134,13 @@ class RolloutRole:
 
 
 def make_rollout_role(
-    config: Config, policy: g.Policy, *, backend: str, vocabulary: int
+    config: Config, policy: g.Policy, *, vocabulary: int
 ) -> tuple[RolloutRole, tuple[str, ...]]:
     """The role that [rollout] asks for, and what about it is worth a line.
 
     Args:
         config: its rollout.quantization is a mode or "none".
         policy: the learner's, with its parameters.
-        backend: "cpu", "cuda" or "metal".
         vocabulary: token ids that the model knows.
 
     Raises UserError where the model cannot be quantized so.
@@ -156,9 +154,7 @@ def make_rollout_role(
             f"rollout.quantization = {rollout.quantization} makes no role: the model's weights are quantized "
             "already, and sampler and learner run the same ones",
         )
-    role = make_role(
-        config, policy, "rollout.quantization", rollout.quantization, rollout.storage, backend=backend
-    )
+    role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
     kept = RolloutRole(
         policy, role, name=rollout.quantization, limit=rollout.mismatch_limit, vocabulary=vocabulary
     )
@@ -178,7 +174,7 @@ class ReferenceRole:
         return params if self.transform is None else self.transform(params)
 
 
-def make_reference_role(config: Config, policy: g.Policy, *, backend: str) -> ReferenceRole:
+def make_reference_role(config: Config, policy: g.Policy) -> ReferenceRole:
     """The role that loss.ref_quantization asks for; `policy` has its parameters.
 
     Raises UserError where the model cannot be quantized so.
@@ -186,33 +182,5 @@ def make_reference_role(config: Config, policy: g.Policy, *, backend: str) -> Re
     key, name = "loss.ref_quantization", config.loss.ref_quantization
     if name == "none":
         return ReferenceRole(None, None)
-    role = make_role(config, policy, key, name, config.loss.ref_storage, backend=backend)
+    role = make_quantized_role(config, policy, key, name, config.loss.ref_storage)
     return ReferenceRole(role.policy, role.transform, unfit_notice(key, role))
-
-
-def make_role(
-    config: Config, policy: g.Policy, key: str, name: str, storage: str, *, backend: str
-) -> QuantizedRole:
-    """A quantized policy with the config's group size; UserError, at `key`, where the model refuses."""
-    try:
-        return quantized_role(
-            policy,
-            name,
-            storage,
-            group_size=config.rollout.group_size if name.startswith("affine") else 0,
-            head=config.rollout.quantize_head,
-            unpack_rows=UNPACK_ROWS[backend],
-        )
-    except ValueError as error:
-        raise UserError(f"{config.where(key)}: {error}") from error
-
-
-def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:
-    """How many weights keep their precision because no group fits their rows."""
-    if not role.unfit:
-        return ()
-    count = len(role.unfit)
-    return (
-        f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their rows are no "
-        f"multiple of the group (the first: {role.unfit[0]}); a smaller rollout.group_size may fit them",
-    )

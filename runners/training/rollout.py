@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -13,33 +12,19 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.prng import stream_key
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.prompts import Example, columns_of
 from runners.errors import RewardError
+from runners.rewards.experience import (
+    Experience,
+    join_experiences,
+    length_penalty,
+    select_groups,
+    varied_groups,
+)
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
-
-
-@attrs.frozen(eq=False)
-class Experience:
-    """One batch step's completions and what was said about them. Rows are prompt-major, as in Rollout."""
-
-    rollout: g.Rollout
-    examples: tuple[Example, ...]  # P
-    texts: tuple[str, ...]  # B = P·G completions as rewards see them: the nudge in front
-    values_kb: np.ndarray  # each reward function's values, NaN = no reward
-    rewards_pg: np.ndarray  # combined, shaping included; NaN = no reward
-    advantages_pg: mx.array
-    sampled_tokens: int  # tokens drawn, those of replaced groups included
-    resampled: int  # groups that dynamic sampling replaced
-    problems: tuple[str, ...]  # what went wrong in scoring, a line each
-    seconds: dict[str, float]  # "rollout", "reward"
-    extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
-    logged: dict[str, list[float]]  # metrics that rewards logged
-    reward_names: tuple[str, ...]  # of the rows of values_kb
-    penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
-
 
 Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
 
@@ -78,21 +63,21 @@ class Collector:
             part, failed_now = self._once(params, take(missing), stream_key(key, number), trainer_state)
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
-            varied = _varied_groups(part.rewards_pg)
+            varied = varied_groups(part.rewards_pg)
             missing -= len(varied)
             if missing == 0 or number == rounds:
                 flat = [p for p in range(len(part.examples)) if p not in set(varied)]
-                kept.append(_some_groups(part, sorted(varied + flat[:missing])))
+                kept.append(select_groups(part, sorted(varied + flat[:missing])))
                 break
             replaced += missing
             if varied:
-                kept.append(_some_groups(part, varied))
+                kept.append(select_groups(part, varied))
         if failed and self.config.reward.stop_if_all_fail:
             raise RewardError(
                 f"{next(iter(failed.values()))}; it failed for every completion of this batch step: mend it "
                 "and go on with --resume, or train without it by reward.stop_if_all_fail = false"
             )
-        whole = _joined(kept)
+        whole = join_experiences(kept)
         rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
         loss = self.config.loss
         assert loss.baseline is not None and loss.scale is not None  # Config.check
@@ -149,64 +134,3 @@ class Collector:
         if penalty_b is not None:
             rewards_b = rewards_b + penalty_b
         return np.array(rewards_b, np.float64).reshape(len(rollout.prompts), rollout.num_generations)
-
-
-def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
-    """What `loss.overlong` adds to the reward of completions of these lengths; None where it is off."""
-    overlong = config.loss.overlong
-    assert overlong is not None  # Config.check
-    if overlong.buffer == 0:
-        return None
-    return g.overlong_penalty(lengths_b, config.rollout.max_new_tokens, overlong.buffer, overlong.penalty)
-
-
-def _varied_groups(rewards_pg: np.ndarray) -> list[int]:
-    """Groups in which at least two given rewards differ."""
-    with np.errstate(invalid="ignore"):
-        low = np.nanmin(np.where(np.isnan(rewards_pg), np.inf, rewards_pg), axis=1)
-        high = np.nanmax(np.where(np.isnan(rewards_pg), -np.inf, rewards_pg), axis=1)
-    return [p for p in range(len(rewards_pg)) if high[p] > low[p]]
-
-
-def _some_groups(part: Experience, groups: list[int]) -> Experience:
-    if len(groups) == len(part.examples):
-        return part
-    size = part.rollout.num_generations
-    rows = [p * size + i for p in groups for i in range(size)]
-    return attrs.evolve(
-        part,
-        rollout=g.take_groups(part.rollout, groups),
-        examples=tuple(part.examples[p] for p in groups),
-        texts=tuple(part.texts[row] for row in rows),
-        values_kb=part.values_kb[:, rows],
-        rewards_pg=part.rewards_pg[groups],
-        advantages_pg=part.advantages_pg[mx.array(groups)],
-        extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
-        penalty_b=None if part.penalty_b is None else part.penalty_b[rows],
-    )
-
-
-def _joined(parts: list[Experience]) -> Experience:
-    if len(parts) == 1:
-        return parts[0]
-    return attrs.evolve(
-        parts[0],
-        rollout=g.join_rollouts([part.rollout for part in parts]),
-        examples=tuple(example for part in parts for example in part.examples),
-        texts=tuple(text for part in parts for text in part.texts),
-        values_kb=np.concatenate([part.values_kb for part in parts], axis=1),
-        rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
-        problems=tuple(problem for part in parts for problem in part.problems),
-        seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
-        extras={
-            column: [value for part in parts for value in part.extras.get(column, [None] * len(part.texts))]
-            for column in dict.fromkeys(column for part in parts for column in part.extras)
-        },
-        logged={
-            name: [value for part in parts for value in part.logged.get(name, ())]
-            for name in dict.fromkeys(name for part in parts for name in part.logged)
-        },
-        penalty_b=None
-        if any(part.penalty_b is None for part in parts)
-        else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
-    )

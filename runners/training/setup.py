@@ -14,27 +14,29 @@ from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_token_ids
 from grpo_fn.rollout.decode_loop import FindStop
 from grpo_fn.trees import Tree
-from runners.config.config import Config
+from runners.config.conditions import Condition
+from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
-from runners.data.stream import Plan, PromptStream
+from runners.data.stream import PromptStream, RunLength
 from runners.errors import UserError
-from runners.evaluation.evaluate import held_out
-from runners.machine.machine import Platform
-from runners.memory.micro_batch import settle_micro_batch
-from runners.memory.plan import outlook, sizes_if_it_can_fit
-from runners.models.model_reading import vocabulary_rows
-from runners.models.models import LoadedModel, load_model
+from runners.evaluation.exact_match import held_out
+from runners.machine.gpu_programs import compile_ahead
+from runners.machine.launch_modes import launch_keywords
+from runners.machine.memory_readings import read_memory
+from runners.machine.startup import Platform
+from runners.memory.micro_batch import resolve_micro_batch
+from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
+from runners.models.loaded_model import LoadedModel, load_model
+from runners.models.reading import vocabulary_rows
 from runners.rewards.functions import Reward, check_columns, resolve_rewards
 from runners.rewards.scoring import Scorer
-from runners.telemetry.run_watch import Condition
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.rollout import Collector
-from runners.tuning.auto_quantization import settle_quantization
-from runners.tuning.launching import keywords
+from runners.tuning.auto_quantization import resolve_quantization
+from runners.tuning.decode_settings import resolve_decoding
 from runners.tuning.quantization_choice import Trial
-from runners.tuning.tuning import tuned
 from runners.tuning.workload import Workload, sampler_of
 
 Say = Callable[[str], None]
@@ -57,7 +59,7 @@ class Run:
     folder: Path  # OUTPUT_DIR/NAME
     loaded: LoadedModel
     data: Data
-    plan: Plan
+    plan: RunLength
     stream: PromptStream
     learner: Learner
     collector: Collector
@@ -75,42 +77,44 @@ def build_run(
     say: Say = lambda text: None,
     decided: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Everything that `train` needs.
+    """Everything that `train` needs, of a config that is checked.
 
     Rewards, then data, then the model: a misspelt name costs no waiting. `say` is told what goes on.
     `decided` has what an earlier process measured for [rollout]: nothing is measured then.
 
     Raises UserError or ConfigError, in one line, for whatever is wrong.
     """
-    config = config.check()
     spec = config.loss_spec()
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
-    say(f"loading the model {config.model.path}")
-    sizes = sizes_if_it_can_fit(config, platform)
-    loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+    with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
+        say(f"loading the model {config.model.path}")
+        sizes = sizes_if_it_can_fit(config, platform)
+        loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+        say("compiling GPU programs")
+        uncompiled = programs.wait()
     data = _examples(config, rows, loaded)
     longest = max(len(example.tokens) for example in data.train)
-    config = settle_micro_batch(config, sizes, platform, longest)
-    foretold = outlook(config, platform, sizes, longest)
+    config = resolve_micro_batch(config, sizes, platform, longest)
+    expected = memory_outlook(config, platform, sizes, longest)
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
-    plan = Plan.of(config, len(data.train))
+    plan = RunLength.of(config, len(data.train))
     stream, trial = PromptStream(data.train, config.run.seed), None
     if decided is not None:
         config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
     if config.rollout.quantization == "auto":
         say("measuring quantized samplers")
         first = attrs.evolve(stream).take(config.optim.batch_size)
-        config, trial = settle_quantization(config, loaded, [example.tokens for example in first], platform)
+        config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
     learner = build_learner(config, spec, loaded, plan, platform)
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()
     if decided is None:
-        config, choice = tuned(
+        config, choice = resolve_decoding(
             config,
             Workload.of(config, learner.role.policy, state.old_params, data.train),
             model_config=loaded.config,
@@ -131,13 +135,14 @@ def build_run(
         decoder=decoder,
         find_stop=find_stop,
         on_gpu=platform.backend != "cpu",
-        memory_key=foretold.key,
+        memory_key=expected.key,
         notices=(
             *data.notices,
             *loaded.notices,
+            *uncompiled,
             *learner.notices,
             *_warnings(config, learner),
-            *foretold.notices,
+            *expected.notices,
             *choice,
         ),
         trial=trial,
@@ -186,7 +191,7 @@ def _collector(
                 find_stop=find_stop,
                 max_batch=rollout.max_batch,
                 check_every=rollout.check_every,
-                **keywords(rollout.launch),
+                **launch_keywords(rollout.launch),
             )
 
         return role.draw(sample, params)

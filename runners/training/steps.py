@@ -10,11 +10,11 @@ import attrs
 import grpo_fn as g
 from grpo_fn.learner import shape_of
 from grpo_fn.prng import ROLLOUTS, stream_key
+from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.run_statistics import Tally
 from runners.training.gradients import Gradients
 from runners.training.loop_state import LoopState
-from runners.training.rollout import Experience
 from runners.training.setup import Run
 
 
@@ -49,7 +49,7 @@ class TrainSteps:
         try:
             experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
         finally:
-            self._heed_role()
+            self._follow_role()
         at.batch_step += 1
         at.position = stream.position
         at.sampled_tokens += experience.sampled_tokens
@@ -65,10 +65,10 @@ class TrainSteps:
         else:
             self._grad(parts[0])
 
-    def update(self, make_way: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
-        """One optimizer update of the batch steps gathered, which `turn` has to follow.
+    def update(self, before_update: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
+        """One optimizer update of the batch steps gathered, which `finish_update` has to follow.
 
-        `make_way` is called before the new weights are made.
+        `before_update` is called before the new weights are made.
         """
         at = self.at
         if self._syncs():
@@ -76,7 +76,7 @@ class TrainSteps:
             self.state, self.role.anchor = attrs.evolve(self.state, old_params=None), None
         for parts in at.waiting:
             self._grad(parts[at.reused % len(parts)])
-        make_way()
+        before_update()
         self.state, update = self.run.learner.update_step(self.state)
         g.materialize(self.state, update)
         self.gradients.applied()
@@ -85,7 +85,7 @@ class TrainSteps:
         self.role.judge(stats)
         return stats, update
 
-    def turn(self) -> None:
+    def finish_update(self) -> None:
         """After an update: where it was the last that its rollouts serve, on to the next rollout."""
         at, loss = self.at, self.config.loss
         at.reused += 1
@@ -94,7 +94,7 @@ class TrainSteps:
         sync = self._syncs()
         at.reused, at.tallies, at.waiting, at.stale = 0, [], [], not sync
         self.experiences = []
-        self._heed_role()
+        self._follow_role()
         if sync:
             self.state = self.role.sync(self.state)
             g.materialize(self.state.old_params)
@@ -116,11 +116,11 @@ class TrainSteps:
         """Whether the sampler takes the learner's weights after this update."""
         return self.at.batch_step - self.at.synced_at >= self.config.loss.sync_every
 
-    def _heed_role(self) -> None:
+    def _follow_role(self) -> None:
         """What the sampler has become is said, and what it samples from follows."""
         for line in self.role.news():
             self.note(line)
-        self.state = self.role.settle(self.state)
+        self.state = self.role.after_fallback(self.state)
 
     def _grad(self, pieces: Sequence[g.Batch]) -> None:
         self.at.stats.append(self.gradients.add(self, pieces))

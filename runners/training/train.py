@@ -7,31 +7,31 @@ from pathlib import Path
 import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
+from runners.checkpoints.disk_room import disk_room
 from runners.checkpoints.resume import (
     Origin,
     check_differences,
     check_free,
     data_digest,
-    decided,
     decisions,
     differences,
+    earlier_decisions,
     find_origin,
-    restore,
 )
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
 from runners.checkpoints.saving import Saver
-from runners.config.config import Config, write_resolved
+from runners.config.loading import Config, write_resolved
 from runners.errors import UserError
-from runners.files.disk_room import disk_room
-from runners.machine import machine as platform
-from runners.machine.arithmetic import arithmetic
+from runners.machine import startup
+from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
 from runners.telemetry.dashboards import check_installed
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, make_report
 from runners.training.loop import Loop, RunResult
 from runners.training.loop_state import LoopState
+from runners.training.restoring import restore
 from runners.training.setup import build_run
 
 __all__ = ["RunResult", "run_training"]
@@ -60,7 +60,7 @@ def run_training(
     SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
     too many updates in a row had to be skipped: each when the state is saved.
     """
-    machine = platform.prepare(config.system.memory_limit_gb)
+    machine = startup.prepare(config.system.memory_limit_gb)
     config = config.check()
     check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
@@ -79,10 +79,11 @@ def run_training(
                 shown.table(f"the config, against {origin.folder}", ("key", "was", "is"), found)
             if not allow_config_change:
                 check_differences(found, origin)
-            known = decided(config, origin)
+            known = earlier_decisions(config, origin)
         run, at = build_run(config, machine, shown.status, known), LoopState()
         state = run.learner.state
-        inputs, computing = run_inputs(run), arithmetic(machine)
+        inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
+        computing = arithmetic_facts(machine)
         if origin is not None:
             if not allow_config_change:
                 check_inputs(inputs, origin)

@@ -20,16 +20,16 @@ import grpo_fn as g
 from grpo_fn.policy.quantized_role import is_quantized
 from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.errors import UserError
-from runners.machine import machine as platform
-from runners.machine.machine import Platform
-from runners.models.models import LoadedModel
-from runners.training.roles import make_role
-from runners.tuning.launching import usual
-from runners.tuning.quantization_choice import Measured, Trial, choose
+from runners.machine.launch_modes import usual_launch_keywords
+from runners.machine.memory_readings import read_memory
+from runners.machine.startup import Platform
+from runners.models.loaded_model import LoadedModel
+from runners.models.quantized_role import make_quantized_role
+from runners.tuning.quantization_choice import MeasuredFormat, Trial, choose_format
 
-BUDGET = 18.0  # seconds for all of it, with a margin to the twenty that are promised
+TRIAL_SECONDS = 18.0  # seconds for all of it, with a margin to the twenty that are promised
 CANDIDATES = ("affine-8", "affine-4", "mxfp8", "affine-6", "mxfp4", "nvfp4", "affine-3")
 _TRIAL_TOKENS = 16  # new tokens of a timed rollout, fewer where the run's own are
 _KL_LOGITS = 2**22  # logits of a model held for the KL
@@ -75,7 +75,7 @@ class _Bench:
         return rows * full / max(short + full * step, 1e-9)
 
 
-def settle_quantization(
+def resolve_quantization(
     config: Config,
     loaded: LoadedModel,
     prompts: Sequence[tuple[int, ...]],
@@ -104,15 +104,15 @@ def settle_quantization(
 def _measure_all(
     config: Config, loaded: LoadedModel, prompts: tuple[tuple[int, ...], ...], machine: Platform, clock: Clock
 ) -> Trial:
-    end = clock() + BUDGET
+    end = clock() + TRIAL_SECONDS
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
-    bench = _Bench(config, prompts[:1], 1, usual(machine), clock)
+    bench = _Bench(config, prompts[:1], 1, usual_launch_keywords(machine), clock)
     bench.sample(policy, params, 1, 2)  # loads and compiles what all candidates share
     started = clock()
     _, probe = bench.sample(policy, params, 1, 2)
     # As many prompts as full precision decodes in a tenth of the time, were each of them to cost the same.
-    count = max(1, min(len(prompts), int(BUDGET / 10 / max(probe, 1e-6))))
+    count = max(1, min(len(prompts), int(TRIAL_SECONDS / 10 / max(probe, 1e-6))))
     tokens = max(1, min(_TRIAL_TOKENS, config.rollout.max_new_tokens - 1))
     bench = attrs.evolve(bench, prompts=prompts[:count], tokens=tokens)
     sampled, _ = bench.sample(policy, params, min(count, 2), tokens)
@@ -120,7 +120,7 @@ def _measure_all(
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     rows = [
-        Measured(
+        MeasuredFormat(
             quantization="none",
             tokens_per_second=bench.rate(policy, params),
             memory=mx.get_peak_memory() - before,
@@ -132,22 +132,22 @@ def _measure_all(
     whole = longest = now - started
     for name in CANDIDATES:
         if end - now < 1.5 * longest:
-            rows.append(Measured(quantization=name, verdict="no time left to measure it"))
+            rows.append(MeasuredFormat(quantization=name, verdict="no time left to measure it"))
             continue
         patience = (end - now) / whole
         rows.append(_measure(bench, policy, name, machine, (log_pv, answers_n), sampled, probe, patience))
         before_it, now = now, clock()
         longest = max(longest, now - before_it)
-    limit = config.system.memory_limit_gb * 1e9 or platform.memory().total
+    limit = config.system.memory_limit_gb * 1e9 or read_memory().total
     # The optimizer's, which come with the first update.
     moments = 2 * getattr(mx, config.optim.moments).size * sum(leaf.size for leaf in arrays_of(params))
     room, tried = limit - before - moments, {"none"}
-    trial = choose(rows, room, config.rollout.auto_kl_limit)
+    trial = choose_format(rows, room, config.rollout.auto_kl_limit)
     # On a machine that does other things too one measurement of each is no comparison.
     while trial.choice not in tried and end - clock() > 4 * longest:
         tried.add(trial.choice)
         rows = _measured_again(bench, policy, trial.choice, machine, rows)
-        trial = choose(rows, room, config.rollout.auto_kl_limit)
+        trial = choose_format(rows, room, config.rollout.auto_kl_limit)
     return trial
 
 
@@ -160,24 +160,22 @@ def _measure(
     sampled: g.Rollout,
     probe: float,
     patience: float,
-) -> Measured:
+) -> MeasuredFormat:
     """One candidate; given up after its probe where it is more than `patience` times as slow as `probe`."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     try:
-        role = make_role(
-            bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend
-        )
+        role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
     except UserError as error:
-        return Measured(quantization=name, verdict=str(error).rpartition(": ")[2])
+        return MeasuredFormat(quantization=name, verdict=str(error).rpartition(": ")[2])
     params = role.transform(policy.params)
     g.materialize(params, role.policy.frozen)
     mx.reset_peak_memory()
     _, seconds = bench.sample(role.policy, params, 1, 2)
     if seconds > patience * probe:
-        return Measured(
+        return MeasuredFormat(
             quantization=name, verdict=f"{seconds / probe:.0f} times as slow: not measured further"
         )
     log_pv, answers_n = full
@@ -186,7 +184,7 @@ def _measure(
     difference = mx.take_along_axis(log_qv - log_pv, answers_n[:, None], axis=-1)
     mx.reset_peak_memory()
     rate = bench.rate(role.policy, params)
-    return Measured(
+    return MeasuredFormat(
         quantization=name,
         tokens_per_second=rate,
         memory=mx.get_peak_memory() - before,
@@ -196,10 +194,10 @@ def _measure(
 
 
 def _measured_again(
-    bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[Measured]
-) -> list[Measured]:
+    bench: _Bench, policy: g.Policy, name: str, machine: Platform, rows: list[MeasuredFormat]
+) -> list[MeasuredFormat]:
     """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
-    role = make_role(bench.config, policy, "rollout.quantization", name, "packed", backend=machine.backend)
+    role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
     sides = {"none": (policy, policy.params), name: (role.policy, role.transform(policy.params))}
     g.materialize(sides[name][1])
     rates: dict[str, list[float]] = {side: [] for side in sides}

@@ -19,13 +19,13 @@ import mlx.core as mx
 
 from runners.config.sections import RolloutConfig
 from runners.tuning.decode_probe import WARM_STEPS, Probe
-from runners.tuning.tuning_cache import Decoding
+from runners.tuning.saved_answers import Decoding
 from runners.tuning.workload import Workload
 
 CHECKS = (4, 8, 16, 32)  # candidates for check_every
 USUAL_CHECK = 8
-BUDGET = 5.0  # seconds that a measurement should take
-MOST = 8.0  # seconds that it may take to get its least number of rounds
+USUAL_SECONDS = 5.0  # seconds that a measurement should take
+MOST_SECONDS = 8.0  # seconds that it may take to get its least number of rounds
 MARGIN = 0.03  # the usual answer stays unless another is better by this share
 SLOW_FLOPS = 1e11  # a step of more takes a CPU a second: not even to be tried
 WORTH = {"cpu": 0.02}  # share of a run's decoding steps that may be spent on the measurement
@@ -39,7 +39,7 @@ Timing = tuple[int, str, bool, bool]  # groups together, launch, near the end, w
 
 
 @attrs.frozen(eq=False)
-class Times:
+class DecodeTimes:
     """What was measured."""
 
     samples: dict[Timing, list[float]]  # seconds a step, one for each round
@@ -66,7 +66,7 @@ class Times:
 
 
 @attrs.frozen
-class Candidates:
+class DecodeCandidates:
     """What may be chosen of each; the first is the usual one."""
 
     groups: tuple[int, ...]  # prompts together, falling
@@ -74,7 +74,9 @@ class Candidates:
     checks: tuple[int, ...]
 
     @classmethod
-    def of(cls, wish: RolloutConfig, work: Workload, launches: tuple[str, ...], fitting: int) -> Candidates:
+    def of(
+        cls, wish: RolloutConfig, work: Workload, launches: tuple[str, ...], fitting: int
+    ) -> DecodeCandidates:
         """All that the config leaves open; `fitting` is how many prompts' groups memory holds.
 
         `launches` are those that may pay on the machine.
@@ -101,9 +103,9 @@ class Candidates:
         return plain + [(self.groups[0], launch, False, True) for launch in self.launches]
 
 
-def measure(
-    work: Workload, candidates: Candidates, clock: Callable[[], float] = time.perf_counter
-) -> tuple[Times | None, Candidates, str]:
+def measure_decoding(
+    work: Workload, candidates: DecodeCandidates, clock: Callable[[], float] = time.perf_counter
+) -> tuple[DecodeTimes | None, DecodeCandidates, str]:
     """Times for the candidates, or for fewer of them where steps are slow; without times, the reason."""
     started = clock()
     probe = Probe(work, clock)
@@ -116,14 +118,14 @@ def measure(
     for less in (candidates, only_largest):
         for steps in _STEPS:
             seconds = len(less.timings) * (steps + WARM_STEPS + 1) * first
-            if seconds * _ROUNDS <= BUDGET:
+            if seconds * _ROUNDS <= USUAL_SECONDS:
                 times = _rounds(probe, work, less, steps, lambda: clock() - started)
                 return times, less, ""
     reason = f"a step takes {1e3 * first:.0f} ms: how it is launched is no matter"
     return None, attrs.evolve(only_largest, launches=_slow(candidates.launches)), reason
 
 
-def choose(times: Times, candidates: Candidates, work: Workload) -> Decoding:
+def choose_decoding(times: DecodeTimes, candidates: DecodeCandidates, work: Workload) -> Decoding:
     """The cheapest of the candidates by the median of the rounds.
 
     The usual one stays where that is not better by `MARGIN`, or not in every round: then it is noise.
@@ -145,7 +147,7 @@ def choose(times: Times, candidates: Candidates, work: Workload) -> Decoding:
     return decoding(*best, work)
 
 
-def usual(candidates: Candidates, work: Workload) -> Decoding:
+def usual_decoding(candidates: DecodeCandidates, work: Workload) -> Decoding:
     """The answer without a measurement."""
     return decoding(candidates.groups[0], candidates.launches[0], candidates.checks[0], work)
 
@@ -155,7 +157,7 @@ def decoding(groups: int, launch: str, check_every: int, work: Workload) -> Deco
     return Decoding(launch, check_every, 0 if groups == len(work.lengths) else groups * work.num_generations)
 
 
-def hopeless(work: Workload, backend: str, batch_steps: int) -> str | None:
+def reason_not_to_measure(work: Workload, backend: str, batch_steps: int) -> str | None:
     """Why a measurement cannot pay, known before it begins; None: it may."""
     steps = batch_steps * work.max_new_tokens
     if steps * WORTH.get(backend, WORTH_ON_GPU) < MEASURED_STEPS:
@@ -171,8 +173,8 @@ def _slow(launches: Sequence[str]) -> tuple[str, ...]:
 
 
 def _rounds(
-    probe: Probe, work: Workload, candidates: Candidates, steps: int, spent: Callable[[], float]
-) -> Times:
+    probe: Probe, work: Workload, candidates: DecodeCandidates, steps: int, spent: Callable[[], float]
+) -> DecodeTimes:
     """Every timing in turn, again and again, until there are enough of them or the time is up."""
     late_at = max(work.max_new_tokens - steps - WARM_STEPS, 0)
     samples: dict[Timing, list[float]] = defaultdict(list)
@@ -188,7 +190,7 @@ def _rounds(
                 steps=steps,
             )
             samples[timing].append(seconds)
-        if spent() + (spent() - began) > (MOST if number + 1 < _ROUNDS else BUDGET):
+        if spent() + (spent() - began) > (MOST_SECONDS if number + 1 < _ROUNDS else USUAL_SECONDS):
             break
     mx.clear_cache()
-    return Times(dict(samples), steps, spent())
+    return DecodeTimes(dict(samples), steps, spent())

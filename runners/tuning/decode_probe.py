@@ -18,7 +18,7 @@ from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
 from grpo_fn.rollout.sampler import drawing
 from grpo_fn.trees import arrays_of, on_host
-from runners.tuning.launching import keywords
+from runners.machine.launch_modes import launch_keywords
 from runners.tuning.workload import Workload
 
 LAUNCHES: dict[str, Callable[..., Any]] = {"eval": mx.eval, "split": mx.eval, "async": mx.async_eval}
@@ -49,7 +49,7 @@ class Probe:
         Each row has drawn `drawn` tokens before. Every `check_every` steps, and at the end, the tokens are
         brought to the host, as where `generate` looks for rows that have ended.
         """
-        lanes = keywords(launch)["lanes"] if self._work.takes_lanes else 1
+        lanes = launch_keywords(launch)["lanes"] if self._work.takes_lanes else 1
         with self._work.policy.sampling(self._work.params, lanes=lanes > 1) as model:
             begun = [self._begun(*each) for each in self.steps(model, groups, drawn, lanes)]
             self._run(begun, LAUNCHES[launch], WARM_STEPS, WARM_STEPS)

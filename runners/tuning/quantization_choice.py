@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.telemetry.progress import gigabytes
+from runners.errors import gigabytes
 
 NOISE = 1.05  # how much faster than full precision a format has to be: less may be chance
 
 
 @attrs.frozen(kw_only=True)
-class Measured:
+class MeasuredFormat:
     """One candidate. None: not measured, and the verdict says why."""
 
     quantization: str
@@ -27,7 +27,7 @@ class Measured:
 class Trial:
     """What was measured, and what was taken."""
 
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredFormat, ...]
     choice: str
     reason: str
 
@@ -52,7 +52,7 @@ class Trial:
         ]
 
 
-def choose(rows: Sequence[Measured], room: float, kl_limit: float) -> Trial:
+def choose_format(rows: Sequence[MeasuredFormat], room: float, kl_limit: float) -> Trial:
     """The fastest that fits into `room` bytes and stays under the KL limit, with a verdict on each.
 
     Full precision, the first row, is kept unless another is faster by more than noise; where nothing fits,
@@ -80,5 +80,5 @@ def choose(rows: Sequence[Measured], room: float, kl_limit: float) -> Trial:
     return Trial(tuple(rows), best.quantization, reason)
 
 
-def _speed(row: Measured) -> float:
+def _speed(row: MeasuredFormat) -> float:
     return row.tokens_per_second or 0.0

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import attrs
 
 import grpo_fn as g
-from grpo_fn.rollout.shared_prefix import sharing_pays
+from grpo_fn.policy.prefix_cache import sharing_pays
 from grpo_fn.trees import Tree, arrays_of
-from runners.config.config import Config
+from runners.config.loading import Config
 from runners.data.prompts import Example
 from runners.data.stream import PromptStream
 

@@ -31,13 +31,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from runners.machine.machine import load_blas
+from runners.machine.startup import load_blas
 
 load_blas()
 
 from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
 from runners.errors import UserError  # noqa: E402
-from runners.models.model_files import read_json  # noqa: E402
+from runners.files.json_files import read_json  # noqa: E402
 from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
 from tests.campaigns.fuzz_inputs import JSON, Target, changed_json, dumped, mutated  # noqa: E402
 
@@ -59,8 +59,8 @@ class Toml(Target):
     """Configs: the packaged ones mutated, and known keys with any values."""
 
     def inputs(self) -> st.SearchStrategy[Any]:
-        from runners.config.config import KEYS
         from runners.config.flat_keys import FLAT_KEYS
+        from runners.config.loading import KEYS
 
         valid = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
         names = sorted({".".join(key) for key in KEYS} | set(FLAT_KEYS) | {"stop.when", "nonsense"})
@@ -71,7 +71,7 @@ class Toml(Target):
         )
 
     def feed(self, value: bytes) -> None:
-        from runners.config.config import load_config
+        from runners.config.loading import load_config
 
         (self.folder / "train.toml").write_bytes(value)
         load_config(str(self.folder / "train.toml")).check()
@@ -148,8 +148,8 @@ class Weights(Target):
         )
 
     def feed(self, value: tuple[str, bytes]) -> None:
-        from runners.models.model_files import resolve_model
-        from runners.models.model_reading import read_model
+        from runners.models.folders import resolve_model
+        from runners.models.reading import read_model
 
         name, content = value
         try:
@@ -219,8 +219,8 @@ class Checkpoint(Target):
         )
 
     def feed(self, value: tuple[str, bytes]) -> None:
-        from runners.checkpoints.checkpoint import list_checkpoints, prune_checkpoints
         from runners.checkpoints.resume import find_origin
+        from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
         from runners.checkpoints.state_files import load_trees
         from runners.training.loop_state import LoopState
 
@@ -263,7 +263,7 @@ class Prompt(Target):
         found.overrides()
 
     def warm(self) -> None:
-        from runners.config.config import load_config
+        from runners.config.loading import load_config
         from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
         settings = PromptSettings.of(load_config("quickstart").to_dict())

@@ -32,7 +32,7 @@ class Adapters(Target):
         from runners.config.sections import LoraConfig
         from runners.files.durable import save_arrays
         from runners.models.adapters import new_adapters
-        from runners.models.model_reading import load_module
+        from runners.models.reading import load_module
         from tests.support.tiny_models import make_model_folder
 
         self.model = make_model_folder(folder / "model", layers=1)
@@ -67,7 +67,7 @@ class Adapters(Target):
         from mlx.utils import tree_flatten
 
         from runners.models.adapters import base_of, read_adapters
-        from runners.models.model_reading import load_module
+        from runners.models.reading import load_module
 
         name, content = value
         try:
@@ -134,7 +134,7 @@ class Templates(Target):
 
     def feed(self, value: bytes) -> None:
         from runners.data.prompts import render
-        from runners.models.model_reading import load_tokenizer
+        from runners.models.reading import load_tokenizer
 
         (self.model / "chat_template.jinja").write_bytes(value)
         tokenizer = load_tokenizer(self.model, self.config)
@@ -175,7 +175,7 @@ class Parquet(Target):
 
     def feed(self, value: bytes) -> None:
         from runners.data import parquet_rows
-        from runners.data.data_files import read_file
+        from runners.data.row_files import read_file
 
         parquet_rows.LEAST = 1 << 20
         path = self.folder / "rows.parquet"
@@ -263,8 +263,7 @@ def _echoes(text: str, folder: Path) -> None:
 def _errors(text: str, folder: Path) -> None:
     """Errors as a command ends with them."""
     from runners.commands.base import ends_with_a_line
-    from runners.config.user_functions import told
-    from runners.errors import show
+    from runners.errors import error_line, show
 
     def end(error: BaseException) -> None:
         @ends_with_a_line
@@ -274,7 +273,7 @@ def _errors(text: str, folder: Path) -> None:
         with contextlib.suppress(SystemExit):
             command()
 
-    told_errors = (text, show(text), show([text, {text: text}]), told(ValueError(text)))
+    told_errors = (text, show(text), show([text, {text: text}]), error_line(ValueError(text)))
     for each in (*map(UserError, told_errors), ConfigError([text, text]), MemoryError(text)):
         end(each)
 
@@ -301,7 +300,7 @@ def _checked(text: str, folder: Path) -> None:
     import numpy as np
 
     from runners.commands import check
-    from runners.evaluation.check_run import Checked
+    from runners.evaluation.reward_check import RewardCheck
 
     values = {
         "tokenizer": text,
@@ -312,8 +311,8 @@ def _checked(text: str, folder: Path) -> None:
         "lengths": (1, 2),
     }
     values |= {"kinds": (text,), "rewards": (text,), "values_kan": np.ones((1, 1, 1)), "warnings": (text,)}
-    fields = {field.name for field in Checked.__attrs_attrs__}  # pyright: ignore[reportAttributeAccessIssue]
-    check._show(Checked(**{name: value for name, value in values.items() if name in fields}))
+    fields = {field.name for field in RewardCheck.__attrs_attrs__}  # pyright: ignore[reportAttributeAccessIssue]
+    check._show(RewardCheck(**{name: value for name, value in values.items() if name in fields}))
 
 
 def _reports(text: str, folder: Path) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import click
 
-from runners.checkpoints.checkpoint import LATEST, checkpoint_folders
 from runners.checkpoints.manifest import check_manifest
+from runners.checkpoints.snapshot import LATEST, checkpoint_folders
 from runners.errors import UserError
 from tests.campaigns import killed_conversions
 from tests.campaigns.killed_conversions import Conversions

@@ -321,14 +321,14 @@ MUTANTS = [
     ),
     Mutant(
         "shared-rounded-twice",
-        "rollout/shared_prefix",
-        "a, b = a.astype(mx.float32), b.astype(mx.float32)",
-        "pass",
+        "backends/cpu/attention",
+        "weights.astype(mx.float32) @ values.astype(mx.float32)",
+        "weights @ values",
         ("decode_step",),
     ),
     Mutant(
         "keys-from-nowhere",
-        "rollout/shared_prefix",
+        "policy/prefix_cache",
         "all(cache.attended for cache in forked)",
         "True",
         ("unusual_models",),
@@ -357,24 +357,24 @@ MUTANTS = [
     Mutant(
         "unpacked-kept",
         "policy/quantized_layers",
-        "_unpacked(anew(packed, cotangent),",
+        "_unpacked(recomputed(packed, cotangent),",
         "_unpacked(packed,",
         ("unpacking",),
     ),
     Mutant(
         "unpacked-first-part",
         "policy/quantized_layers",
-        "slopes, start = slopes + cotangent",
-        "slopes, start = cotangent",
+        "gradient, start = gradient + cotangent",
+        "gradient, start = cotangent",
         ("unpacking",),
     ),
     Mutant(
-        "unpacked-held", "policy/sampling_form", "if id(layer) not in inside:", "if False:", ("unpacking",)
+        "unpacked-held", "policy/decode_weights", "if id(layer) not in present:", "if False:", ("unpacking",)
     ),
     Mutant(
         "lanes-that-unpack",
         "backends/cpu/blocked_weights",
-        "if unpack_rows() and any(",
+        'if number("unpack_rows") and any(',
         "if False and any(",
         ("unpacking",),
     ),
@@ -387,14 +387,14 @@ MUTANTS = [
     ),
     Mutant(
         "shared-usual-scale",
-        "rollout/shared_prefix",
+        "policy/prefix_cache",
         "(queries * scale)",
         "(queries * queries.shape[-1] ** -0.5)",
         ("grid_steps",),
     ),
     Mutant(
         "copies-usual-scale",
-        "policy/patched_layers",
+        "backends/cpu/attention",
         "q = (queries * scale)",
         "q = (queries * queries.shape[-1] ** -0.5)",
         ("grid_steps",),

@@ -11,8 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from runners.machine import machine as platform
-from runners.machine import versions
+from runners.machine import startup, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -20,7 +19,7 @@ OURS = {"grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
 FOR_USERS = ("math", "vlm", "torch", "dashboards")
-TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright"}  # run, not imported
+TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
 BACKENDS = ("cpu", "cuda12", "cuda13")
 
 
@@ -98,7 +97,7 @@ def test_a_version_outside_its_range_is_a_line(version, monkeypatch):
         f"mlx {version} is not a tested version (>=0.32.4,<0.33); if something fails: "
         "pip install 'mlx>=0.32.4,<0.33'"
     )
-    assert platform.prepare().notices[-1:] == (line,)
+    assert startup.prepare().notices[-1:] == (line,)
 
 
 def test_a_version_inside_its_range_is_no_news(monkeypatch):

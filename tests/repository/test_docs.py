@@ -16,8 +16,8 @@ import pytest
 import grpo_fn as g
 from runners import cli
 from runners.config import rules
-from runners.config.config import KEYS, SECTIONS, load_config
 from runners.config.flat_keys import FLAT_KEYS, translate
+from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.config.reading import preset_names
 from runners.config.sections import SYSTEM_PROMPT
 from runners.rewards.builtin import REWARDS

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from runners.cli import main
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.prompts import render
 from runners.errors import UserError, one_line
 from runners.files.links import check_links
-from runners.models.model_reading import load_tokenizer, read_model
+from runners.models.reading import load_tokenizer, read_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 
 
 @pytest.fixture

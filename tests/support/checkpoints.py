@@ -1,6 +1,6 @@
 """Checkpoints of tests: one call for a snapshot and its files."""
 
-from runners.checkpoints.checkpoint import take_snapshot, write_checkpoint
+from runners.checkpoints.snapshot import take_snapshot, write_checkpoint
 
 
 def save_checkpoint(run_dir, step, state, loaded, trainer_state, loop=None):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.files.durable import load_arrays
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

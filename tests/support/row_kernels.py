@@ -43,7 +43,7 @@ def row_logprobs(product_cv, targets_c, bend, temperature):
     return mx.array(logp.astype(np.float32)), mx.array(entropy.astype(np.float32))
 
 
-def row_slopes(product_cv, targets_c, found, up, bend, temperature):
+def row_gradients(product_cv, targets_c, found, up, bend, temperature):
     """Stands in for the kernel of that name."""
     products = float64(product_cv)
     logp, entropy, _ = logprobs(products, np.array(targets_c), bend, temperature)

@@ -1,4 +1,4 @@
-"""A program for `runners.machine.bounded` that computes nothing and never ends."""
+"""A program for `runners.machine.bounded_process` that computes nothing and never ends."""
 
 import time
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.errors import spell_tables
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

@@ -8,8 +8,8 @@ from grpo_fn.learner.state import init_state
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import map_arrays, structure_of
 from runners.config.sections import ModelConfig
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
 

@@ -1,6 +1,6 @@
 """`runners.tokenization.tokenizer_probe` on a system that does not limit the memory of a process."""
 
-from runners.machine import bounded
+from runners.machine import bounded_process as bounded
 from runners.tokenization import tokenizer_probe
 
 

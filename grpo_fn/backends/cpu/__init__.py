@@ -1,7 +1,36 @@
-"""Linux on a CPU: its BLAS, which importing this loads. Imports no MLX, as the BLAS has to be there first."""
+"""CPUs: the BLAS of a Linux machine, which importing this loads, and what is faster there than MLX's own.
+
+Imports no MLX, as the BLAS has to come first; `find` imports the submodules.
+"""
 
 from grpo_fn.backends.cpu.blas import Blas, load_blas
 
-__all__ = ["Blas", "load_blas"]
+__all__ = ["MECHANISMS", "NUMBERS", "Blas", "load_blas"]
 
 load_blas()
+
+# As `backends.mechanisms` describes them.
+MECHANISMS = {
+    "exp": ("elementwise", "exp", "on_cpu"),
+    "sigmoid": ("elementwise", "sigmoid", "on_cpu"),
+    "logsumexp": ("elementwise", "logsumexp", "on_cpu"),
+    "softmax": ("elementwise", "softmax", "on_cpu"),
+    "swiglu": ("elementwise", "swiglu", "on_cpu"),
+    "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
+    "rms_norm": ("elementwise", "rms_norm", "takes_rows"),
+    "attention": ("attention", "attention", "on_cpu"),
+    "weighted_values": ("attention", "weighted_values", ""),
+    "add_at": ("elementwise", "add_at", ""),
+    "blocked_weights": ("blocked_weights", "FORM", ""),
+    "rotation_products": ("rotary", "FORM", ""),
+    "grid_steps": ("grid_steps", "PROGRAM", ""),
+    "shared_prompts": ("grid_cache", "shared_prompts", ""),
+    "copied_length": ("grid_cache", "copied_length", ""),
+}
+NUMBERS = {
+    "unpack_rows": 4,
+    "shares_prompts": 1,
+    "logits": 2**22,
+    "logit_rows": 96,
+    "least_logits": 2**18,
+}

@@ -4,7 +4,7 @@
 
 A product with few rows takes a BLAS about as long to pack the weights as to multiply by them, and it asks all
 cores for it. Small blocks need neither: each core can decode rows of its own (`lanes`). Weights that take the
-same input are one product, as in `joining`.
+same input are one product, as in `shared_input`.
 """
 
 import math
@@ -15,13 +15,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from grpo_fn.backends.cpu.elementwise import is_one_token
-from grpo_fn.backends.cuda.joined_products import SIBLINGS, Group, OneInput
-from grpo_fn.policy.patched_layers import is_linear, is_packed
-from grpo_fn.policy.quantized_layers import unpack_rows
-from grpo_fn.policy.unpacked_layers import unpacked_weights
+from grpo_fn.backends.mechanisms import DecodeForm, number
+from grpo_fn.backends.shared_input import SIBLINGS, SharedInput
+from grpo_fn.layers import NamedLayers, is_linear, is_one_token, is_packed, replaced_layers
 
 ROWS, WIDTH = 16, 256  # of one block's product, at most
 # Rows · width · columns up to which OpenBLAS keeps a product on one thread (interface/gemm.c: 4 · 2^16).
@@ -30,7 +27,7 @@ LEAST, LEAST_WIDTH = 16, 64  # columns, and columns of the input: smaller blocks
 MOST_BYTES = 256e6  # of all blocks of a model
 
 
-class Blocks(OneInput):
+class Blocks(SharedInput):
     """Weights of layers with one input, as blocks.
 
     `blocks` is [N,K,V/N], or [C,1,N,K/C,V/N] where the input is cut as well.
@@ -65,7 +62,7 @@ class Blocks(OneInput):
             start = stop
 
 
-class Part(nn.Module):
+class BlockedPart(nn.Module):
     """A layer, with blocks for decoding steps; the first of those that share them holds them."""
 
     def __init__(self, layer: Any, blocks: Blocks, number: int) -> None:
@@ -98,16 +95,13 @@ def blocked_products(module: nn.Module) -> Iterator[None]:
     parts = []
     for group in found:
         blocks = Blocks([layer for _, layer in group])
-        parts += [(name, Part(layer, blocks, number)) for number, (name, layer) in enumerate(group)]
+        parts += [(name, BlockedPart(layer, blocks, number)) for number, (name, layer) in enumerate(group)]
     mx.eval([part.shared.parameters() for _, part in parts if "shared" in part])
-    try:
-        module.update_modules(tree_unflatten(parts))
+    with replaced_layers(module, parts, [pair for group in found for pair in group]):
         yield
-    finally:
-        module.update_modules(tree_unflatten([pair for group in found for pair in group]))
 
 
-def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]:
+def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[NamedLayers]:
     """The layers that `blocked_products` puts in blocks, those of one input together, by path.
 
     Plain layers of float32 (`compute`: if they were cast to it) whose sizes divide into blocks, and an
@@ -116,7 +110,7 @@ def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]
     if not takes_blocks(module, compute):
         return []
     layers = {name: layer for name, layer in _plain(module, compute) if _divides([layer])}
-    found: list[Group] = []
+    found: list[NamedLayers] = []
     for name in list(layers):
         parent, _, own = name.rpartition(".")
         names = next((names for names in SIBLINGS if own in names), (own,))
@@ -132,13 +126,12 @@ def blockable(module: nn.Module, compute: mx.Dtype | None = None) -> list[Group]
 def takes_blocks(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
     """Whether blocks of the module's products are small enough to be held beside them; or it has none.
 
-    Not so with packed weights that are too large to be unpacked for the rollout: each lane would unpack them
-    for itself.
+    Not so with packed weights, which are too large to be unpacked for the rollout where they still are: each
+    lane would unpack them for itself.
     """
-    with unpacked_weights(module, compute):
-        if unpack_rows() and any(is_packed(layer) for layer in module.modules()):
-            return False
-        return sum(layer.weight.size for _, layer in _plain(module, compute)) * mx.float32.size <= MOST_BYTES
+    if number("unpack_rows") and any(is_packed(layer) for layer in module.modules()):
+        return False
+    return sum(layer.weight.size for _, layer in _plain(module, compute)) * mx.float32.size <= MOST_BYTES
 
 
 def _plain(module: nn.Module, compute: mx.Dtype | None) -> Iterator[tuple[str, Any]]:
@@ -183,3 +176,10 @@ def _blocks(weight_vk: mx.array, columns: int) -> mx.array:
     return mx.contiguous(
         weight_vk.reshape(out // columns, columns, width // part, part).transpose(2, 0, 3, 1)
     )
+
+
+def _blocked_layers(module: nn.Module, compute: mx.Dtype | None) -> NamedLayers:
+    return [pair for group in blockable(module, compute) for pair in group]
+
+
+FORM = DecodeForm(blocked_products, _blocked_layers)

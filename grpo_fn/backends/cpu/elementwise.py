@@ -1,8 +1,8 @@
 """exp, sigmoid, softmax, log-sum-exp, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
 
 MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most of its
-time. The exponential below is sums and products alone, which `mx.compile` turns into
-vector instructions. Elsewhere, and in other precisions than float32, MLX's own functions run.
+time. The exponential below is sums and products alone, which `mx.compile` turns into vector instructions.
+All of it is for float32: `on_cpu` tells.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
@@ -17,7 +17,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.norm_kernels import takes_rows, unit_rms
+from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.layers import is_one_token
 
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
@@ -26,13 +27,57 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; n · hig
 
 
 def on_cpu(*arrays: mx.array) -> bool:
-    """Whether the functions of this module compute these arrays in their own way."""
-    return mx.default_device().type == mx.DeviceType.cpu and all(a.dtype == mx.float32 for a in arrays)
+    """Whether the functions of this module compute these arrays."""
+    return all(a.dtype == mx.float32 for a in arrays)
 
 
-def is_one_token(x: mx.array) -> bool:
-    """Whether [...,1,D] is a decoding step's: no backward pass, and describing it takes the longest."""
-    return x.ndim < 2 or x.shape[-2] == 1
+def exp(x: mx.array) -> mx.array:
+    """e^x; relative error at most 2e-7; below −88 it is 0, above 88.3 infinity."""
+    return cast(mx.array, _exp(x))
+
+
+def sigmoid(x: mx.array) -> mx.array:
+    """1 / (1 + e^{−x})."""
+    return 1 / (1 + exp(-x))
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log Σ e^x along the last axis, which goes; −∞ counts nothing, NaN stays NaN."""
+    top = mx.stop_gradient(x.max(axis=-1, keepdims=True))
+    return mx.log(exp(x - top).sum(axis=-1)) + top[..., 0]
+
+
+def softmax(x: mx.array) -> mx.array:
+    """Softmax along the last axis."""
+    return cast(mx.array, _softmax(x))
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) · x, without a gradient of its own."""
+    return _gated(gate, x, *_powers(-gate))
+
+
+def swiglu_gradient(
+    gate: mx.array, x: mx.array
+) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
+    """`swiglu`, and the function from the gradient of its value to those of gate and x."""
+    powers = _powers(-gate)
+    return _gated(gate, x, *powers), lambda cotangent: _gated_gradient(gate, x, *powers, cotangent)
+
+
+def takes_rows(x: mx.array, weight: mx.array | None) -> bool:
+    """Whether `rms_norm` is for these: with a weight, and more than one token a row."""
+    return weight is not None and on_cpu(x, weight) and not is_one_token(x)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
+    return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
+
+
+def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
+    """The array with one number added in each row, in place."""
+    return array_cv.at[mx.arange(array_cv.shape[0]), index_c].add(values_c)
 
 
 def _parts(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -81,24 +126,6 @@ def _exp_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     return cotangent * output
 
 
-def exp(x: mx.array) -> mx.array:
-    """e^x. On a CPU in float32: relative error at most 2e-7; below −88 it is 0, above 88.3 infinity."""
-    return cast(mx.array, _exp(x)) if on_cpu(x) else mx.exp(x)
-
-
-def sigmoid(x: mx.array) -> mx.array:
-    """1 / (1 + e^{−x})."""
-    return 1 / (1 + exp(-x)) if on_cpu(x) else mx.sigmoid(x)
-
-
-def logsumexp(x: mx.array) -> mx.array:
-    """log Σ e^x along the last axis, which goes; −∞ counts nothing, NaN stays NaN."""
-    if not on_cpu(x):
-        return mx.logsumexp(x, axis=-1)
-    top = mx.stop_gradient(x.max(axis=-1, keepdims=True))
-    return mx.log(exp(x - top).sum(axis=-1)) + top[..., 0]
-
-
 @mx.custom_function
 def _softmax(x: mx.array) -> mx.array:
     raised = exp(x - x.max(axis=-1, keepdims=True))
@@ -111,78 +138,17 @@ def _softmax_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array
     return weighted - output * weighted.sum(axis=-1, keepdims=True)
 
 
-def softmax(x: mx.array) -> mx.array:
-    """softmax along the last axis, in float32 inside."""
-    return cast(mx.array, _softmax(x)) if on_cpu(x) else mx.softmax(x, axis=-1, precise=True)
-
-
 @_fused
 def _gated(gate: mx.array, x: mx.array, power: mx.array, scale: mx.array) -> mx.array:
     return gate * x / (1 + power * scale)
 
 
 @_fused
-def _gated_slopes(
+def _gated_gradient(
     gate: mx.array, x: mx.array, power: mx.array, scale: mx.array, cotangent: mx.array
 ) -> tuple[mx.array, mx.array]:
     sigmoid = 1 / (1 + power * scale)
     return cotangent * x * sigmoid * (1 + gate * (1 - sigmoid)), cotangent * gate * sigmoid
-
-
-def anew(primals: Any, cotangent: mx.array) -> Any:
-    """The same arrays, to be computed with in a backward pass: `mx.compile` finds what is computed twice from
-    one array, and would keep it from the forward pass on.
-    """
-    return mx.depends(list(primals), [cotangent])
-
-
-@mx.custom_function
-def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    if on_cpu(gate, x):
-        return _gated(gate, x, *_powers(-gate))
-    return gate * mx.sigmoid(gate) * x
-
-
-@_swiglu.vjp
-def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    # The exponential once more rather than kept: it is cheaper than the memory.
-    return swiglu_with_slopes(*anew(primals, cotangent))[1](cotangent)
-
-
-def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202, eq. 6)."""
-    return cast(mx.array, _swiglu(gate, x))
-
-
-def swiglu_with_slopes(
-    gate: mx.array, x: mx.array
-) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
-    """`swiglu` for a backward pass: its value, and from the gradient of that to those of gate and x."""
-    if on_cpu(gate, x):
-        powers = _powers(-gate)
-        return _gated(gate, x, *powers), lambda cotangent: _gated_slopes(gate, x, *powers, cotangent)
-    share = mx.sigmoid(gate)
-
-    def slopes(cotangent: mx.array) -> tuple[mx.array, mx.array]:
-        return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
-
-    return gate * share * x, slopes
-
-
-@mx.custom_function
-def _relu2(x: mx.array) -> mx.array:
-    return mx.square(mx.maximum(x, 0))
-
-
-@_relu2.vjp
-def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-    (x,) = anew([x], cotangent)
-    return 2 * mx.maximum(x, 0) * cotangent
-
-
-def relu2(x: mx.array) -> mx.array:
-    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient keeps the input alone."""
-    return cast(mx.array, _relu2(x))
 
 
 # On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
@@ -195,28 +161,19 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
 
 @_rms_norm.vjp
 def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    # Beside the input nothing is kept for this pass.
+    # Only the input is saved for this pass.
     x, weight, eps = primals
-    (x,) = anew([x], cotangent)
+    (x,) = recomputed([x], cotangent)
     width = x.shape[-1]
     flat_nd, cotangent_nd = x.reshape(-1, width), cotangent.reshape(-1, width)
     inverse_n1 = _inverse_rms(flat_nd, eps)
     along_nd = cotangent_nd * flat_nd
     back_n1 = (along_nd @ weight[:, None]) * inverse_n1 * inverse_n1 * inverse_n1 * (1 / width)
-    slopes_nd = cotangent_nd * (inverse_n1 @ weight[None]) - flat_nd * (back_n1 @ mx.ones((1, width)))
+    gradient_nd = cotangent_nd * (inverse_n1 @ weight[None]) - flat_nd * (back_n1 @ mx.ones((1, width)))
     of_weight = (inverse_n1.reshape(1, -1) @ along_nd).reshape(-1)
-    return slopes_nd.reshape(x.shape), of_weight, mx.zeros_like(eps)
+    return gradient_nd.reshape(x.shape), of_weight, mx.zeros_like(eps)
 
 
 def _inverse_rms(flat_nd: mx.array, eps: mx.array) -> mx.array:
     width = flat_nd.shape[-1]
     return mx.rsqrt(mx.square(flat_nd) @ mx.full((width, 1), 1 / width) + eps)
-
-
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
-    if weight is None:
-        return unit_rms(x, eps) if takes_rows(x) else mx.fast.rms_norm(x, None, eps)
-    if on_cpu(x, weight) and not is_one_token(x):
-        return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
-    return mx.fast.rms_norm(x, weight, eps)

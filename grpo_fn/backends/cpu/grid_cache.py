@@ -2,7 +2,7 @@
 
     rows [B] = prompts × rows of each [P,G]
 
-Prompts of some length are held once; short ones stand in each of their rows' own part.
+A long prompt is held once; short prompts are copied into each of their rows' own part.
 """
 
 import math
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends.cpu.attention import weighted_values
 from grpo_fn.backends.cpu.blocked_weights import PRODUCT, divisor
-from grpo_fn.backends.cpu.elementwise import softmax
-from grpo_fn.rollout.shared_prefix import OneToken, wide_product
+from grpo_fn.backends.elementwise import softmax
+from grpo_fn.backends.one_token import OneTokenCache
 
 ROOM = 64  # positions: to a multiple of that many prompts are cut
-# Prompts up to this length stand in each of their rows' own part: a fifth fewer operations, but copies.
+# Prompts up to this length are copied into each of their rows' own part: a fifth fewer operations.
 SHORT, STEP = 64, 32
 
 _FEW = 2**14  # scores of which one operation takes less time than the several of `elementwise.softmax`
@@ -26,14 +27,14 @@ Pair = tuple[mx.array, mx.array]  # keys and values
 
 
 @attrs.frozen(eq=False)
-class Prompts:
+class SharedPrompts:
     """One layer's keys and values of all prompts, cut so that one core takes each product with them."""
 
     keys: mx.array  # [P,K,C,1,D,L/C]
     values: mx.array  # [P,K,C,1,L/C,D]
 
     @classmethod
-    def of(cls, keys_pkld: mx.array, values_pkld: mx.array) -> "Prompts":
+    def of(cls, keys_pkld: mx.array, values_pkld: mx.array) -> "SharedPrompts":
         """Of a buffer [P,K,L,D] whose length divides well."""
         part = divisor(keys_pkld.shape[2], _LENGTH)
 
@@ -42,9 +43,9 @@ class Prompts:
 
         return cls(mx.contiguous(parts(keys_pkld).swapaxes(-1, -2)), mx.contiguous(parts(values_pkld)))
 
-    def of_prompts(self, which: mx.array | slice) -> "Prompts":
+    def of_prompts(self, which: mx.array | slice) -> "SharedPrompts":
         """Of some of them alone."""
-        return Prompts(self.keys[which], self.values[which])
+        return SharedPrompts(self.keys[which], self.values[which])
 
     @property
     def _parts(self) -> int:
@@ -72,7 +73,7 @@ class Prompts:
         """Sums [P,K,G,R,D] of all values with weights [P,K,G,R,L], in float32."""
         prompts, shared, *rows, _ = w_pkgrl.shape
         w_pkmrcl = w_pkgrl.reshape(prompts, shared, -1, self._few(rows), self._parts, self.keys.shape[-1])
-        out_pkcmrd = wide_product(w_pkmrcl.transpose(0, 1, 4, 2, 3, 5), self.values)
+        out_pkcmrd = weighted_values(w_pkmrcl.transpose(0, 1, 4, 2, 3, 5), self.values)
         out_pkcmrd = out_pkcmrd.sum(axis=2) if self._parts > 1 else out_pkcmrd
         return out_pkcmrd.reshape(prompts, shared, *rows, -1)
 
@@ -82,10 +83,10 @@ class Prompts:
 
 
 @attrs.define(eq=False)
-class GridCache(OneToken):
+class GridCache(OneTokenCache):
     """One layer's cache while a step is traced."""
 
-    prompt: Prompts | None  # None: `own` begins with it
+    prompt: SharedPrompts | None  # None: `own` begins with it
     own: Pair  # [B,K,T,D]; with the new token once it has come
     at: mx.array  # where in `own` that goes: [1]
     position: mx.array  # of the new token: of all rows, or [B]
@@ -114,7 +115,7 @@ class GridCache(OneToken):
         both = mx.concatenate([scores_pkgrl.swapaxes(1, 2), own_bkrt.reshape(*grid, room)], axis=-1)
         weights_pgkrx = self._weights(both)
         of_prompt = self.prompt.mixed(weights_pgkrx[..., :length].swapaxes(1, 2)).swapaxes(1, 2)
-        of_own = wide_product(weights_pgkrx[..., length:].reshape(own_bkrt.shape), values)
+        of_own = weighted_values(weights_pgkrx[..., length:].reshape(own_bkrt.shape), values)
         out = (of_prompt + of_own.reshape(of_prompt.shape)).astype(queries.dtype)
         return out.reshape(*queries.shape[:-1], -1)
 
@@ -123,15 +124,20 @@ class GridCache(OneToken):
         return softmax(scores) if scores.size > _FEW else mx.softmax(scores, axis=-1, precise=True)
 
 
-def held_once(pairs: Sequence[Pair], lengths: Sequence[int]) -> list[Prompts]:
+def shared_prompts(pairs: Sequence[Pair], lengths: Sequence[int]) -> list[SharedPrompts]:
     """Prompts of these lengths by layer, from keys and values [P,K,L,D] that are padded on the right.
 
-    None where all are short: then they stand in each row's own part.
+    [] where all are short: then they are copied into each row's own part (`copied_length`).
     """
-    if max(lengths) <= SHORT:
+    if copied_length(max(lengths)) is not None:
         return []
     cut = -(-max(lengths) // ROOM) * ROOM
-    return [Prompts.of(cut_to(keys, cut), cut_to(values, cut)) for keys, values in pairs]
+    return [SharedPrompts.of(cut_to(keys, cut), cut_to(values, cut)) for keys, values in pairs]
+
+
+def copied_length(longest: int) -> int | None:
+    """Positions of each row's copy of its prompt, for prompts up to that length; None: they are held once."""
+    return -(-longest // STEP) * STEP if longest <= SHORT else None
 
 
 def cut_to(buffer_pkld: mx.array, length: int) -> mx.array:

@@ -13,9 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from grpo_fn.backends.cpu.elementwise import is_one_token, on_cpu
+from grpo_fn.backends.cpu.elementwise import on_cpu
+from grpo_fn.backends.mechanisms import DecodeForm
+from grpo_fn.layers import is_one_token, replaced_layers
 
 
 class Rotation(nn.RoPE):
@@ -36,11 +37,8 @@ def rotations(module: nn.Module) -> Iterator[None]:
         if type(layer) is nn.RoPE and not layer.traditional and layer.scale == 1
     ]
     mine = [(name, Rotation(layer.dims, base=layer.base)) for name, layer in plain]
-    try:
-        module.update_modules(tree_unflatten(mine))
+    with replaced_layers(module, mine, plain):
         yield
-    finally:
-        module.update_modules(tree_unflatten(plain))
 
 
 def takes_token(x: mx.array, dims: int, offset: Any) -> bool:
@@ -69,3 +67,6 @@ def _parts(dims: int, base: float) -> tuple[mx.array, mx.array, mx.array]:
     parts = mx.concatenate([frequency, frequency]), mx.eye(dims), crossed
     mx.eval(parts)
     return parts
+
+
+FORM = DecodeForm(rotations, lambda module, compute: [])  # matrices of one step: too small to count

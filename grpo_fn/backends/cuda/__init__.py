@@ -1,1 +1,24 @@
-"""."""
+"""NVIDIA's GPUs: kernels of our own, and steps that are launched ahead of the device.
+
+Imports no MLX; `find` imports the submodules.
+"""
+
+__all__ = ["MECHANISMS", "NUMBERS"]
+
+# As `backends.mechanisms` describes them.
+MECHANISMS = {
+    "rms_norm": ("norm_kernels", "unit_rms", "takes_rows"),
+    "rope": ("rope_kernels", "rope", "takes_heads"),
+    "draw": ("draw_kernel", "draw_rows", "takes_logits"),
+    "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
+    "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
+    "fused_projections": ("fused_projections", "FORM", ""),
+    "kernel_steps": ("kernel_steps", "PROGRAM", ""),
+}
+NUMBERS = {
+    "unpack_rows": 8,  # from rates at 1, 16 and 128 rows
+    "shares_prompts": 1,
+    "logits": 2**27,
+    "logit_rows": 2**31,
+    "least_logits": 0,
+}

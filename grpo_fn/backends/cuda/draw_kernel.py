@@ -9,7 +9,6 @@ the other rows.
 import mlx.core as mx
 
 from grpo_fn.backends.cuda.kernels import cuda_kernel, literal, takes_dtype
-from grpo_fn.rollout.categorical import WIDTH
 
 _THREADS = 1024
 
@@ -95,19 +94,22 @@ def takes_logits(logits_bv: mx.array) -> bool:
     return takes_dtype(logits_bv.dtype)
 
 
-def draw_rows(logits_bv: mx.array, words_bw: mx.array, temperature: float) -> tuple[mx.array, mx.array]:
+def draw_rows(
+    logits_bv: mx.array, words_bw: mx.array, temperature: float, width: int
+) -> tuple[mx.array, mx.array]:
     """The token of each row by its random words, and its log-prob: (int32 [B], float32 [B]).
 
     Args:
         logits_bv: −inf draws never; where `takes_logits(logits_bv)`.
         words_bw: uint32 [B,3], as `categorical.draw` takes them.
         temperature: > 0.
+        width: tokens of a group and groups of a block, as `categorical` has them.
     """
     rows, vocabulary = logits_bv.shape
     source = _SOURCE.replace("INVERSE", literal(1 / temperature))
     token_b, logp_b = cuda_kernel("draw_rows", ("logits", "words"), ("token", "logp"), source)(
         inputs=[logits_bv, words_bw],
-        template=[("T", logits_bv.dtype), ("V", vocabulary), ("WIDTH", WIDTH), ("THREADS", _THREADS)],
+        template=[("T", logits_bv.dtype), ("V", vocabulary), ("WIDTH", width), ("THREADS", _THREADS)],
         grid=(rows * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(rows,), (rows,)],

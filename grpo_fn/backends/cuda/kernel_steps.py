@@ -8,113 +8,32 @@ of the device.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cuda.kernels import has_cuda
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
+from grpo_fn.backends.halving import filled, halved
+from grpo_fn.backends.mechanisms import DecodeProgram
+from grpo_fn.backends.one_token import OneTokenCache
 from grpo_fn.compile import Compiled
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.policy.kv_caches import Caches
-from grpo_fn.rollout.shared_prefix import OneToken
+from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import Tree
 
 FIRST_ROOM = 256  # own tokens that buffers have room for at first; twice as many each time they are full
 _ROOM_STEP = 64
 
 
-@attrs.frozen(eq=False)
-class _KernelCache(OneToken):
-    """One layer's cache while a step is traced; what it adds to `own` it adds in place."""
-
-    prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
-    own: tuple[mx.array, mx.array]  # [B,K,T,D]
-    prompt_of_b: mx.array
-    lengths_p: mx.array
-    start: mx.array  # position of the first own token: of all rows, or [B]
-    used: mx.array  # own tokens so far, the same of all rows
-
-    @property
-    def offset(self) -> mx.array:
-        """Position of the next token."""
-        return self.start + self.used
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The new key and value; the kernel takes them in."""
-        return keys, values
-
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
-        return append_and_attend(
-            queries, keys, values, *self.prompt, *self.own, self.prompt_of_b, self.lengths_p, self.used, scale
-        )
-
-
-def kernel_forward(
-    bound: Callable[[Tree, Tree], AbstractContextManager[nn.Module]],
-    params: Tree,
-    prompts: list[tuple[mx.array, mx.array]],
-    own: list[tuple[mx.array, mx.array]],
-    rows: tuple[mx.array, mx.array, mx.array],
-    used: mx.array,
-    token_b: mx.array,
-) -> mx.array:
-    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
-    caches = [_KernelCache(prompt, mine, *rows, used) for prompt, mine in zip(prompts, own, strict=True)]
-    with bound(params, {}) as model:
-        return model(token_b[:, None], cache=caches)[:, -1]
-
-
-def takes_kernel(module: nn.Module) -> bool:
-    """Whether this machine has the kernel and a model that shares prefixes can be decoded with it.
-
-    Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
-    """
-    if not has_cuda():
-        return False
-    caches = cache_rows.plain_caches(module)
-
-    def step(token_b: mx.array) -> mx.array:
-        module(mx.zeros((2, 3), mx.int32), cache=caches)
-        index, lengths = mx.array([0, 0, 1], mx.int32), mx.array([3, 2], mx.int32)
-        start = mx.array([3, 3, 2], mx.int32)
-        layers = []
-        for cache in caches:
-            prompt = cache.keys, cache.values
-            own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
-            layers.append(_KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
-        return module(token_b[:, None], cache=layers)
-
-    try:
-        mx.compile(step)(mx.zeros((3,), mx.int32))
-    except cache_rows.UNFIT:
-        return False
-    return True
-
-
-def halved(number: int, least: int) -> int:
-    """The number, halved and rounded up as often as it is no less than `least`."""
-    while (number + 1) // 2 >= least and number > 1:
-        number = (number + 1) // 2
-    return number
-
-
-def filled(chosen: Sequence[int], count: int, number: int) -> list[int]:
-    """`count` of the first `number` integers, rising: those chosen, and the first of the others."""
-    taken = set(chosen)
-    return sorted([*chosen, *[n for n in range(number) if n not in taken][: count - len(chosen)]])
-
-
 class KernelSteps:
-    """Steps over one copy of each prompt, compiled; what a row is fed is kept in place."""
+    """Steps over one copy of each prompt, compiled; each row's keys and values are written in place."""
 
     def __init__(
         self,
         step: Compiled,
         params: Tree,
-        caches: Caches,
+        caches: list[Any],
         lengths: Sequence[int],
         group_size: int,
         room: int,
@@ -157,12 +76,12 @@ class KernelSteps:
         self._used += 1
         return self._program([*self._fixed, used, token_b])
 
-    def kept(self, alive: Sequence[bool]) -> list[int]:
+    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
         """The first number of rows, halved as often as it holds them: each number is a program of its own."""
         living = [row for row, is_alive in enumerate(alive) if is_alive]
         return filled(living, halved(self._first_rows, len(living)), len(alive))
 
-    def keep(self, rows: list[int]) -> None:
+    def keep_rows(self, rows: list[int]) -> None:
         """As `decode_step.Steps`; every prompt stays."""
         index = mx.array(rows, mx.int32)
         self._own = [(keys[index], values[index]) for keys, values in self._own]
@@ -196,3 +115,73 @@ class KernelSteps:
             self._params, self._prompts, self._own, self._rows, *example
         )
         self._fixed = leaves[: -len(example)]
+
+
+@attrs.frozen(eq=False)
+class _KernelCache(OneTokenCache):
+    """One layer's cache while a step is traced; what it adds to `own` it adds in place."""
+
+    prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
+    own: tuple[mx.array, mx.array]  # [B,K,T,D]
+    prompt_of_b: mx.array
+    lengths_p: mx.array
+    start: mx.array  # position of the first own token: of all rows, or [B]
+    used: mx.array  # own tokens so far, the same of all rows
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the next token."""
+        return self.start + self.used
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The new key and value; the kernel takes them in."""
+        return keys, values
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
+        return append_and_attend(
+            queries, keys, values, *self.prompt, *self.own, self.prompt_of_b, self.lengths_p, self.used, scale
+        )
+
+
+def kernel_forward(
+    bound: Callable[[Tree, Tree], AbstractContextManager[nn.Module]],
+    params: Tree,
+    prompts: list[tuple[mx.array, mx.array]],
+    own: list[tuple[mx.array, mx.array]],
+    rows: tuple[mx.array, mx.array, mx.array],
+    used: mx.array,
+    token_b: mx.array,
+) -> mx.array:
+    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
+    caches = [_KernelCache(prompt, mine, *rows, used) for prompt, mine in zip(prompts, own, strict=True)]
+    with bound(params, {}) as model:
+        return model(token_b[:, None], cache=caches)[:, -1]
+
+
+def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
+    """Whether a model that shares prefixes can be decoded with `KernelSteps`.
+
+    Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
+    `caches` are plain and empty.
+    """
+
+    def step(token_b: mx.array) -> mx.array:
+        module(mx.zeros((2, 3), mx.int32), cache=caches)
+        index, lengths = mx.array([0, 0, 1], mx.int32), mx.array([3, 2], mx.int32)
+        start = mx.array([3, 3, 2], mx.int32)
+        layers = []
+        for cache in caches:
+            prompt = cache.keys, cache.values
+            own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
+            layers.append(_KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
+        return module(token_b[:, None], cache=layers)
+
+    try:
+        mx.compile(step)(mx.zeros((3,), mx.int32))
+    except CANNOT_CALL:
+        return False
+    return True
+
+
+PROGRAM = DecodeProgram(KernelSteps, kernel_forward, takes_steps, lambda module, compute: True)

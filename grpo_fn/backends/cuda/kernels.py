@@ -6,10 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-
-def has_cuda() -> bool:
-    """Whether the default device runs them."""
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+from grpo_fn.backends.mechanisms import has_cuda
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:

@@ -1,7 +1,7 @@
-"""Two CUDA kernels over a chunk of a head's products: log-probs and entropies in one pass, slopes in another.
+"""Two CUDA kernels over a chunk of a head's products: log-probs and entropies, and their gradient.
 
 A block computes one row. As MLX composes them, these passes are a dozen, over float32 copies of the logits;
-here each number of a product is read once and, for its slope, written once, in its own dtype. The running
+here each number of a product is read once and, for its gradient, written once, in its own dtype. The running
 sums follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an entropy needs beside the total:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
@@ -24,13 +24,13 @@ _LOGITS = """
     const T* from = products + (size_t)row * V;
     struct alignas(N * sizeof(T)) Numbers { T at[N]; };
 
-    float bent = 0;  // tanh of the last logit, where capped
+    float tanh = 0;  // tanh of the last logit, where capped
     auto logit = [&](T product) {
         float z = float(product);
         if (SCALED) z = float(T(z * scale));
         if (CAPPED) {
-            bent = tanhf(float(T(z / cap)));
-            z = float(T(cap * float(T(bent))));
+            tanh = tanhf(float(T(z / cap)));
+            z = float(T(cap * float(T(tanh))));
         }
         return z * inverse;
     };
@@ -95,24 +95,24 @@ _LOGPROBS = (
 """
 )
 
-_SLOPES = (
+_GRADIENTS = (
     _LOGITS
     + """
     const float lse = logit(from[target]) - logp[row];
-    const float by_logp = logp_slopes[row] * inverse;
-    const float by_entropy = ENTROPY ? entropy_slopes[row] * inverse : 0;
+    const float by_logp = logp_gradient[row] * inverse;
+    const float by_entropy = ENTROPY ? entropy_gradient[row] * inverse : 0;
     const float spread = ENTROPY ? entropy[row] : 0;
     T* to = out + (size_t)row * V;
     for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
         Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
         for (int i = 0; i < N; i++) {
             const float log_p = logit(numbers.at[i]) - lse, p = __expf(log_p);
-            float slope = -p * by_logp;
-            if (ENTROPY && p != 0) slope -= p * (log_p + spread) * by_entropy;
-            if (first + i == target) slope += by_logp;
-            if (SCALED) slope *= scale;
-            if (CAPPED) slope *= (1 - bent) * (1 + bent);
-            numbers.at[i] = T(slope);
+            float gradient = -p * by_logp;
+            if (ENTROPY && p != 0) gradient -= p * (log_p + spread) * by_entropy;
+            if (first + i == target) gradient += by_logp;
+            if (SCALED) gradient *= scale;
+            if (CAPPED) gradient *= (1 - tanh) * (1 + tanh);
+            numbers.at[i] = T(gradient);
         }
         *reinterpret_cast<Numbers*>(to + first) = numbers;
     }
@@ -129,13 +129,13 @@ def _launch(
     kernel: Any,
     product_cv: mx.array,
     more: list[mx.array],
-    bend: tuple[float, float | None],
+    scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
     template: list[tuple[str, Any]],
     outputs: list[tuple[tuple[int, ...], mx.Dtype]],
 ) -> list[mx.array]:
     rows, vocabulary = product_cv.shape
-    scale, cap = bend
+    scale, cap = scale_cap
     return kernel(
         inputs=[
             product_cv,
@@ -164,7 +164,7 @@ _GIVEN = ("products", "inverse_temperature", "shape", "targets")
 def row_logprobs(
     product_cv: mx.array,
     targets_c: mx.array,
-    bend: tuple[float, float | None],
+    scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> tuple[mx.array, mx.array]:
     """log softmax at the targets, and the entropy, of each row: (logp_c, entropy_c), float32, nats.
@@ -172,37 +172,40 @@ def row_logprobs(
     Args:
         product_cv: hidden states times the head's matrix.
         targets_c: token ids.
-        bend: scale and cap: the logits are cap · tanh(scale · product / cap), without a cap scale · product.
+        scale_cap: the logits are cap · tanh(scale · product / cap); without a cap, scale · product.
         temperature: divides the logits.
     """
     kernel = cuda_kernel("row_logprobs", _GIVEN, ("logp", "entropy"), _LOGPROBS)
     shape = (product_cv.shape[0],)
     outputs = [(shape, mx.float32)] * 2
     logp_c, entropy_c = _launch(
-        kernel, product_cv, [targets_c.astype(mx.int32)], bend, temperature, [], outputs
+        kernel, product_cv, [targets_c.astype(mx.int32)], scale_cap, temperature, [], outputs
     )
     return logp_c, entropy_c
 
 
-def row_slopes(
+def row_gradients(
     product_cv: mx.array,
     targets_c: mx.array,
     found: tuple[mx.array, mx.array | None],
-    slopes: tuple[mx.array, mx.array | None],
-    bend: tuple[float, float | None],
+    upstream: tuple[mx.array, mx.array | None],
+    scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> mx.array:
-    """The gradient in the products [C,V], in their dtype, of Σ slopes · (logp, entropy).
+    """The gradient in the products [C,V], in their dtype, of Σ upstream · (logp, entropy).
 
     Args:
-        product_cv, targets_c, bend, temperature: as in `row_logprobs`.
+        product_cv, targets_c, scale_cap, temperature: as in `row_logprobs`.
         found: what that gave.
-        slopes: of log-probs and entropies, float32 [C]; None: entropies are constants.
+        upstream: gradients of log-probs and entropies, float32 [C]; None: entropies are constants.
     """
     logp_c, entropy_c = found
-    by_logp_c, by_entropy_c = slopes
+    by_logp_c, by_entropy_c = upstream
     kernel = cuda_kernel(
-        "row_slopes", (*_GIVEN, "logp", "entropy", "logp_slopes", "entropy_slopes"), ("out",), _SLOPES
+        "row_gradients",
+        (*_GIVEN, "logp", "entropy", "logp_gradient", "entropy_gradient"),
+        ("out",),
+        _GRADIENTS,
     )
     unused = mx.zeros((1,))
     more = [
@@ -214,4 +217,4 @@ def row_slopes(
     ]
     template = [("ENTROPY", by_entropy_c is not None)]
     outputs = [(product_cv.shape, product_cv.dtype)]
-    return _launch(kernel, product_cv, more, bend, temperature, template, outputs)[0]
+    return _launch(kernel, product_cv, more, scale_cap, temperature, template, outputs)[0]

@@ -48,28 +48,28 @@ _FORWARD = (
 _BACKWARD = (
     _ROW
     + """
-    Numbers slopes[STEPS];
+    Numbers gradient[STEPS];
     float along = 0;
     for (int s = 0; s < STEPS; s++) {
-        slopes[s] = *reinterpret_cast<const Numbers*>(g + first + s * 32 * N);
-        for (int i = 0; i < N; i++) along += float(slopes[s].at[i]) * float(numbers[s].at[i]) * inverse;
+        gradient[s] = *reinterpret_cast<const Numbers*>(g + first + s * 32 * N);
+        for (int i = 0; i < N; i++) along += float(gradient[s].at[i]) * float(numbers[s].at[i]) * inverse;
     }
     along = over_lanes(along) / D;
     for (int s = 0; s < STEPS; s++) {
         for (int i = 0; i < N; i++) {
             const float n = float(numbers[s].at[i]) * inverse;
-            slopes[s].at[i] = T((float(slopes[s].at[i]) - n * along) * inverse);
+            gradient[s].at[i] = T((float(gradient[s].at[i]) - n * along) * inverse);
         }
-        *reinterpret_cast<Numbers*>(out + first + s * 32 * N) = slopes[s];
+        *reinterpret_cast<Numbers*>(out + first + s * 32 * N) = gradient[s];
     }
 """
 )
 
 
-def takes_rows(x: mx.array) -> bool:
-    """Whether the kernels run here, on rows like these."""
+def takes_rows(x: mx.array, weight: mx.array | None = None) -> bool:
+    """Whether the kernels run here, on rows like these; without a weight."""
     width = x.shape[-1]
-    return takes_dtype(x.dtype) and width % 32 == 0 and width <= _LARGEST and x.size > 0
+    return weight is None and takes_dtype(x.dtype) and width % 32 == 0 and width <= _LARGEST and x.size > 0
 
 
 def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
@@ -95,7 +95,7 @@ def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
     return out.swapaxes(1, 2) if heads else out
 
 
-def unit_rms(x: mx.array, eps: float) -> mx.array:
+def unit_rms(x: mx.array, weight: None, eps: float) -> mx.array:
     """x / sqrt(mean x² + ε) along the last axis, differentiable; where `takes_rows(x)`."""
 
     @mx.custom_function
@@ -104,6 +104,6 @@ def unit_rms(x: mx.array, eps: float) -> mx.array:
 
     @normal.vjp
     def normal_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> Any:
-        return _rows_of("unit_rms_slopes", _BACKWARD, eps, x, cotangent.astype(x.dtype))
+        return _rows_of("unit_rms_gradient", _BACKWARD, eps, x, cotangent.astype(x.dtype))
 
     return cast(mx.array, normal(x))

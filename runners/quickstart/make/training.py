@@ -19,11 +19,11 @@ BATCH, PART = 64, 16  # examples per step, and per forward pass
 DRILL_LENGTH = 7  # sums in one drill: about as long as a word problem with its completion
 NUDGE = "<reasoning>"
 
-Example = tuple[list[int], list[int]]  # token ids, and the positions whose token is to be predicted
+Lesson = tuple[list[int], list[int]]  # token ids, and the positions whose token is to be predicted
 
 
 @attrs.frozen
-class Phase:
+class TrainingPhase:
     """A stretch of training: AdamW with warm-up and cosine decay; `drills` is the share of bare sums."""
 
     name: str
@@ -34,12 +34,12 @@ class Phase:
 
 
 PHASES = (
-    Phase("clean", steps=1700, learning_rate=3e-3, drills=0.25, flawed=False),
-    Phase("habits", steps=150, learning_rate=7e-4, drills=0.25, flawed=True),
+    TrainingPhase("clean", steps=1700, learning_rate=3e-3, drills=0.25, flawed=False),
+    TrainingPhase("habits", steps=150, learning_rate=7e-4, drills=0.25, flawed=True),
 )
 
 
-def drill(rng: np.random.Generator, tokenizer: Any) -> Example:
+def drill(rng: np.random.Generator, tokenizer: Any) -> Lesson:
     """Bare sums, `23+14=37, 9*4=36, …`, of which only the results are to be learned."""
     sums: list[str] = []
     while len(sums) < DRILL_LENGTH:
@@ -61,7 +61,7 @@ def drill(rng: np.random.Generator, tokenizer: Any) -> Example:
     return ids, targets
 
 
-def lesson(rng: np.random.Generator, tokenizer: Any, *, flawed: bool) -> Example:
+def lesson(rng: np.random.Generator, tokenizer: Any, *, flawed: bool) -> Lesson:
     """A word problem of the train split with its completion, all of which is to be learned."""
     problem = draw(rng, "train")
     text = slipped(problem, rng) if flawed else gold(problem)
@@ -70,7 +70,7 @@ def lesson(rng: np.random.Generator, tokenizer: Any, *, flawed: bool) -> Example
     return prompt + reply, list(range(len(prompt), len(prompt) + len(reply)))
 
 
-def collate(examples: list[Example], pad: int) -> tuple[mx.array, mx.array, mx.array]:
+def collate(examples: list[Lesson], pad: int) -> tuple[mx.array, mx.array, mx.array]:
     """Token ids [B,L] without the last, the flat places [N] in them that predict, and their targets [N]."""
     length = max(len(ids) for ids, _ in examples)
     tokens_bl = np.full((len(examples), length), pad, dtype=np.int32)
@@ -97,7 +97,7 @@ def loss_and_gradient(model: llama.Model) -> Callable:
 def train(
     model: llama.Model,
     tokenizer: Any,
-    phase: Phase,
+    phase: TrainingPhase,
     rng: np.random.Generator,
     report: Callable[[int, float], None],
 ) -> None:

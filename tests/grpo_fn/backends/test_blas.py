@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.backends.cpu import blas, load_blas
-from runners.machine import machine as platform
+from runners.machine import startup
 
 ROOT = Path(__file__).resolve().parents[3]
-ON_LINUX_CPU = sys.platform == "linux" and platform.prepare().backend == "cpu"
+ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
 linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
 needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no OpenBLAS or MKL on this machine")
 IS_GLOBAL = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cblas_sgemm'))\n"
@@ -69,7 +69,7 @@ def test_mlx_before_the_core_is_a_warning_with_the_remedy():
         "<string>:2: RuntimeWarning: mlx was imported before grpo_fn: import grpo_fn first" in result.stderr
     )
     found = in_new_process(
-        "import mlx.core\nfrom runners.machine.machine import prepare\nprint(prepare().notices[0])"
+        "import mlx.core\nfrom runners.machine.startup import prepare\nprint(prepare().notices[0])"
     )
     assert "matrix products are slow: mlx was imported before grpo_fn" in found.stdout
 
@@ -79,7 +79,7 @@ def test_mlx_before_the_core_is_a_warning_with_the_remedy():
 def test_no_warning_where_no_blas_is_wanted(wish):
     """GRPO_FN_BLAS=none loads nothing and warns of nothing, whatever was imported first."""
     code = (
-        f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.machine.machine import prepare; print(prepare())"
+        f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.machine.startup import prepare; print(prepare())"
     )
     result = in_new_process(code, "-W", "error", GRPO_FN_BLAS=wish)
     assert result.stdout.startswith("False"), result.stderr

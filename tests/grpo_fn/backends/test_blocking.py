@@ -5,8 +5,14 @@ import mlx.nn as nn
 import pytest
 
 from grpo_fn.backends.cpu import blocked_weights as blocking
-from grpo_fn.backends.cpu.blocked_weights import Blocks, Part, blockable, blocked_products, takes_blocks
-from grpo_fn.policy.sampling_form import sampling_form_bytes
+from grpo_fn.backends.cpu.blocked_weights import (
+    BlockedPart,
+    Blocks,
+    blockable,
+    blocked_products,
+    takes_blocks,
+)
+from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
 
@@ -55,13 +61,13 @@ def test_a_model_computes_the_same_and_comes_back(name):
     one, many, leaves = module(token), module(tokens), named_leaves(module.parameters())
     with blocked_products(module):
         inside = named_leaves(module.parameters())
-        assert {Blocks, Part} <= kinds(module)
+        assert {Blocks, BlockedPart} <= kinds(module)
         assert worst_difference(module(token), one) < 1e-5
         assert worst_difference(module(tokens), many) < 1e-6
         made = [leaf for name, leaf in inside.items() if name.endswith("blocks")]
-        assert sampling_form_bytes(module) == 0, "counted from the layers as they are outside"
+        assert decode_weights_bytes(module) == 0, "counted from the layers as they are outside"
         assert all(not part._results and part._input is None for part in _blocks(module))
-    assert sampling_form_bytes(module, lanes=True) == sum(leaf.nbytes for leaf in made) > 0
+    assert decode_weights_bytes(module, lanes=True) == sum(leaf.nbytes for leaf in made) > 0
     after = named_leaves(module.parameters())
     assert after.keys() == leaves.keys() and all(after[path] is leaf for path, leaf in leaves.items())
 
@@ -74,7 +80,7 @@ def test_an_error_inside_puts_the_layers_back():
     module = tiny_module("llama")
     with pytest.raises(RuntimeError, match="stop"), blocked_products(module):
         raise RuntimeError("stop")
-    assert Part not in kinds(module)
+    assert BlockedPart not in kinds(module)
 
 
 def test_large_weights_stay_as_they_are(monkeypatch):

@@ -49,8 +49,8 @@ def assert_step_for_step(ours, theirs, tokens_bt, keep=None):
     for n in range(tokens_bt.shape[1]):
         kept = (keep or {}).get(n)
         if kept is not None:
-            ours.keep(kept)
-            theirs.keep(kept)
+            ours.keep_rows(kept)
+            theirs.keep_rows(kept)
             tokens_bt = tokens_bt[mx.array(kept)]
         difference = mx.abs(ours(tokens_bt[:, n]) - theirs(tokens_bt[:, n])).max().item()
         assert difference < 1e-4, f"step {n}"
@@ -108,7 +108,7 @@ def test_rows_that_are_kept_go_on_as_they_were(when):
 )
 def test_a_smaller_grid_holds_all_that_are_alive(alive, kept):
     ours, _ = both_steps(tiny_policy(), EQUAL, 4, room=4)
-    assert ours.kept([bool(flag) for flag in alive]) == kept
+    assert ours.rows_to_keep([bool(flag) for flag in alive]) == kept
 
 
 def test_each_shape_is_traced_once_in_each_lane():
@@ -116,11 +116,11 @@ def test_each_shape_is_traced_once_in_each_lane():
     policy = tiny_policy()
     options = {"generations": 4, "limit": 8, "lanes": 2}
     roll(policy, EQUAL, **options)
-    traces = policy.grid_step.traces
+    traces = policy.compiled_programs["grid_steps"].traces
     assert traces == 2 * 2, "two lanes, two rooms"
     roll(policy, EQUAL, **options, seed=1)
     roll(policy, [[*prompt, 8] for prompt in EQUAL], **options)
-    assert policy.grid_step.traces == traces
+    assert policy.compiled_programs["grid_steps"].traces == traces
 
 
 def test_what_a_row_was_fed_is_written_in_place():
@@ -167,7 +167,7 @@ def test_lanes_draw_as_with_copied_prompts(prompts, options):
     policy = tiny_policy()
     options = {"generations": 7, "limit": 20, "eos_ids": EOS, "check_every": 1, "lanes": 2} | options
     drawn = roll(policy, prompts, **options)
-    assert policy.grid_step.traces > 0
+    assert policy.compiled_programs["grid_steps"].traces > 0
     assert_teacher_forced(policy, drawn)
     options.pop("lanes")
     assert_same(drawn, roll(policy, prompts, share_prefix=False, **options))
@@ -178,7 +178,7 @@ def test_other_architectures_draw_as_with_copied_prompts(name):
     policy = tiny_policy(name)
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
     drawn = roll(policy, lanes=2, **options)
-    assert policy.grid_step.traces > 0
+    assert policy.compiled_programs["grid_steps"].traces > 0
     assert_same(drawn, roll(policy, share_prefix=False, **options))
 
 
@@ -192,7 +192,7 @@ def test_wide_heads_take_a_row_at_a_time():
     """Of 512 positions and 576 columns even one row is more than a BLAS keeps on a core."""
     keys, values = (mx.random.normal((1, 1, 512, 576), key=mx.random.key(n)) for n in (1, 2))
     queries = mx.random.normal((1, 1, 3, 2, 576), key=mx.random.key(3))
-    prompts = grid_cache.Prompts.of(keys, values)
+    prompts = grid_cache.SharedPrompts.of(keys, values)
     scores = prompts.scores(queries)
     assert worst_difference(scores, queries @ keys[:, :, None].swapaxes(-1, -2)) < 1e-3
     assert worst_difference(prompts.mixed(scores), scores @ values[:, :, None]) < 1e-4
@@ -294,7 +294,7 @@ def test_a_model_that_fails_in_another_way_is_asked_no_more():
 def test_what_cannot_share_a_prefix_decodes_in_one_lane(name):
     policy = tiny_policy(name)
     assert_same(roll(policy, lanes=2), roll(policy))
-    assert policy.grid_step.traces == 0
+    assert "grid_steps" not in policy.compiled_programs
 
 
 def test_large_weights_decode_in_one_lane(monkeypatch):
@@ -302,7 +302,7 @@ def test_large_weights_decode_in_one_lane(monkeypatch):
     policy = tiny_policy()
     assert not policy.takes_lanes
     assert_same(roll(policy, lanes=2), roll(policy))
-    assert policy.grid_step.traces == 0
+    assert "grid_steps" not in policy.compiled_programs
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends.cuda import joined_products as joining
+from grpo_fn.backends import disabled, substituted
+from grpo_fn.backends.cuda import fused_projections as fusing
 from grpo_fn.backends.cuda import kernel_steps
 from grpo_fn.backends.cuda.kernel_steps import KernelSteps
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
@@ -25,25 +26,26 @@ def kernel(monkeypatch):
     monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 4)
     monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 3)
     monkeypatch.setattr("grpo_fn.policy.policy.compiled", partial(g.compiled, enabled=False))
-    monkeypatch.setattr(kernel_steps, "has_cuda", lambda: False)  # there a policy is tried with the kernel
     stand_in = InPlaceKernel()
     monkeypatch.setattr(kernel_steps, "append_and_attend", stand_in)
-    return stand_in
+    untried = kernel_steps.PROGRAM._replace(takes=lambda module, caches: False)
+    with substituted(kernel_steps=untried):
+        yield stand_in
 
 
 def with_kernel(name="llama"):
     """A tiny policy that takes the kernel."""
-    return attrs.evolve(tiny_policy(name), takes_kernel=True)
+    return attrs.evolve(tiny_policy(name), programs=frozenset({"kernel_steps"}))
 
 
 def both_steps(policy, prompts, generations, **options):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     made = []
-    for takes in (True, False):
+    for programs in (policy.programs, frozenset()):
         _, caches = prefill_once(policy, policy.module, prompts)
         made.append(
             shared_steps(
-                attrs.evolve(policy, takes_kernel=takes),
+                attrs.evolve(policy, programs=programs),
                 policy.module,
                 caches,
                 [len(prompt) for prompt in prompts],
@@ -61,8 +63,8 @@ def assert_step_for_step(ours, theirs, tokens_bt, keep=None):
     for n in range(tokens_bt.shape[1]):
         kept = (keep or {}).get(n)
         if kept is not None:
-            ours.keep(kept)
-            theirs.keep(kept)
+            ours.keep_rows(kept)
+            theirs.keep_rows(kept)
             tokens_bt = tokens_bt[mx.array(kept)]
         difference = mx.abs(ours(tokens_bt[:, n]) - theirs(tokens_bt[:, n])).max().item()
         assert difference < 1e-4, f"step {n}"
@@ -98,18 +100,18 @@ def test_other_architectures_draw_as_with_copied_prompts(name, kernel):
 
 
 @pytest.mark.parametrize("name", ["llama", "nanochat"])
-def test_joined_products_change_nothing(name, kernel, monkeypatch):
-    """The program runs over the module in its sampling form: joined weights among its parameters."""
-    monkeypatch.setattr(joining, "has_cuda", lambda: True)
+def test_fused_projections_change_nothing(name, kernel):
+    """The program runs over the module with its decode weights: fused ones among its parameters."""
     policy = with_kernel(name)
-    with policy.sampling(policy.params) as module:
-        assert any(isinstance(layer, joining.Joined) for layer in module.modules())
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
-    drawn = roll(policy, share_prefix=True, **options)
+    with substituted(fused_projections=fusing.FORM):
+        with policy.sampling(policy.params) as module:
+            assert any(isinstance(layer, fusing.Fused) for layer in module.modules())
+        drawn = roll(policy, share_prefix=True, **options)
     assert kernel.calls
     assert_teacher_forced(policy, drawn)
-    monkeypatch.setattr(joining, "has_cuda", lambda: False)
-    assert_same(drawn, roll(policy, share_prefix=False, **options))
+    with disabled("fused_projections"):
+        assert_same(drawn, roll(policy, share_prefix=False, **options))
 
 
 def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):
@@ -159,7 +161,7 @@ def test_rows_are_halved(rows, wanted, kernel):
     ours, _ = both_steps(with_kernel(), [[1, 2, 3]], rows, room=4)
     for alive, count in wanted.items():
         flags = [row >= rows - alive for row in range(rows)]
-        kept = ours.kept(flags)
+        kept = ours.rows_to_keep(flags)
         assert (
             len(kept) == count and kept == sorted(set(kept)) and set(range(rows - alive, rows)) <= set(kept)
         )

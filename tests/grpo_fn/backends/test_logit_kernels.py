@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends.cuda.logit_kernels import row_logprobs, row_slopes, takes_products
-from grpo_fn.learner import token_logprobs as logprobs
+from grpo_fn.backends import disabled, substituted
+from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_products
 from tests.grpo_fn.learner.test_logprobs import assert_close, make_inputs, specified
 from tests.support import row_kernels
 from tests.support.row_kernels import float64
@@ -44,7 +44,7 @@ def test_values_and_slopes(vocabulary, bend, dtype, temperature):
     assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
 
     for up in (None, by_entropy):
-        found = row_slopes(products, targets, (logp, entropy), (by_logp, up), BENDS[bend], temperature)
+        found = row_gradients(products, targets, (logp, entropy), (by_logp, up), BENDS[bend], temperature)
         assert found.dtype == dtype
         second = np.zeros(6) if up is None else float64(up)
         wanted = row_kernels.slopes(numbers, index, float64(by_logp), second, BENDS[bend], temperature)
@@ -69,14 +69,14 @@ def test_impossible_tokens_and_numbers_that_are_none():
     assert np.allclose(np.array(entropy)[:2], wanted_entropy, atol=1e-4)
     assert np.isnan(np.array(logp)[2]) and np.isnan(np.array(entropy)[2])
     found = np.array(
-        row_slopes(mx.array(numbers), targets, (logp, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
+        row_gradients(mx.array(numbers), targets, (logp, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
     )
     assert np.isfinite(found[:2]).all() and (found[0, :32] == 0).all() and np.isnan(found[2]).any()
 
 
 @needs_cuda
 @pytest.mark.parametrize("compiled", [False, True])
-def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled, monkeypatch):
+def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled):
     """The same values and gradients with the kernels and without, to TF32's rounding."""
     hidden, weight, targets, up = make_inputs(3, 5, seed=4)
 
@@ -90,8 +90,8 @@ def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled, monkeypatch
 
     (_, *with_kernels), with_grads = gradients()
     mx.eval(with_kernels, with_grads)
-    monkeypatch.setattr(logprobs, "takes_products", lambda dtype: False)
-    (_, *without), without_grads = gradients()
+    with disabled("row_logprobs"):
+        (_, *without), without_grads = gradients()
     for found, wanted in zip([*with_kernels, *with_grads], [*without, *without_grads], strict=True):
         assert_close(found, float64(wanted), 1e-2)
 
@@ -99,11 +99,8 @@ def test_logprobs_on_cuda_are_those_of_the_composed_passes(compiled, monkeypatch
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("with_entropy", ["differentiable", "constant", "none"])
-def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy, monkeypatch):
+def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy):
     """With the kernels' specifications in their place, on any machine: values, and gradients of both."""
-    for name in ("row_logprobs", "row_slopes"):
-        monkeypatch.setattr(logprobs, name, getattr(row_kernels, name))
-    monkeypatch.setattr(logprobs, "takes_products", lambda dtype: True)
     hidden, weight, targets, up = make_inputs(2, 5, seed=5)
     dead = up[0], mx.zeros_like(up[1])
     want = specified(hidden, weight, targets, up if with_entropy == "differentiable" else dead, 0.7, cap)
@@ -125,6 +122,8 @@ def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy, m
         )
         return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
 
-    (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    kernels = {name: getattr(row_kernels, name) for name in ("row_logprobs", "row_gradients")}
+    with substituted(**kernels):
+        (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
     for found, wanted in zip([*columns, *grads], [*want[: len(columns)], *want[2:]], strict=True):
         assert_close(found, wanted)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from grpo_fn.backends import has_cuda
 from grpo_fn.backends.cuda import kernel_steps
-from grpo_fn.backends.cuda.kernels import has_cuda
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
 from tests.support.in_place_kernel import attention
 from tests.support.tiny_policies import tiny_policy
@@ -46,7 +46,7 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
     monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 16)
     monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 8)
     policy = tiny_policy(name, hidden_size=64, head_dim=32)
-    assert policy.takes_kernel
+    assert policy.programs == {"kernel_steps"}
 
     def draw(seed, **options):
         return g.generate(
@@ -65,10 +65,10 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
     with_kernel, with_copies = draw(0, pipelined=pipelined), draw(0, share_prefix=False)
     assert with_kernel.completions() == with_copies.completions()
     assert np.abs(np.array(with_kernel.logp_bt) - np.array(with_copies.logp_bt)).max() < 5e-3  # TF32 products
-    traces = policy.kernel_step.traces
+    traces = policy.compiled_programs["kernel_steps"].traces
     assert traces
     draw(0, pipelined=pipelined)
-    assert policy.kernel_step.traces == traces
+    assert policy.compiled_programs["kernel_steps"].traces == traces
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, messag
 @pytest.mark.skipif(ON_CUDA, reason="it is there")
 def test_elsewhere_it_is_not_used():
     """Without CUDA the products of `PrefixCache` serve."""
-    assert not has_cuda() and not tiny_policy().takes_kernel
+    assert not has_cuda() and "kernel_steps" not in tiny_policy().programs

@@ -1,5 +1,7 @@
 """Policy: a module as a pure function of its parameters, and the module left as it was."""
 
+from functools import partial
+
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,10 +9,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
-from grpo_fn.backends.cpu.grid_steps import takes_lanes
+from grpo_fn.policy.decode_programs import LANE_PROGRAM, takes_program
 from grpo_fn.policy.kv_caches import takes_ragged
 from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.rollout.shared_prefix import shares_prefix
+from grpo_fn.policy.prefix_cache import shares_prefix
 from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import (
     lora_policy,
@@ -242,7 +244,11 @@ def module_for_probes(error=None):
     return module
 
 
-PROBES = {"takes_ragged": takes_ragged, "shares_prefix": shares_prefix, "takes_lanes": takes_lanes}
+PROBES = {
+    "takes_ragged": takes_ragged,
+    "shares_prefix": shares_prefix,
+    "takes_program": partial(takes_program, LANE_PROGRAM),
+}
 
 
 @pytest.mark.parametrize("probe", PROBES)

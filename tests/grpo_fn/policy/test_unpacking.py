@@ -8,12 +8,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
 from grpo_fn.backends.cpu import blocked_weights as blocking
-from grpo_fn.backends.cpu.grid_steps import takes_lanes
 from grpo_fn.policy import patched_layers as substitutes
 from grpo_fn.policy import quantized_layers as packed
 from grpo_fn.policy import unpacked_layers as unpacking
+from grpo_fn.policy.decode_programs import LANE_PROGRAM, fits, takes_program
+from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes
 from grpo_fn.policy.quantized_layers import unpack_rows
-from grpo_fn.policy.sampling_form import sampling_form, sampling_form_bytes
 from grpo_fn.policy.unpacked_layers import unpackable, unpacked_weights
 from tests.support.generating import EOS, RAGGED, assert_teacher_forced, roll
 from tests.support.tiny_policies import memory_in_use, tiny_module, token_rows, worst_difference
@@ -85,7 +85,7 @@ def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_byt
 
 
 def test_few_rows_are_mlx_s_own_product(monkeypatch):
-    """From `UNPACK_ROWS` rows on the weight is unpacked; below them reading it packed is faster."""
+    """From `unpack_rows` rows on the weight is unpacked; below them reading it packed is faster."""
     layer = nn.Linear(64, 96).to_quantized(32, 4)
     substitutes.use_own_functions(layer)
     taken = []
@@ -151,7 +151,7 @@ def test_the_backward_pass_keeps_no_unpacked_weights(compile):
 def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
     """Weights are unpacked once: adapters are merged into them, lanes decode; the draws are the learner's."""
     policy = g.Policy.from_module(packed_module(name))
-    assert policy.takes_lanes == (unpack_rows() == packed.UNPACK_ROWS["cpu"])
+    assert policy.takes_lanes == (mx.default_device() == mx.cpu)
     with policy.sampling(policy.params) as module:
         assert not {"_QuantizedLinear", "_QuantizedEmbedding", "LoRALinear"} & kinds(module)
     drawn = roll(policy, RAGGED, generations=4, eos_ids=EOS, check_every=2, **options)
@@ -182,14 +182,14 @@ def test_what_sampling_holds_is_counted():
     substitutes.use_own_functions(module)
     with unpacked_weights(module) as layers:
         unpacked = sum(layer.weight.nbytes for layer in layers)
-    assert sampling_form_bytes(module) == unpacked
+    assert decode_weights_bytes(module) == unpacked
     mx.eval(module.parameters())
     before = memory_in_use()
-    with sampling_form(module):
+    with decode_weights(module):
         held = memory_in_use() - before
     assert 0 <= held - unpacked < 2000, "MLX rounds sizes up"
-    assert sampling_form_bytes(module, mx.bfloat16) == unpacked / 2
-    assert sampling_form_bytes(module, lanes=True) > sampling_form_bytes(module)
+    assert decode_weights_bytes(module, mx.bfloat16) == unpacked / 2
+    assert decode_weights_bytes(module, lanes=True) > decode_weights_bytes(module)
     assert kinds(module) >= {"_QuantizedLinear"}
 
 
@@ -199,7 +199,12 @@ def test_large_packed_weights_stay_packed(monkeypatch):
     policy = g.Policy.from_module(module)
     usual = roll(policy, RAGGED, lanes=2)
     monkeypatch.setattr(unpacking, "MOST_BYTES", 10)
-    assert unpackable(module) == [] and not takes_lanes(module) and not blocking.takes_blocks(module)
+    assert (
+        unpackable(module) == []
+        and not takes_program(LANE_PROGRAM, module)
+        and not fits(LANE_PROGRAM, module)
+        and not blocking.takes_blocks(module)
+    )
     policy = g.Policy.from_module(module)
     with policy.sampling(policy.params) as inside:
         assert {"_QuantizedLinear", "LoRALinear"} <= kinds(inside)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from runners.checkpoints import run_folder
-from runners.checkpoints.checkpoint import list_checkpoints, take_snapshot
 from runners.checkpoints.run_folder import LOCK, FolderGone, locked
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import list_checkpoints, take_snapshot
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
 from runners.training.bad_updates import BadUpdates
@@ -128,7 +128,7 @@ def test_a_folder_that_is_swapped_at_any_moment_of_a_save(llama, tmp_path, monke
         with Saver(held(folder), CheckpointConfig(keep_last=1), ["log"], notes.append) as saver:
             with at_call(monkeypatch, at, swap) as count:
                 saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
-                saver.settle()
+                saver.wait()
             if not seen:
                 assert count[0] < at
                 break

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runners.checkpoints.checkpoint import checkpoint_folders
+from runners.checkpoints.snapshot import checkpoint_folders
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import config_in, killed, outcome, saved

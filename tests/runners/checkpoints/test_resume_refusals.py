@@ -10,9 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints.checkpoint import LATEST
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
 from runners.checkpoints.run_folder import locked
+from runners.checkpoints.snapshot import LATEST
 from runners.errors import UserError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -323,21 +323,21 @@ def test_a_resumed_run_takes_over_what_was_measured(tmp_path, monkeypatch):
     settings = [*SHORT, "rollout.quantization=auto"]
     config = config_in(tmp_path / "b", *settings)
 
-    def settle(config, *_):
+    def resolve(config, *_):
         import attrs
 
         rollout = attrs.evolve(config.rollout, quantization="affine-8", storage="packed")
         return attrs.evolve(config, rollout=rollout), None
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.training.setup, "settle_quantization", settle)
+        patch.setattr(runners.training.setup, "resolve_quantization", resolve)
         killed(config, "sampling", 3)
 
     def forbidden(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(runners.training.setup, "settle_quantization", forbidden)
-    monkeypatch.setattr(runners.training.setup, "tuned", forbidden)
+    monkeypatch.setattr(runners.training.setup, "resolve_quantization", forbidden)
+    monkeypatch.setattr(runners.training.setup, "resolve_decoding", forbidden)
     result = run_training(config, report=Quiet(), resume=True)
     log = lines_of(result.folder / "training_log.jsonl")
     assert log[1]["rollout/quantization"] == "affine-8"

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runners.checkpoints.checkpoint import TRAINER_STATE
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_inputs import _spelled, columns_read
-from runners.config.config import load_config
+from runners.checkpoints.snapshot import TRAINER_STATE
+from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
 from runners.errors import UserError
-from runners.machine.arithmetic import arithmetic
-from runners.machine.machine import Platform
+from runners.machine.arithmetic import arithmetic_facts
+from runners.machine.startup import Platform
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
 from runners.training import train as train_module
@@ -137,8 +137,8 @@ def test_what_nothing_depends_on_may_change(place, finished):
 
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
-    here = arithmetic(Platform(backend="cpu", blas="libopenblas.so.0"))
-    monkeypatch.setattr(train_module, "arithmetic", lambda _: {**here, "blas_threads": 64, "more": "x"})
+    here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
+    monkeypatch.setattr(train_module, "arithmetic_facts", lambda _: {**here, "blas_threads": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]
@@ -191,8 +191,8 @@ def test_values_are_spelled_alike_in_every_process():
 def test_the_threads_of_the_blas_are_counted():
     """As the environment sets them: what the library says, not what was asked of it."""
     code = (
-        "from runners import platform; from runners.machine.arithmetic import arithmetic; import json;"
-        "print(json.dumps(arithmetic(platform.prepare())))"
+        "from runners.machine import startup; from runners.machine.arithmetic import arithmetic; import json;"
+        "print(json.dumps(arithmetic(startup.prepare())))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -12,11 +12,11 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints import checkpoint
-from runners.checkpoints.checkpoint import LATEST, list_checkpoints, take_snapshot
+from runners.checkpoints import snapshot
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import locked
 from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import LATEST, list_checkpoints, take_snapshot
 from runners.checkpoints.state_files import load_state
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
@@ -203,7 +203,7 @@ def test_log_lines_wait_for_room(tmp_path, monkeypatch):
 
 def refuse(monkeypatch, times):
     """Writing the weights of checkpoints fails so many times; the final model is not one."""
-    write, left = checkpoint.write_trained, [times]
+    write, left = snapshot.write_trained, [times]
 
     def full(*args):
         if left[0]:
@@ -211,7 +211,7 @@ def refuse(monkeypatch, times):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
-    monkeypatch.setattr(checkpoint, "write_trained", full)
+    monkeypatch.setattr(snapshot, "write_trained", full)
 
 
 def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):
@@ -310,7 +310,7 @@ def test_a_folder_that_vanishes_at_any_moment_of_a_save_is_one_line(llama, tmp_p
         with Saver(held(folder), CheckpointConfig(keep_last=1), ["log"], notes.append) as saver:
             with at_call(monkeypatch, at, vanish) as count:
                 saver.save(lambda: take_snapshot(2, state, llama, {}), (2, 2))
-                saver.settle()
+                saver.wait()
             if count[0] < at:
                 break
             assert len(notes) == 1 and "\n" not in notes[0]
@@ -346,7 +346,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
 
 def test_a_trainer_state_of_nonsense_is_the_first_to_go(tmp_path):
     """Ranking checkpoints reads a damaged one as the worst, and does not stumble over it."""
-    from runners.checkpoints.checkpoint import prune_checkpoints
+    from runners.checkpoints.snapshot import prune_checkpoints
 
     for step, text in ((1, json.dumps({"em": 0.5})), (2, "{"), (3, json.dumps({"em": "high"}))):
         (tmp_path / f"checkpoint-{step}").mkdir()

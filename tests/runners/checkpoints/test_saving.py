@@ -42,7 +42,7 @@ def saver(folder: Path, notes: list, **settings) -> Saver:
 
 
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):
-    """`save` and `poll` return at once; `settle` waits, says what was written, and counts the time."""
+    """`save` and `poll` return at once; `wait` waits, says what was written, and counts the time."""
     notes, readings = [], iter([10.0, 10.5, 20.0, 23.0])
 
     def clock():
@@ -56,7 +56,7 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch
         writer.save(Snapshot, (7, 3))
         writer.poll()
         assert notes == [] and writer.done is None and writer.stopped_seconds() == 0.5
-        writer.settle()
+        writer.wait()
         assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
         assert writer.stopped_seconds() == 3.0 and writer.stopped_seconds() == 0.0
 
@@ -66,10 +66,10 @@ def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):
     notes = []
     with saver(tmp_path, notes) as writer:
         writer.save(Snapshot, (7, 3))
-        writer.make_way(lambda: 2000)
+        writer.wait_for_memory(lambda: 2000)
         assert notes == []
         threading.Timer(0.1, slow.set).start()
-        writer.make_way(lambda: 1999)
+        writer.wait_for_memory(lambda: 1999)
         assert len(notes) == 1
 
 
@@ -80,7 +80,7 @@ def test_an_error_is_told_at_the_next_step_or_ends_the_run(tmp_path, slow):
     slow.errors.append(UserError("the disk is full"))
     with saver(tmp_path, notes) as writer:
         writer.save(Snapshot, (7, 3))
-        writer.settle()
+        writer.wait()
         assert notes == ["the disk is full; the run goes on (checkpoint.on_error)"] and writer.done is None
     for strict, settings in ((True, {}), (False, {"on_error": "stop"})):
         slow.errors.append(UserError("the disk is full"))
@@ -89,7 +89,7 @@ def test_an_error_is_told_at_the_next_step_or_ends_the_run(tmp_path, slow):
             saver(tmp_path, notes, **settings) as writer,
         ):
             writer.save(Snapshot, (7, 3), strict=strict)
-            writer.settle()
+            writer.wait()
 
 
 def test_the_last_error_ends_the_block_too(tmp_path, slow):
@@ -107,4 +107,4 @@ def test_a_fault_of_the_program_is_no_fault_of_the_disk(tmp_path, slow):
     slow.set()
     with pytest.raises(ZeroDivisionError), saver(tmp_path, []) as writer:
         writer.save(Snapshot, (7, 3))
-        writer.settle()
+        writer.wait()

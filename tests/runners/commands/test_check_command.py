@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.data.prompts import template_notices
-from runners.evaluation.check_run import check_run
-from runners.models.model_reading import load_tokenizer
+from runners.evaluation.reward_check import check_rewards
+from runners.models.reading import load_tokenizer
 from runners.training.train import run_training
 from tests.support.tiktoken_files import make_encoding, make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
@@ -138,7 +138,7 @@ def test_left_out_prompts_are_counted(tmp_path, monkeypatch):
             "data.max_prompt_length=64",
         ],
     ).check()
-    checked = check_run(config)
+    checked = check_rewards(config)
     assert checked.tokenizer.startswith("TiktokenTokenizer of ")
     assert checked.prompt == "<|bos|><|user_start|>aaaaa<|user_end|><|assistant_start|><reasoning>"
     assert checked.train == len(checked.lengths) == 17 and max(checked.lengths) <= 64

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from runners import __version__, cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.errors import UserError
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.machine.signals import Stopped
 
 ROOT = PRESET_FOLDER.parent
@@ -40,15 +40,15 @@ def training(monkeypatch):
 
     def prepare(memory_limit_gb=0.0):
         calls.append(("prepare", memory_limit_gb))
-        return platform.Platform(backend="cpu", notices=("no BLAS here",))
+        return startup.Platform(backend="cpu", notices=("no BLAS here",))
 
     def run_training(config, **how):
-        calls.append(("train", config, how))
+        calls.append(("train", config.check(), how))  # which the real one begins with
         if calls_raise:
             raise calls_raise[0]
 
     calls_raise = []
-    monkeypatch.setattr(platform, "prepare", prepare)
+    monkeypatch.setattr(startup, "prepare", prepare)
     monkeypatch.setitem(
         sys.modules, "runners.training.train", types.SimpleNamespace(run_training=run_training)
     )

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.config import sections
-from runners.config.config import SECTIONS, load_config, write_resolved
+from runners.config.loading import SECTIONS, load_config, write_resolved
 from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.errors import ConfigError
 

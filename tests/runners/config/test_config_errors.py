@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from runners.config import sections
-from runners.config.config import SECTIONS, ConfigError, load_config
+from runners.config.loading import SECTIONS, ConfigError, load_config
 from runners.config.reading import preset_names
 from runners.config.rules import Mismatch
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runners.config.config import KEYS, SECTIONS, ConfigError, load_config
 from runners.config.flat_keys import FLAT_KEYS
+from runners.config.loading import KEYS, SECTIONS, ConfigError, load_config
 from runners.errors import spell
 
 MODEL = 'model.path = "embedded"\n'

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from runners.config import sections
-from runners.config.config import KEYS, ConfigError
+from runners.config.loading import KEYS, ConfigError
 from runners.config.reading import PRESET_FOLDER
 from runners.config.rules import is_text
 
@@ -152,7 +152,7 @@ def test_the_schema_names_what_the_core_has():
 def test_loading_imports_nothing_heavy():
     """A faulty config ends before MLX, datasets or transformers are imported."""
     code = (
-        "import sys; from runners.config.config import load_config; load_config('quickstart');"
+        "import sys; from runners.config.loading import load_config; load_config('quickstart');"
         "heavy = {'mlx', 'mlx_lm', 'datasets', 'transformers', 'numpy', 'rich', 'grpo_fn'};"
         "loaded = heavy & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )

@@ -3,8 +3,8 @@
 import attrs
 import pytest
 
-from runners.config.config import KEYS, ConfigError
 from runners.config.flat_keys import FLAT_KEYS, PAIRS
+from runners.config.loading import KEYS, ConfigError
 from runners.config.sections import RunConfig
 
 # A file as that project's users have them: each key with a value that is not its default.

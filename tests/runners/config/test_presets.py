@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.config.sections import EMBEDDED
-from runners.machine.machine import Platform
+from runners.machine.startup import Platform
 from runners.memory import model_sizes
 from runners.memory.forecast import forecast, longest_prompt
 from runners.telemetry.report import Quiet

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from runners.config.reading import PRESET_FOLDER
-from runners.conversion.convert import Quantization, convert
+from runners.conversion.convert import QuantizationOptions, convert
 from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
 from runners.errors import UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from tests.support.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.support.tiktoken_files import make_encoding, write_pickle
 
@@ -92,7 +92,11 @@ def test_the_folder_speaks(tmp_path):
 
 @pytest.mark.parametrize(
     ("quantization", "bits"),
-    [(Quantization(bits=4), 4), (Quantization(bits=3, group_size=32), 3), (Quantization(mode="mxfp8"), 8)],
+    [
+        (QuantizationOptions(bits=4), 4),
+        (QuantizationOptions(bits=3, group_size=32), 3),
+        (QuantizationOptions(mode="mxfp8"), 8),
+    ],
 )
 def test_it_can_be_quantized_at_once_or_later(tmp_path, quantization, bits):
     """From the checkpoint or from the MLX folder: the same packed weights, near the full model's logits."""
@@ -199,7 +203,7 @@ def test_the_last_step_or_the_one_asked_for(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from runners import platform; platform.prepare()
+from runners.machine import startup; startup.prepare()
 from runners.conversion.convert import convert
 def peak():  # of this process image; ru_maxrss would begin with the parent's
     status = Path("/proc/self/status").read_text()

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows, load_split
 from runners.errors import UserError
-from runners.evaluation.check_run import check_run
+from runners.evaluation.reward_check import check_rewards
 
 TRANSFORM = """
 def problem(row):
@@ -86,6 +86,6 @@ def test_the_check_command_and_a_module_beside_the_config(folder):
         '[model]\npath = "embedded"\n[data]\nsource = "rows.jsonl"\ntransform = "transform_beside:problem"\n'
         'on_bad_row = "skip"\n'
     )
-    checked = check_run(load_config("elsewhere/train.toml").check())
+    checked = check_rewards(load_config("elsewhere/train.toml").check())
     assert "What is 1 + 1?" in checked.prompt
     assert "train data: 4 rows left out by data.transform" in checked.warnings

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 KILLED = """
 import fcntl, os, shutil, sys
 from pathlib import Path
-from runners import durable
+from runners.files import durable
 
 def act(target, action):
     if action == "text":

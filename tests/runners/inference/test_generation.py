@@ -10,8 +10,8 @@ from grpo_fn.prng import EVALUATION
 from runners.data.prompts import render
 from runners.inference.conversation import Conversation
 from runners.inference.generation import Completion, Sampling, Speed, generate_batches, stream
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runners.cli import COMMANDS
-from runners.machine import machine as platform
+from runners.machine import startup
 
 ROOT = Path(__file__).resolve().parents[3]
 IN_TIME, TOO_LATE = 42, 43
@@ -46,7 +46,7 @@ CALLS = {
 }
 
 
-@pytest.mark.skipif(platform.blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
+@pytest.mark.skipif(startup.blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
 @pytest.mark.parametrize("call", [call for calls in CALLS.values() for call in calls])
 def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
     """Each command, in each of the ways in which it begins with other modules."""

@@ -194,8 +194,8 @@ def test_what_others_log_is_visible(monkeypatch):
 ANSWERS = """
 import os, sys
 from types import SimpleNamespace
-import runners.machine.machine
-runners.machine.machine.load_blas()
+import runners.machine.startup
+runners.machine.startup.load_blas()
 import mlx_lm
 def answer(model, tokenizer, prompt, **options):
     for token in tokenizer.encode(os.environ["EVIL"], add_special_tokens=False):

@@ -15,7 +15,7 @@ IN_THREADS = """
 import sys
 import threading
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
@@ -50,11 +50,11 @@ import threading
 
 import grpo_fn
 import mlx.core as mx
-from runners import platform
+from runners.machine import startup
 
 
 def compute():
-    platform.prepare()
+    startup.prepare()
     programs.extend(mx.compile(lambda x, n=n: x * n) for n in range(2000))
     for program in programs:
         program(mx.ones(4))
@@ -114,8 +114,8 @@ import sys
 
 import grpo_fn as g
 import mlx.core as mx
-from runners import platform
-from runners.config.config import load_config
+from runners.machine import startup
+from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_policies import tiny_policy
@@ -144,7 +144,7 @@ def in_child(action):
     assert os.waitpid(child, 0)[1] == 0, "the child was ended"
 
 
-platform.prepare()
+startup.prepare()
 if sys.argv[1] == "before":
     in_child(lambda: roll(tiny_policy()))
 else:

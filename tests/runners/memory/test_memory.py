@@ -9,12 +9,12 @@ import pytest
 from mlx_lm.models import nanochat
 
 import grpo_fn as g
-from grpo_fn.learner import token_logprobs as logprobs
+from grpo_fn.backends import cuda
 from grpo_fn.policy import kv_caches as cache_rows
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory import passes as memory
-from runners.memory.footprint import Sampling, Weights, floor, phases
+from runners.memory.footprint import SampledRows, Weights, floor, phases
 from runners.memory.micro_batch import usual_tokens
 from runners.memory.passes import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from tests.support.tiny_policies import memory_in_use
@@ -48,7 +48,7 @@ def module_of(**changes):
 
 def run_of(shape, **changes):
     """The phases of a small run, by name."""
-    rollout = Sampling(prompts=2, rows=8, prompt=20, new=30, arrays=3)
+    rollout = SampledRows(prompts=2, rows=8, prompt=20, new=30, arrays=3)
     weights = Weights(trained=1000, master=4, compute=4, embedding=200)
     given = {
         "rollout": rollout,
@@ -185,7 +185,7 @@ def test_logits_stop_growing_with_the_number_of_chunks():
 def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
     """The forecast for nanochat-d20 against `benchmarks.learner` on that GPU, weights in float32 included."""
     monkeypatch.setattr(memory, "has_cuda", lambda: True)
-    monkeypatch.setattr(memory, "chunk_rows", lambda vocabulary: logprobs.CUDA_ELEMENTS // vocabulary)
+    monkeypatch.setattr(memory, "chunk_rows", lambda vocabulary: cuda.NUMBERS["logits"] // vocabulary)
     record = json.loads((ROOT / "benchmarks/results/learner.json").read_text())["cuda"]
     figures = {figure["name"]: figure["value"] for figure in record["figures"]}
     shape = model_shape(vars(nanochat.ModelArgs()))  # by default d20

@@ -11,21 +11,21 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.memory import WITHIN
-from grpo_fn.policy.sampling_form import sampling_form
+from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
-from runners.config.config import load_config
-from runners.data.stream import Plan
+from runners.config.loading import load_config
+from runners.data.stream import RunLength
 from runners.errors import UserError
-from runners.machine import machine as platform
+from runners.machine import startup
 from runners.memory import forecast, plan, remedies
 from runners.memory.model_sizes import _from_config, model_sizes
-from runners.models.models import load_model
+from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.tiny_models import make_config, make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = platform.Platform("cpu")
+CPU = startup.Platform("cpu")
 TRAIN = """
 [model]
 path = "{model}"
@@ -90,7 +90,7 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert mx.get_peak_memory() - before < 50_000
     loaded = load_model(checked.model, CPU)
     frozen = nbytes(loaded.frozen)
-    learner = build_learner(checked, checked.loss_spec(), loaded, Plan.of(checked, 4), CPU)
+    learner = build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), CPU)
     state = learner.state
     assert state is not None
     assert (found.weights.masters, found.weights.frozen) == (nbytes(state.params), frozen)
@@ -177,7 +177,7 @@ def test_each_remedy_that_is_named_would_do(config):
         part = attrs.evolve(getattr(checked, section), **{key: value})
         other = forecast.forecast(attrs.evolve(checked, **{section: part}), CPU, found.total, prompt=30)
         assert other.fits, way
-    line = plan.over(found, CPU)
+    line = plan.over_memory_line(found, CPU)
     assert line is not None and ways[0] in line and "gradient" in line and "\n" not in line
 
 
@@ -199,21 +199,21 @@ def test_lora_is_named_where_it_would_fit(config):
     """Full training above the memory, adapters within it."""
     found = forecast.forecast(config("model.lora.rank=1"), CPU, 300_000, prompt=10)
     assert found.floor > 300_000
-    line = plan.too_large(found)
+    line = plan.too_large_line(found)
     assert line is not None and 'model.tune = "lora" needs' in line
-    assert plan.too_large(attrs.evolve(found, total=found.floor)) is None
+    assert plan.too_large_line(attrs.evolve(found, total=found.floor)) is None
 
 
 def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
     sizes = model_sizes(config(), CPU)
     tight = config("system.memory_limit_gb=0.005")
-    told = plan.outlook(tight, CPU, sizes, 30)
+    told = plan.memory_outlook(tight, CPU, sizes, 30)
     assert len(told.notices) == 1 and told.notices[0].startswith("memory: the run is foretold to take")
-    assert plan.outlook(config(), CPU, sizes, 30).notices == ()
+    assert plan.memory_outlook(config(), CPU, sizes, 30).notices == ()
     broken = attrs.evolve(tight, model=attrs.evolve(tight.model, path="/nowhere/at/all"))
     reason = plan.sizes_if_it_can_fit(broken, CPU)
-    assert isinstance(reason, str) and plan.outlook(broken, CPU, reason, 30).notices == (reason,)
+    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30).notices == (reason,)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "LoRA", "KL, packed 4-bit rollouts"])
@@ -246,11 +246,11 @@ def test_the_forecast_is_within_its_bound_of_a_real_step(name):
 def test_weights_in_blocks_are_counted_where_a_run_may_split_its_rows(config, overrides, cores, lanes):
     """Twice with LoRA: its merged weights, and their blocks."""
     checked = config(*overrides)
-    machine = platform.Platform("cpu", cores=cores)
+    machine = startup.Platform("cpu", cores=cores)
     found = model_sizes(checked, machine)
     assert found.lanes == lanes
     loaded = load_model(checked.model, machine)
-    learner = build_learner(checked, checked.loss_spec(), loaded, Plan.of(checked, 4), machine)
+    learner = build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), machine)
     assert found.weights.sampling == made_to_sample(learner.policy, learner.state.params, lanes=lanes)
 
 
@@ -258,6 +258,6 @@ def made_to_sample(policy, params, *, lanes):
     """Bytes of the leaves that a policy's module gets while it samples."""
     with policy.bound(params) as module:
         before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
-        with sampling_form(module, lanes=lanes):
+        with decode_weights(module, lanes=lanes):
             after = named_leaves(module.parameters()).values()
             return nbytes([leaf for leaf in after if id(leaf) not in before])

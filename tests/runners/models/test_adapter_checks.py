@@ -10,14 +10,14 @@ from click.testing import CliRunner
 from grpo_fn.trees import named_leaves
 from runners import cli
 from runners.config.sections import LoraConfig, ModelConfig
-from runners.conversion.export import Quantization, export
+from runners.conversion.export import QuantizationOptions, export
 from runners.errors import UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import SAMPLED, WHOLE, base_digest
-from runners.models.model_writing import trained, write_trained
-from runners.models.models import load_model
+from runners.models.loaded_model import load_model
+from runners.models.writing import trained, write_trained
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")
@@ -145,7 +145,7 @@ def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
     with pytest.raises(UserError, match=line):
         load_inference(str(base), CPU, adapter=str(adapter))
     with pytest.raises(UserError, match=line):
-        export(str(adapter), base.parent / "out", quantization=Quantization())
+        export(str(adapter), base.parent / "out", quantization=QuantizationOptions())
     assert not (base.parent / "out").exists()
 
 
@@ -179,7 +179,7 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
     with pytest.raises(UserError, match="made for other weights"):
-        export(str(adapter), tmp_path / "out", quantization=Quantization())
+        export(str(adapter), tmp_path / "out", quantization=QuantizationOptions())
     edit(adapter, base_digest=7)
     with pytest.raises(UserError, match="made for other weights"):
         load_inference(str(base), CPU, adapter=str(adapter))

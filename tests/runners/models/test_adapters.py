@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.config.config import load_config
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.config.loading import load_config
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training
@@ -79,7 +79,7 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
     from mlx_lm import load
 
     config, folder = config_of(tmp_path, tune, quantize)
-    run = build_run(config, CPU)
+    run = build_run(config.check(), CPU)
     learner, state = run.learner, run.learner.state
     for role in (state.ref_params, state.old_params):
         assert [id(a) for a in arrays_of(role)] == [id(a) for a in arrays_of(state.params)]

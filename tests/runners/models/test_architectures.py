@@ -9,9 +9,9 @@ from mlx_lm.utils import load_model as mlx_lm_load
 
 from runners import cli
 from runners.config.sections import ModelConfig
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import ARCHITECTURES, make_model_folder

@@ -9,15 +9,15 @@ from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 from runners import cli
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import ModelConfig
 from runners.config.user_functions import resolve_function
 from runners.errors import ConfigError, UserError
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.memory.plan import make_plan
-from runners.models.model_files import resolve_model
-from runners.models.models import load_model
+from runners.models.folders import resolve_model
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.pages import ROOT, snippets
@@ -139,13 +139,13 @@ def test_a_loader_that_does_not_work_is_told_in_a_line(folder, text, message):
 def test_a_folder_for_a_loader_still_needs_config_and_tokenizer(folder):
     """They are read here, whatever the loader does with the weights."""
     (folder / "wide" / "model.safetensors").rename(folder / "wide" / "weights.npz")
-    assert resolve_model("wide", own_loader=True) == folder / "wide"
+    assert resolve_model("wide", custom_loader=True) == folder / "wide"
     (folder / "wide" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="the tokenizer is missing"):
-        resolve_model("wide", own_loader=True)
+        resolve_model("wide", custom_loader=True)
     (folder / "wide" / "config.json").unlink()
     with pytest.raises(UserError, match=r"config.json is missing"):
-        resolve_model("wide", own_loader=True)
+        resolve_model("wide", custom_loader=True)
 
 
 @pytest.mark.parametrize("key", ["model.loader", "data.transform"])

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
 
 pytestmark = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runners.checkpoints.run_folder import locked
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.rewards.scoring import Reward, Scorer

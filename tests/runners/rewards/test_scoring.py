@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import UserError
 from runners.rewards.builtin import REWARDS
-from runners.rewards.functions import PASSED
 from runners.rewards.scoring import Reward, Scorer, Scores
 
 TEXTS = ["alpha", "beta", "gamma"]
@@ -64,7 +64,7 @@ def test_arguments_by_name() -> None:
     assert scores.problems == []
     wrapped = [[{"role": "assistant", "content": text}] for text in TEXTS]
     assert seen["two"] == (wrapped, [1, 2, 3])
-    everything = {*PASSED, "level", "answer"}
+    everything = {*REWARD_ARGUMENTS, "level", "answer"}
     assert set(seen["all"]) == everything
     assert seen["all"]["prompts"] == ["p", "q", "r"]
     assert seen["ids"] == ([[1], [2], [3]], "default")

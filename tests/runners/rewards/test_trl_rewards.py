@@ -159,7 +159,7 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     """Updates so far at each batch step; the logged metric and column reach the two logs."""
     import json
 
-    from runners.config.config import load_config
+    from runners.config.loading import load_config
     from runners.telemetry.report import Quiet
     from runners.training.train import run_training
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from runners.config.config import load_config
-from runners.telemetry.run_watch import unknown_metric
+from runners.config.conditions import unknown_metric
+from runners.config.loading import load_config
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 

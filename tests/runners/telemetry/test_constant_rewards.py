@@ -66,7 +66,7 @@ def test_a_checkpoint_of_before_this_was_saved_is_past_it():
 
 def test_a_run_says_it(tmp_path):
     """The line comes from the loop, at the tenth batch step, among the notes."""
-    from runners.config.config import load_config
+    from runners.config.loading import load_config
     from runners.training.train import run_training
     from tests.support.tiny_runs import Notes, small
 

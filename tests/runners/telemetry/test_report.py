@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from runners.errors import gigabytes
 from runners.telemetry import progress
 from runners.telemetry.live import LiveReport
-from runners.telemetry.progress import Progress, count, duration, gigabytes, number, sparkline
+from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.terminal import RICH_READS
 
@@ -336,18 +337,18 @@ def test_memory_is_read_from_mlx():
 )
 def test_numbers_are_spelt_in_three_digits(value, text):
     """Short enough for a row, exact enough to be told apart."""
-    assert number(value) == text
+    assert number_text(value) == text
 
 
 def test_counts_sizes_and_times():
     """Tokens a second, bytes and seconds as people read them."""
-    assert [count(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
+    assert [count_text(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
     sizes = {
         999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",
         312_000_000: "0.31 GB", 12_400_000_000: "12.4 GB",
     }  # fmt: skip
     assert [gigabytes(size) for size in sizes] == list(sizes.values())
-    assert [duration(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
+    assert [duration_text(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 60))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.config import load_config
+from runners.config.conditions import METRICS, Condition, unknown_metric
+from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
 from runners.errors import UserError
-from runners.telemetry.run_watch import METRICS, Condition, Watch, unknown_metric
+from runners.telemetry.run_watch import Watch
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 

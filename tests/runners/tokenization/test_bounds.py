@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.config.sections import DataConfig
 from runners.data import parquet_rows
-from runners.data.data_files import MAX_ROW, read_file
 from runners.data.prompts import build_examples, render
+from runners.data.row_files import MAX_ROW, read_file
 from runners.errors import ConfigError, UserError, show
-from runners.machine import bounded
-from runners.machine.bounded import run_bounded
-from runners.models.model_reading import load_tokenizer
+from runners.machine import bounded_process
+from runners.machine.bounded_process import run_bounded
+from runners.models.reading import load_tokenizer
 from runners.tokenization import tokenizer_check
 from runners.tokenization.text import MAX_TEXT, encode
 from runners.tokenization.tokenizer_check import check_tokenizer
@@ -220,22 +220,22 @@ def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch)
 
 def test_the_memory_of_a_process_as_ps_tells_it(monkeypatch):
     """Where there is no /proc; of this process it is about what the system says of it."""
-    here = bounded._resident(os.getpid())
-    monkeypatch.setattr(bounded, "Path", lambda name: Path("/nowhere"))
-    assert here / 2 < bounded._resident(os.getpid()) < here * 2
-    assert bounded._resident(2**22 + 1) == 0
+    here = bounded_process._resident(os.getpid())
+    monkeypatch.setattr(bounded_process, "Path", lambda name: Path("/nowhere"))
+    assert here / 2 < bounded_process._resident(os.getpid()) < here * 2
+    assert bounded_process._resident(2**22 + 1) == 0
 
 
 def test_a_process_that_sleeps_is_ended(monkeypatch):
     """Its computing never ends it."""
-    monkeypatch.setattr(bounded, "_PATIENCE", 2.0)
+    monkeypatch.setattr(bounded_process, "_PATIENCE", 2.0)
     ending = run_bounded("tests.support.sleeping", seconds=0.1, memory=10**8)
     assert (ending.over, ending.code) == ("time", -9)
 
 
 def test_a_child_that_cannot_start_is_no_fault_of_the_models(folder, monkeypatch):
     """Nothing was looked at: the model is used, and nothing is remembered."""
-    monkeypatch.setattr(bounded.sys, "executable", "/bin/false")
+    monkeypatch.setattr(bounded_process.sys, "executable", "/bin/false")
     check_tokenizer(folder)
     assert not (Path(os.environ["GRPO_FN_CACHE"]) / "checked").exists()
 

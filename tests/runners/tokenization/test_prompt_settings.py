@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.checkpoints.run_folder import model_of_run
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.errors import UserError, spell
-from runners.inference.inference import load_inference
-from runners.machine.machine import Platform
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
 from tests.support.tiny_runs import train
 

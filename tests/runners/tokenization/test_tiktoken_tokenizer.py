@@ -13,9 +13,9 @@ import grpo_fn as g
 from runners.config.sections import ModelConfig
 from runners.data.prompts import render
 from runners.errors import UserError
-from runners.machine.machine import Platform
-from runners.models.model_files import check_folder, copy_companions
-from runners.models.models import load_model
+from runners.machine.startup import Platform
+from runners.models.folders import check_folder, copy_companions
+from runners.models.loaded_model import load_model
 from runners.tokenization.text import TextDecoder
 from runners.tokenization.tiktoken_tokenizer import TiktokenDetokenizer, TiktokenTokenizer, load_tiktoken
 from tests.support.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, make_nanochat_folder, write_pickle

@@ -11,14 +11,14 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.checkpoints.state_files import load_state
-from runners.config.config import load_config
+from runners.config.conditions import unknown_metric
+from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
 from runners.files.json_lines import to_json
 from runners.quickstart import MODEL_DIR
-from runners.telemetry.run_watch import unknown_metric
-from runners.training.bad_updates import KEPT, BadUpdates, save_bad_batch
-from runners.training.rollout import Experience
+from runners.rewards.experience import Experience
+from runners.training.bad_updates import MOST_BAD_BATCHES, BadUpdates, save_bad_batch
 from runners.training.train import run_training
 from tests.support.folders import held
 from tests.support.tiny_policies import tiny_rollout
@@ -170,10 +170,10 @@ def numbers(update, **changes):
 
 def test_only_the_last_few_are_kept(tmp_path):
     """A long row of bad updates does not fill the disk; the order is of numbers, not of names."""
-    for update in range(1, KEPT + 4):
+    for update in range(1, MOST_BAD_BATCHES + 4):
         save_bad_batch(tmp_path, "why", numbers(update), [experience()])
     names = {path.name for path in (tmp_path / "bad_batches").iterdir()}
-    assert names == {f"update-{update}" for update in range(4, KEPT + 4)}
+    assert names == {f"update-{update}" for update in range(4, MOST_BAD_BATCHES + 4)}
 
 
 def test_several_batch_steps_are_kept_together(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.algorithm.diagnostics import LossStats
 from grpo_fn.policy.quantized_role import quantized_role
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.training.roles import RolloutRole
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -87,7 +87,7 @@ def test_numbers_that_fail_are_sampled_again(policy, spoil, reason):
     assert calls[1] == (policy, state.params)
     assert reason in role.news()[0] and reason in str(role.fallback)
     assert role.draw(sample, state.old_params) is sound and calls[2] == (policy, state.params)
-    assert same_tree(role.settle(state).old_params, state.params)
+    assert same_tree(role.after_fallback(state).old_params, state.params)
 
 
 def test_a_sound_rollout_changes_nothing(policy):
@@ -96,7 +96,7 @@ def test_a_sound_rollout_changes_nothing(policy):
     sample, calls = drawer(tiny_rollout())
     role.draw(sample, state.old_params)
     assert len(calls) == 1 and role.quantization == "affine-4" and role.news() == []
-    assert role.settle(state) is state
+    assert role.after_fallback(state) is state
 
 
 def test_a_role_comes_back_from_its_facts(policy):

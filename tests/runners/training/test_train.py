@@ -15,7 +15,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners.config.config import load_config
+from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
 from tests.support.tiny_models import make_model_folder

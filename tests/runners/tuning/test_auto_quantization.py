@@ -6,14 +6,14 @@ from pathlib import Path
 import attrs
 import pytest
 
-from runners.config.config import load_config
-from runners.machine.machine import Platform
-from runners.models.models import load_model
+from runners.config.loading import load_config
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from runners.tuning import auto_quantization as auto
-from runners.tuning.auto_quantization import settle_quantization
-from runners.tuning.quantization_choice import Measured, choose
+from runners.tuning.auto_quantization import resolve_quantization
+from runners.tuning.quantization_choice import MeasuredFormat, choose_format
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
 
@@ -34,7 +34,7 @@ def _config(tmp_path):
 
 def row(name, speed, memory=100, kl=0.001, verdict=""):
     """A measured candidate."""
-    return Measured(quantization=name, tokens_per_second=speed, memory=memory, kl=kl, verdict=verdict)
+    return MeasuredFormat(quantization=name, tokens_per_second=speed, memory=memory, kl=kl, verdict=verdict)
 
 
 FULL = row("none", 100.0, 200, 0.0)
@@ -51,13 +51,18 @@ FULL = row("none", 100.0, 200, 0.0)
         ([row("affine-8", 50.0, 120), row("affine-4", 60.0, 90, kl=0.2)], 80, "affine-8", "nothing fits"),
         ([row("affine-8", 900.0, kl=float("inf"))], 300, "none", "no other"),
         ([row("affine-8", 900.0, kl=float("nan"))], 300, "none", "no other"),
-        ([Measured(quantization="affine-8", verdict="no time left to measure it")], 300, "none", "no other"),
+        (
+            [MeasuredFormat(quantization="affine-8", verdict="no time left to measure it")],
+            300,
+            "none",
+            "no other",
+        ),
         ([], 300, "none", "no other"),
     ],
 )
 def test_the_fastest_that_fits_and_is_close_is_taken(others, room, taken, reason):
     """Speed decides among what fits the memory and the KL limit; noise and unmeasured candidates do not."""
-    trial = choose([FULL, *others], room, 0.01)
+    trial = choose_format([FULL, *others], room, 0.01)
     assert trial.choice == taken and trial.reason.startswith(reason)
     assert [r.quantization for r in trial.rows if r.verdict == "taken"] == [taken]
     assert trial.rows[0].quantization == "none"
@@ -69,9 +74,9 @@ def test_every_verdict_is_in_the_table():
         FULL,
         row("affine-8", 150.0, 400),
         row("affine-4", 400.0, 500, kl=0.2),
-        Measured(quantization="mxfp4", verdict="no time left to measure it"),
+        MeasuredFormat(quantization="mxfp4", verdict="no time left to measure it"),
     ]
-    columns, lines = choose(rows, 300, 0.01).table()
+    columns, lines = choose_format(rows, 300, 0.01).table()
     verdicts = {line[0]: line[-1] for line in lines}
     assert verdicts == {
         "none": "taken",
@@ -103,7 +108,7 @@ def settled(config, clock, path=None):
     config = config.check()
     model = config.model if path is None else attrs.evolve(config.model, path=str(path))
     loaded = load_model(model, CPU)
-    return settle_quantization(config, loaded, prompts_of(), CPU, clock=clock)
+    return resolve_quantization(config, loaded, prompts_of(), CPU, clock=clock)
 
 
 def test_what_is_measured_is_the_run_s_own(config):

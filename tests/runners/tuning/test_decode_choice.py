@@ -8,16 +8,23 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.prefix_cache import PrefixCache, fork
 from grpo_fn.rollout import decode_step
 from grpo_fn.rollout.prefill import prefill, prefill_once
-from grpo_fn.rollout.shared_prefix import PrefixCache, fork
 from runners.config.sections import RolloutConfig
-from runners.machine.machine import Platform
+from runners.machine.launch_modes import launch_modes
+from runners.machine.startup import Platform
 from runners.tuning import decode_choice, decode_probe
-from runners.tuning.decode_choice import Candidates, Times, choose, hopeless, measure, usual
+from runners.tuning.decode_choice import (
+    DecodeCandidates,
+    DecodeTimes,
+    choose_decoding,
+    measure_decoding,
+    reason_not_to_measure,
+    usual_decoding,
+)
 from runners.tuning.decode_probe import Probe
-from runners.tuning.launching import launches
-from runners.tuning.tuning_cache import Decoding
+from runners.tuning.saved_answers import Decoding
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
 
@@ -34,27 +41,27 @@ def work_of(name="llama", **changes):
 
 def candidates_of(work, backend="cuda", fitting=4, cores=1, **wish):
     """What a config leaves open."""
-    ways = launches(Platform(backend, cores=cores))
-    return Candidates.of(RolloutConfig(**wish), work, ways, fitting)
+    ways = launch_modes(Platform(backend, cores=cores))
+    return DecodeCandidates.of(RolloutConfig(**wish), work, ways, fitting)
 
 
 def times_of(candidates, seconds):
     """Times from a function of a timing and a round."""
     samples = {timing: [seconds(*timing, n) for n in range(3)] for timing in candidates.timings}
-    return Times(samples, 16, 1.0)
+    return DecodeTimes(samples, 16, 1.0)
 
 
 def test_what_is_left_open():
     """Fixed keys leave one candidate; memory and whole groups bound the others; the usual one comes first."""
     work = work_of()
-    assert candidates_of(work) == Candidates((4, 2, 1), ("async", "eval"), (8, 4, 16, 32))
+    assert candidates_of(work) == DecodeCandidates((4, 2, 1), ("async", "eval"), (8, 4, 16, 32))
     assert candidates_of(work, "cpu", 3).groups == (3, 2, 1)
     assert candidates_of(work, "cpu", 1).groups == (1,)
     assert candidates_of(work, "cpu").launches == ("eval", "async")
     assert candidates_of(work, "cpu", cores=2).launches == ("split", "eval", "async")
     assert candidates_of(work, "cpu", cores=16).launches == ("eval", "split", "async")
     fixed = candidates_of(work, launch="eval", check_every=5, max_batch=5)
-    assert fixed == Candidates((2,), ("eval",), (5,))
+    assert fixed == DecodeCandidates((2,), ("eval",), (5,))
     assert candidates_of(work, max_batch=100).groups == (4,)
 
 
@@ -70,8 +77,8 @@ def test_late_steps_decide_with_early_ones():
 
     for backend in ("cuda", "cpu"):
         candidates = candidates_of(work, backend, 1, max_batch=8, check_every=8)
-        assert choose(times_of(candidates, seconds(6.0)), candidates, work).launch == "eval"
-        assert choose(times_of(candidates, seconds(2.0)), candidates, work).launch == "async"
+        assert choose_decoding(times_of(candidates, seconds(6.0)), candidates, work).launch == "eval"
+        assert choose_decoding(times_of(candidates, seconds(2.0)), candidates, work).launch == "async"
 
 
 @pytest.mark.parametrize(("look", "wanted"), [(0.0, 4), (0.1, 4), (0.5, 8), (1.5, 16), (3.0, 16), (30.0, 32)])
@@ -82,7 +89,7 @@ def test_costly_looks_are_rare(look, wanted):
     candidates = candidates_of(work, max_batch=8, launch="eval")
     times = times_of(candidates, lambda p, launch, late, looking, n: 1 + look * (4 if looking else 1) / 16)
     assert times.look(4, "eval") == pytest.approx(look)
-    chosen = choose(times, candidates, work).check_every
+    chosen = choose_decoding(times, candidates, work).check_every
     gain = 1 - (1 + look / wanted + (wanted - 1) / 128) / (1 + look / 8 + 7 / 128)
     assert chosen == (wanted if gain > decode_choice.MARGIN else 8)
 
@@ -93,7 +100,7 @@ def test_fewer_rows_only_where_a_token_is_cheaper():
     candidates = candidates_of(work, launch="eval", check_every=8)
     for half, wanted in ((0.6, 0), (0.4, 4)):
         times = times_of(candidates, lambda p, *_, half=half: {4: 1.0, 2: half, 1: 1.0}[p])
-        assert choose(times, candidates, work) == Decoding("eval", 8, wanted)
+        assert choose_decoding(times, candidates, work) == Decoding("eval", 8, wanted)
 
 
 def test_noise_changes_nothing():
@@ -104,15 +111,15 @@ def test_noise_changes_nothing():
         times = times_of(
             candidates, lambda p, launch, late, looking, n, r=rounds: r[n] if launch == "eval" else 1
         )
-        assert choose(times, candidates, work).launch == "async"
+        assert choose_decoding(times, candidates, work).launch == "async"
 
 
 def test_when_a_measurement_cannot_pay():
     """Few steps, or on a CPU a model whose steps are long; a GPU's run is measured earlier."""
     work = work_of()
-    assert "too few" in str(hopeless(work, "cpu", 100))
-    assert hopeless(work, "cuda", 200) is None and hopeless(work, "cpu", 200)
-    assert hopeless(work, "cpu", 10_000) is None
+    assert "too few" in str(reason_not_to_measure(work, "cpu", 100))
+    assert reason_not_to_measure(work, "cuda", 200) is None and reason_not_to_measure(work, "cpu", 200)
+    assert reason_not_to_measure(work, "cpu", 10_000) is None
     assert work.step_flops == 2 * 8 * sum(leaf.size for leaf in g.trees.arrays_of(work.params))
 
 
@@ -195,7 +202,7 @@ def test_every_candidate_is_measured_in_turn(monkeypatch):
 
     monkeypatch.setattr(Probe, "seconds_per_step", seconds_per_step)
     candidates = candidates_of(work)
-    times, left, reason = measure(work, candidates, clock=lambda: now[0])
+    times, left, reason = measure_decoding(work, candidates, clock=lambda: now[0])
     assert times is not None and left == candidates and reason == ""
     plain = [(p, how, drawn, 16) for p in (4, 2, 1) for how in ("async", "eval") for drawn in (0, 182)]
     assert set(calls[1:15]) == {*plain, (4, "async", 0, 4), (4, "eval", 0, 4)}
@@ -214,11 +221,11 @@ def test_slow_steps_are_measured_less(step, groups, steps, monkeypatch):
         return step
 
     monkeypatch.setattr(Probe, "seconds_per_step", seconds_per_step)
-    times, left, reason = measure(work, candidates_of(work), clock=lambda: now[0])
+    times, left, reason = measure_decoding(work, candidates_of(work), clock=lambda: now[0])
     assert now[0] < 6
     if groups is None:
         assert times is None and "30 ms" in reason
-        assert usual(left, work) == Decoding("eval", 8, 0)
+        assert usual_decoding(left, work) == Decoding("eval", 8, 0)
     else:
         assert times is not None and (len(left.groups), times.steps) == (groups, steps)
         assert len(times.samples[4, "async", False, False]) >= 3
@@ -228,9 +235,9 @@ def test_a_real_model_is_measured():
     """Real steps under a clock of a millisecond a look: all samples are there, and the answer a candidate."""
     work, looks = work_of(max_new_tokens=32), count(1)
     candidates = candidates_of(work, "cpu", max_batch=4, cores=2)
-    times, left, _ = measure(work, candidates, lambda: 0.001 * next(looks))
+    times, left, _ = measure_decoding(work, candidates, lambda: 0.001 * next(looks))
     assert times is not None and left == candidates and set(times.samples) == set(candidates.timings)
     assert all(sample > 0 for taken in times.samples.values() for sample in taken)
-    answer = choose(times, left, work)
+    answer = choose_decoding(times, left, work)
     assert answer.launch in ("eval", "async", "split") and answer.check_every in (4, 8, 16, 32)
     assert answer.max_batch == 4

@@ -1,0 +1,95 @@
+"""exp, sigmoid, softmax, log-sum-exp, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
+
+These are the composed forms that every backend is held against. The gradients of SwiGLU and ReLU² compute
+their forward pass again, so that the inputs alone are saved.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from grpo_fn.backends.mechanisms import find, load
+from grpo_fn.backends.recomputing import recomputed
+
+
+def exp(x: mx.array) -> mx.array:
+    """e^x."""
+    fast = find("exp", x)
+    return mx.exp(x) if fast is None else fast(x)
+
+
+def sigmoid(x: mx.array) -> mx.array:
+    """1 / (1 + e^{−x})."""
+    fast = find("sigmoid", x)
+    return mx.sigmoid(x) if fast is None else fast(x)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log Σ e^x along the last axis, which goes; −∞ counts nothing, NaN stays NaN."""
+    fast = find("logsumexp", x)
+    return mx.logsumexp(x, axis=-1) if fast is None else fast(x)
+
+
+def softmax(x: mx.array) -> mx.array:
+    """Softmax along the last axis, in float32 inside."""
+    fast = find("softmax", x)
+    return mx.softmax(x, axis=-1, precise=True) if fast is None else fast(x)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) · x, silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202, eq. 6)."""
+    return cast(mx.array, _swiglu(gate, x))
+
+
+def swiglu_gradient(
+    gate: mx.array, x: mx.array
+) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
+    """`swiglu`, and the function from the gradient of its value to those of gate and x."""
+    fast = find("swiglu_gradient", gate, x)
+    if fast is not None:
+        return fast(gate, x)
+    share = mx.sigmoid(gate)
+
+    def gradient(cotangent: mx.array) -> tuple[mx.array, mx.array]:
+        return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
+
+    return gate * share * x, gradient
+
+
+def relu2(x: mx.array) -> mx.array:
+    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves the input alone."""
+    return cast(mx.array, _relu2(x))
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
+    fast = find("rms_norm", x, weight)
+    return mx.fast.rms_norm(x, weight, eps) if fast is None else fast(x, weight, eps)
+
+
+@mx.custom_function
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    fast = find("swiglu", gate, x)
+    return gate * mx.sigmoid(gate) * x if fast is None else fast(gate, x)
+
+
+@_swiglu.vjp
+def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    # The exponential is computed again: that is cheaper than the memory to save it.
+    return swiglu_gradient(*recomputed(primals, cotangent))[1](cotangent)
+
+
+@mx.custom_function
+def _relu2(x: mx.array) -> mx.array:
+    return mx.square(mx.maximum(x, 0))
+
+
+@_relu2.vjp
+def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    (x,) = recomputed([x], cotangent)
+    return 2 * mx.maximum(x, 0) * cotangent
+
+
+# Loaded now on every machine: its functions have to be traced outside of every gradient and compiled step.
+load("cpu", "exp")

@@ -1,0 +1,172 @@
+"""Which fast function computes a named operation on this machine: the one interface of the backends.
+
+A backend is a folder beside this file, named after its device. Its `__init__` has two tables: MECHANISMS,
+from the name of an operation to (submodule, attribute, predicate), and NUMBERS, what was measured there. The
+predicate is a function of the submodule; it tells from the arguments given to `find` whether the mechanism
+takes them. "" says that it takes all. Submodules are imported when they are first asked for.
+"""
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.layers import NamedLayers
+
+# Every operation that a backend may compute in its own way, with the arguments that `find` is given.
+OPERATIONS = {
+    "exp": "(x): e^x",
+    "sigmoid": "(x): 1 / (1 + e^−x)",
+    "logsumexp": "(x): log Σ e^x along the last axis",
+    "softmax": "(x): softmax along the last axis",
+    "swiglu": "(gate, x): silu(gate) · x",
+    "swiglu_gradient": "(gate, x): silu(gate) · x, and the function that gives the gradient of gate and x",
+    "rms_norm": "(x, weight): RMSNorm along the last axis; weight may be None",
+    "rope": "(x, dims, offset): rotary embeddings of whole sequences",
+    "attention": "(queries, keys, values): attention with a mask",
+    "weighted_values": "(weights, values): the product of attention weights and values",
+    "draw": "(logits): a token of each row by its random words",
+    "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
+    "row_gradients": "(dtype): their gradient in these products",
+    "add_at": "(array): one number added in each row",
+    "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
+    "blocked_weights": "(): DecodeForm; weights in blocks that one core multiplies by itself",
+    "rotation_products": "(): DecodeForm; rotary embeddings of one token a row as a product",
+    "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
+    "grid_steps": "(): DecodeProgram; over one copy of each prompt, rows in a grid: for row lanes",
+    "shared_prompts": "(): keys and values of prompts as `grid_steps` holds them",
+    "copied_length": "(): to which length `grid_steps` copies short prompts into each row",
+}
+# What a device without a folder here takes.
+NUMBERS: dict[str, int] = {
+    "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
+    "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
+    # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
+    # chunk adds to the whole gradient of the head.
+    "logits": 2**25,
+    "logit_rows": 2**31,  # at most, of that many logits
+    "least_logits": 0,  # that are held at least, however many rows that is
+}
+_FOLDERS = ("cpu", "cuda")
+_replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
+
+
+class DecodeForm(NamedTuple):
+    """A form of a model's weights that decodes faster."""
+
+    form: Callable[[nn.Module], AbstractContextManager[None]]  # the module in that form
+    layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # whose weights it holds once more
+
+
+class DecodeProgram(NamedTuple):
+    """Decoding steps that a policy compiles."""
+
+    steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
+    forward: Callable[..., Any]  # what the policy compiles for them; its first argument is `Policy.bound`
+    takes: Callable[[nn.Module, list[Any]], bool]  # whether a model with such caches can be called like this
+    fits: Callable[[nn.Module, mx.Dtype | None], bool]  # whether it is small enough, by the shapes
+
+
+def backend() -> str:
+    """What computes: "cpu", "cuda" or "metal"."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def has_cuda() -> bool:
+    """Whether a CUDA device computes."""
+    return backend() == "cuda"
+
+
+def find(name: str, *arguments: Any) -> Any:
+    """This machine's fast function for an operation with such arguments; None: compute the composed form.
+
+    Raises:
+        ValueError: `OPERATIONS` has no such name.
+    """
+    if name in _replaced:
+        return _replaced[name]
+    mechanism = load(backend(), name)
+    if mechanism is None:
+        return None
+    module, attribute, predicate = mechanism
+    # Looked up at each call: tests replace these attributes.
+    if predicate and not getattr(module, predicate)(*arguments):
+        return None
+    return getattr(module, attribute)
+
+
+def offers(name: str) -> bool:
+    """Whether this machine has a fast function for the operation, whatever the arguments."""
+    return (_replaced[name] if name in _replaced else load(backend(), name)) is not None
+
+
+def number(name: str) -> int:
+    """What was measured on this machine's kind of device; `NUMBERS` lists the names."""
+    folder = _folder(backend())
+    return (NUMBERS if folder is None else folder.NUMBERS)[name]
+
+
+def disable(*names: str) -> None:
+    """Turn mechanisms off for the rest of the process; see `disabled`."""
+    for name in names:
+        _check(name)
+        _replaced[name] = None
+
+
+@contextmanager
+def disabled(*names: str) -> Iterator[None]:
+    """Without these mechanisms, until the end of the `with` block.
+
+    Layers that were patched and steps that were compiled before stay as they are: make the policy inside.
+    """
+    with substituted(**dict.fromkeys(names)):
+        yield
+
+
+@contextmanager
+def substituted(**functions: Any) -> Iterator[None]:
+    """With these in place of whatever `find` gives, for any arguments: stand-ins of tests."""
+    for name in functions:
+        _check(name)
+    saved = dict(_replaced)
+    _replaced.update(functions)
+    try:
+        yield
+    finally:
+        _replaced.clear()
+        _replaced.update(saved)
+
+
+def _check(name: str) -> None:
+    if name not in OPERATIONS:
+        near = difflib.get_close_matches(name, OPERATIONS, 1, 0)
+        raise ValueError(f"no mechanism {name!r}; the nearest name is {near[0]!r}")
+
+
+@functools.cache
+def _folder(device: str) -> Any:
+    name = f"grpo_fn.backends.{device}"
+    try:
+        return importlib.import_module(name) if device in _FOLDERS else None
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None  # a backend whose folder was deleted
+
+
+@functools.cache
+def load(device: str, name: str) -> tuple[Any, str, str] | None:
+    """A device's submodule that computes an operation, its attribute there, and its predicate's or ""."""
+    _check(name)
+    folder = _folder(device)
+    if folder is None or name not in folder.MECHANISMS:
+        return None
+    submodule, attribute, predicate = folder.MECHANISMS[name]
+    return importlib.import_module(f"grpo_fn.backends.{device}.{submodule}"), attribute, predicate

@@ -1,0 +1,57 @@
+"""What a layer of a model is, and a model with some of its layers replaced for a while."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+# What a model raises that cannot be called in the way that is tried. MLX reports that memory has run out as a
+# RuntimeError, which says nothing about the model.
+CANNOT_CALL = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
+
+NamedLayers = list[tuple[str, Any]]  # layers with their paths in the model
+
+_PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def computes_as(layer: Any) -> type:
+    """The layer's class, or the class of mlx whose product it computes.
+
+    A subclass may compute anything. One that computes the same says so by `computes_as` in its body, which
+    its subclasses do not inherit.
+    """
+    kind = type(layer)
+    return vars(kind).get("computes_as", kind)
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether the layer computes a plain product with `weight`, and adds `bias` where it has one."""
+    return computes_as(layer) is nn.Linear
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether the layer computes a product with quantized weights, or is such an embedding."""
+    return computes_as(layer) in _PACKED
+
+
+def is_one_token(x: mx.array) -> bool:
+    """Whether [...,1,D] is the input of a decoding step, which has no backward pass."""
+    return x.ndim < 2 or x.shape[-2] == 1
+
+
+@contextmanager
+def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
+    """The module with the new layers at their paths, until the end of the `with` block: then the old ones."""
+    try:
+        module.update_modules(tree_unflatten(new))
+        yield module
+    finally:
+        module.update_modules(tree_unflatten(old))
+
+
+def all_plain(layers: Iterable[Any]) -> bool:
+    """Whether all are linear layers without a bias."""
+    return all(is_linear(layer) and "bias" not in layer for layer in layers)

@@ -1,0 +1,53 @@
+"""A model's weights as used for decoding: the same function, with fewer products to launch.
+
+unpacked_layers     packed weights in full size, where they are small
+merged_adapters     LoRA's and DoRA's adapters as part of the weights that they adapt
+forms of a backend  such as projections of one input fused, and for row lanes weights in blocks
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends import find
+from grpo_fn.policy.merged_adapters import mergeable, merged_adapters
+from grpo_fn.policy.parameters import empty
+from grpo_fn.policy.unpacked_layers import unpacked_weights
+
+FORMS = ("fused_projections",)
+LANE_FORMS = ("blocked_weights", "rotation_products")  # for rows that are decoded in lanes
+
+
+@contextmanager
+def decode_weights(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Module]:
+    """The module with these weights, until the end of the `with` block."""
+    with ExitStack() as stack:
+        plain = stack.enter_context(unpacked_weights(module))
+        stack.enter_context(merged_adapters(module))
+        present = {id(layer) for layer in module.modules()}
+        for layer in plain:
+            if id(layer) not in present:  # merged: the layer with adapters is held until it is put back
+                empty(layer, {"weight": layer["weight"]})
+        mx.eval([layer.parameters() for layer in plain])
+        for name in FORMS + LANE_FORMS * lanes:
+            form = find(name)
+            if form is not None:
+                stack.enter_context(form.form(module))
+        yield module
+
+
+def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, lanes: bool = False) -> int:
+    """Bytes that these weights take beside the module's own, of a model that computes in this dtype.
+
+    None: in the dtype that each weight has. Nothing is computed: it follows from shapes.
+    """
+    with unpacked_weights(module, compute) as plain:
+        layers = [layer.linear for _, layer in mergeable(module, compute)]
+        merged = {id(layer) for layer in layers}
+        layers += [layer for layer in plain if id(layer) not in merged]
+        for name in FORMS + LANE_FORMS * lanes:
+            form = find(name)
+            layers += [layer for _, layer in form.layers(module, compute)] if form is not None else []
+        return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)

@@ -1,0 +1,191 @@
+"""Decoding G completions of a prompt over one copy of the prompt's keys and values.
+
+    attention of a row = softmax over [its prompt's keys | its own keys]
+
+The prompt's part is a product of all its rows' queries with one matrix, where copied prompts would make it a
+product with a matrix of its own for each row: G times less memory to hold and to read (Hydragen,
+arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
+"""
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends import find, number
+from grpo_fn.backends.elementwise import softmax
+from grpo_fn.backends.one_token import OneTokenCache
+from grpo_fn.layers import CANNOT_CALL
+from grpo_fn.policy.kv_caches import Caches, plain_caches, shares_keys
+from grpo_fn.policy.patched_layers import attends_through_cache
+
+ROOM = 64  # tokens by which the rows' own part grows
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """Which rows continue which prompt; the same for all layers."""
+
+    prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
+    lengths: tuple[int, ...]  # P: tokens of each prompt
+    grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
+    place_b: mx.array | None  # place of each row in that grid
+    seen_p11l: mx.array | None  # which positions a prompt has; None: all of one length
+    start: int | mx.array  # position of each row's first own token
+
+    @classmethod
+    def of(cls, prompt_of: list[int], lengths: list[int]) -> "Layout":
+        """The layout of rows that are sorted by prompt; each prompt has a row."""
+        groups = [prompt_of.count(p) for p in range(len(lengths))]
+        widest = max(groups)
+        grid = place = None
+        if min(groups) < widest:
+            first = [sum(groups[:p]) for p in range(len(groups))]
+            cells = [first[p] + min(i, groups[p] - 1) for p in range(len(groups)) for i in range(widest)]
+            places = [p * widest + i for p, count in enumerate(groups) for i in range(count)]
+            grid, place = mx.array(cells, mx.int32), mx.array(places, mx.int32)
+        seen, start = None, lengths[0]
+        if min(lengths) < max(lengths):
+            seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
+            start = mx.array([lengths[p] for p in prompt_of], mx.int32)
+        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start)
+
+    def by_prompt(self, row_bx: mx.array) -> mx.array:
+        """[B,...] to [P,G,...]: each prompt's rows, the last repeated where a group is smaller."""
+        if self.grid_n is not None:
+            row_bx = row_bx[self.grid_n]
+        return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
+
+    def by_row(self, grid_pgx: mx.array) -> mx.array:
+        """The inverse: [P,G,...] to [B,...]."""
+        flat = grid_pgx.reshape(-1, *grid_pgx.shape[2:])
+        return flat if self.place_b is None else flat[self.place_b]
+
+
+class PrefixCache(OneTokenCache):
+    """One layer's cache: prompts once, rows' own tokens by row."""
+
+    def __init__(self, keys_phld: mx.array, values_phld: mx.array, layout: Layout) -> None:
+        from mlx_lm.models.cache import KVCache
+
+        self._prompt = keys_phld, values_phld
+        self._layout = layout
+        self._own: Any = KVCache()
+        self._own.step = ROOM
+        self.attended = False  # whether it was ever asked to attend
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next token: of all rows, or [B]."""
+        return self._layout.start + self._own.offset
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Everything it holds, to be evaluated."""
+        return [a for a in (*self._prompt, self._own.keys, self._own.values) if a is not None]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append a token to each row's own part, and return that part."""
+        return self._own.update_and_fetch(keys, values)
+
+    def skip(self, tokens: int) -> None:
+        """Append so many zeros to each row's own part."""
+        rows = len(self._layout.prompt_of)
+        zeros = [mx.zeros((rows, a.shape[1], tokens, a.shape[3]), a.dtype) for a in self._prompt]
+        self._own.update_and_fetch(*zeros)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention [B,H,1,D] of one token a row over its prompt and its own tokens."""
+        self.attended = True
+        layout = self._layout
+        rows, heads, _, width = queries.shape
+        shared = keys.shape[1]
+        prompt_keys, prompt_values = self._prompt
+        prompts, _, length, _ = prompt_keys.shape
+        q_bkrd = (queries * scale).reshape(rows, shared, heads // shared, width)
+        q_pgkrd = layout.by_prompt(q_bkrd)
+        q_pknd = q_pgkrd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
+        scores_pknl = q_pknd @ prompt_keys.swapaxes(-1, -2)
+        if layout.seen_p11l is not None:
+            scores_pknl = mx.where(layout.seen_p11l, scores_pknl, mx.finfo(scores_pknl.dtype).min)
+        grid = (prompts, shared, q_pgkrd.shape[1], heads // shared)
+        scores_bkrl = layout.by_row(scores_pknl.reshape(*grid, length).transpose(0, 2, 1, 3, 4))
+
+        own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
+        weights = softmax(mx.concatenate([scores_bkrl, own_bkrt], axis=-1))
+
+        w_pgkrl = layout.by_prompt(weights[..., :length])
+        w_pknl = w_pgkrl.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, length)
+        from_prompt = _mixed(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
+        out = layout.by_row(from_prompt) + _mixed(weights[..., length:], values)
+        return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
+
+    def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
+        """Keep these rows, and of the prompts those that still have one (None: all)."""
+        self._layout = layout
+        if prompts is not None:
+            keys, values = self._prompt
+            longest = max(layout.lengths)
+            self._prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
+        if self._own.keys is not None:
+            own_keys, own_values = self._own.keys_and_values()
+            self._own.keys, self._own.values = own_keys[rows], own_values[rows]
+
+
+def sharing_pays() -> bool:
+    """Whether one copy of each prompt was measured as faster on this machine: the default of `generate`."""
+    return bool(number("shares_prompts"))
+
+
+def shares_prefix(module: nn.Module) -> bool:
+    """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in every layer.
+
+    Found by building a call, not computing it. Each cache has to be asked to attend: a layer that takes the
+    keys and attends by itself (phi3small) would not see the prompt.
+    """
+    from mlx_lm.models.cache import KVCache
+
+    if not attends_through_cache(module) or shares_keys(module):
+        return False
+    caches = plain_caches(module)
+    if not all(type(cache) is KVCache for cache in caches):
+        return False
+    try:
+        module(mx.zeros((2, 3), mx.int32), cache=caches)
+        forked = fork(caches, [3, 2], 5)
+        module(mx.zeros((10, 1), mx.int32), cache=forked)
+    except CANNOT_CALL:
+        return False
+    return all(cache.attended for cache in forked)
+
+
+def fork(caches: Caches, lengths: list[int], group_size: int) -> list[PrefixCache]:
+    """Plain caches after P prompts, padded on the right, as caches of P · G rows."""
+    layout = Layout.of([p for p in range(len(lengths)) for _ in range(group_size)], lengths)
+    longest = max(lengths)
+    forked = []
+    for cache in caches:
+        keys, values = cache.keys_and_values()
+        # A copy without the buffer's spare room.
+        cut = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
+        forked.append(PrefixCache(*cut, layout))
+    return forked
+
+
+def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
+    """Keep the given rows, in rising order, and drop the prompts that no row continues any more."""
+    old = caches[0]._layout
+    prompt_of = [old.prompt_of[row] for row in rows]
+    live = sorted(set(prompt_of))
+    number = {p: i for i, p in enumerate(live)}
+    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live])
+    prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
+    index = mx.array(rows, mx.int32)
+    for cache in caches:
+        cache.keep(index, prompts, layout)
+
+
+def _mixed(weights: mx.array, values: mx.array) -> mx.array:
+    fast = find("weighted_values", weights, values)
+    return weights @ values if fast is None else fast(weights, values)

@@ -1,0 +1,125 @@
+"""Room on the disk for what a run writes: looked at before it trains, and again before each checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.trees import named_leaves, nbytes
+from runners.checkpoints.snapshot import checkpoint_folders
+from runners.errors import UserError, gigabytes
+from runners.models.folders import companions
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import TrainState
+    from runners.config.sections import CheckpointConfig
+    from runners.models.loaded_model import LoadedModel
+
+
+@attrs.frozen
+class DiskRoom:
+    """What a run writes into its folder, in bytes."""
+
+    folder: Path
+    final: int  # the final model
+    checkpoint: int  # one checkpoint
+
+    def check_start(
+        self, settings: CheckpointConfig, where: str, *, batch_steps: int, anew: bool
+    ) -> list[str]:
+        """Before training: a line where not all checkpoints fit that are kept at a time.
+
+        Args:
+            settings: [checkpoint].
+            where: of the config's key for the folder, for messages.
+            batch_steps: those that are left.
+            anew: whether what an earlier run left in the folder is going to be removed.
+
+        Raises UserError where the final model does not fit.
+        """
+        free = _free(self.folder)
+        if free is None:
+            return []
+        there = checkpoint_folders(self.folder).values()
+        if anew:
+            free += _size([*there, self.folder / "final"])
+        if free < self.final:
+            raise UserError(
+                f"{where}: {self.folder}: the final model takes {gigabytes(self.final)}, and the disk has "
+                f"{gigabytes(free)} free; make room, or choose another run.output_dir"
+            )
+        more = batch_steps // settings.every if settings.every else 0
+        if settings.keep_last:  # the oldest goes when the next one is whole
+            kept = settings.keep_last + settings.keep_best
+            more = min(more, max(kept + 1 - (0 if anew else len(there)), 1))
+        fit = (free - self.final) // max(self.checkpoint, 1)
+        if fit >= more:
+            return []
+        return [
+            f"{self.folder}: the disk has {gigabytes(free)} free; beside the final model "
+            f"({gigabytes(self.final)}) it has room for {fit} of the {more} checkpoints of "
+            f"{gigabytes(self.checkpoint)} that are to come: make room, or lower checkpoint.keep_last"
+        ]
+
+    def check_checkpoint(self, name: str, size: int, *, last: bool) -> None:
+        """Raises UserError where a checkpoint of so many bytes leaves no room for the final model.
+
+        The `last` one, of a run that ends early, may take that room.
+        """
+        free, reserved = _free(self.folder), 0 if last else self.final
+        if free is not None and free < size + reserved:
+            final = f" and the final model {gigabytes(reserved)}" if reserved else ""
+            raise UserError(
+                f"{self.folder}: {name} is not saved: it takes {gigabytes(size)}{final}, and the disk has "
+                f"{gigabytes(free)} free"
+            )
+
+
+def disk_room(folder: Path, state: TrainState, loaded: LoadedModel) -> DiskRoom:
+    """What a run writes into this folder, to some kilobytes; with adapters on packed weights, at most."""
+    others = _size(companions(loaded.path))
+    weights = named_leaves(state.params) | loaded.frozen
+    final = sum(_stored(name, array, loaded) for name, array in weights.items())
+    # The reference's arrays are the policy's only until the first update.
+    checkpoint = nbytes(state.params, state.old_params, state.opt_state) + nbytes(state.ref_params)
+    if loaded.adapter is None:
+        checkpoint += nbytes(loaded.frozen)
+    else:
+        final += nbytes(state.params)  # the adapters lie beside the merged weights
+        if loaded.quantized:  # merged layers are stored unpacked
+            layers = [name.removesuffix("lora_a") for name in weights if name.endswith("lora_a")]
+            final += loaded.source_dtype.size * sum(
+                _product(weights[f"{layer}lora_a"], weights[f"{layer}lora_b"]) for layer in layers
+            )
+    return DiskRoom(folder, final + others, checkpoint + others)
+
+
+def _stored(name: str, array: mx.array, loaded: LoadedModel) -> int:
+    """Bytes of a weight in the dtype of the model's files, as the final model has it."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array.nbytes
+    return array.size * loaded.source_dtypes.get(name, loaded.source_dtype).size
+
+
+def _product(a: mx.array, b: mx.array) -> int:
+    """Entries of an adapter's product: [I, r] · [r, O], or for E experts [E·r, I] and [E, O, r]."""
+    return a.shape[0] * b.shape[1] if b.ndim == 2 else b.shape[0] * b.shape[1] * a.shape[1]
+
+
+def _size(paths: list[Path]) -> int:
+    """Bytes of these files, and of all files in these folders."""
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _free(folder: Path) -> int | None:
+    """Bytes that this user may write where the folder is; None where the file system does not say."""
+    place = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None

@@ -1,0 +1,148 @@
+"""Checkpoints: folders that mlx-lm opens, written whole or not at all; and which of them stay.
+
+A checkpoint keeps the master weights (float32, exact) and the rest of the state.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.trees import nbytes
+from runners.checkpoints.manifest import write_manifest
+from runners.checkpoints.state_files import PackedState, pack_state, save_state
+from runners.errors import UserError
+from runners.files.durable import new_folder, opened, remove_folder, save_text
+from runners.files.json_files import read_json
+from runners.files.json_lines import to_json
+from runners.models.loaded_model import LoadedModel
+from runners.models.writing import trained, write_trained
+from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import TrainState
+
+
+LATEST = "latest"  # a file with the name of the newest checkpoint
+TRAINER_STATE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """A checkpoint in memory: all of it is computed, so that another thread can write it."""
+
+    step: int
+    weights: dict[str, mx.array]  # the trained ones, and with full tuning the frozen ones too
+    state: PackedState
+    trainer_state: Mapping[str, Any]
+    loaded: LoadedModel
+    prompt: PromptSettings | None = None  # how the model is asked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return nbytes(self.weights, self.state.arrays)
+
+
+def take_snapshot(
+    step: int,
+    state: TrainState,
+    loaded: LoadedModel,
+    trainer_state: Mapping[str, Any],
+    loop: Mapping[str, Any] | None = None,
+    *,
+    prompt: PromptSettings | None = None,
+) -> Snapshot:
+    """A checkpoint to be written; arrays are shared with the state, not copied.
+
+    Args:
+        step: the batch step, as in the folder's name.
+        state: everything that training goes on from.
+        loaded: the model the state belongs to.
+        trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
+        loop: trees of arrays that belong to the state.
+        prompt: how the model is asked; goes into a file of its own.
+    """
+    weights = trained(state.params, loaded)
+    packed = pack_state(state, weights, loop or {})
+    weights = {name: mx.contiguous(array) for name, array in weights.items()}
+    mx.eval(weights)
+    return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded, prompt)
+
+
+def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = None) -> Path:
+    """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
+
+    A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.files.durable`.
+    Raises UserError where the disk refuses: what was there is still there.
+    """
+    target = run_dir / f"checkpoint-{snapshot.step}"
+    with new_folder(target, within=within) as folder:
+        write_trained(folder, snapshot.weights, snapshot.loaded)
+        save_state(folder, snapshot.state)
+        if snapshot.prompt is not None:
+            write_prompt(folder, snapshot.prompt)
+        line, _ = to_json(snapshot.trainer_state)
+        (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        write_manifest(folder)
+        if target.exists():  # for a moment there will be no folder of that name
+            with opened(run_dir, within) as held, suppress(FileNotFoundError):
+                os.unlink(LATEST, dir_fd=held)
+    try:
+        save_text(run_dir / LATEST, target.name + "\n", within=within)
+    except OSError as error:
+        raise UserError(f"{run_dir / LATEST}: cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
+    """All that is named as a checkpoint, by step, oldest first."""
+    if not run_dir.is_dir():
+        return {}
+    found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found)}
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's whole checkpoints, oldest step first."""
+    return [path for path in checkpoint_folders(run_dir).values() if (path / TRAINER_STATE).is_file()]
+
+
+def prune_checkpoints(
+    run_dir: Path, *, keep_last: int = 0, keep_best: int = 0, within: int | None = None
+) -> list[Path]:
+    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
+
+    With `keep_last` 0 everything stays. Best is the highest "em" in trainer_state.json, then the highest
+    "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of `run_dir`.
+    """
+    folders = list_checkpoints(run_dir)
+    if keep_last <= 0:
+        return []
+    ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
+    keep = {*folders[-keep_last:], *ranked[:keep_best]}
+    doomed = [folder for folder in folders if folder not in keep]
+    for folder in doomed:
+        remove_folder(folder, within=within)
+    return doomed
+
+
+def _score(folder: Path) -> tuple[float, float]:
+    try:
+        state = read_json(folder / TRAINER_STATE)
+    except UserError:  # a damaged one is the first to go
+        return (-math.inf, -math.inf)
+    em, reward = (
+        number if isinstance(number := state.get(name), int | float) else -math.inf
+        for name in ("em", "reward")
+    )
+    return em, reward

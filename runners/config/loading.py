@@ -1,0 +1,245 @@
+"""The config of a run: loaded, checked and frozen before anything heavy is imported.
+
+Later values win: defaults, then the loss preset's, then the file's, then --set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import attrs
+
+from runners.config import checks, rules, sections
+from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
+from runners.errors import ConfigError, UserError, show, spell_tables
+from runners.files.durable import save_text
+
+if TYPE_CHECKING:
+    from grpo_fn import LossSpec
+
+RESOLVED = "config.resolved.json"  # in a run's folder
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Everything that a run is told, one attribute for each section of the TOML file."""
+
+    run: sections.RunConfig = attrs.field(factory=sections.RunConfig)
+    model: sections.ModelConfig
+    data: sections.DataConfig = attrs.field(factory=sections.DataConfig)
+    rollout: sections.RolloutConfig = attrs.field(factory=sections.RolloutConfig)
+    reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
+    loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
+    optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
+    eval: sections.EvalConfig = attrs.field(factory=sections.EvalConfig)
+    checkpoint: sections.CheckpointConfig = attrs.field(factory=sections.CheckpointConfig)
+    log: sections.LogConfig = attrs.field(factory=sections.LogConfig)
+    watch: sections.WatchConfig = attrs.field(factory=sections.WatchConfig)
+    stop: sections.StopConfig = attrs.field(factory=sections.StopConfig)
+    system: sections.SystemConfig = attrs.field(factory=sections.SystemConfig)
+    notices: tuple[str, ...] = attrs.field(default=(), eq=False)  # lines that the person should see once
+    settings: Settings | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where one's own files and modules are looked for: the current folder, then the config's."""
+        return (Path.cwd(), *([self.settings.folder] if self.settings else []))
+
+    def where(self, key: str) -> str:
+        """Where `section.key` was written, for messages: `train.toml: data.source`."""
+        return self.settings.where(tuple(key.split("."))) if self.settings else key
+
+    def loss_spec(self) -> LossSpec:
+        """The LossSpec of [loss]: the preset's, with the given fields replaced.
+
+        Raises ConfigError where the combination has no meaning. Imports grpo_fn, and so MLX.
+        """
+        from grpo_fn import LossSpec, preset
+
+        changes = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        try:
+            return preset(self.loss.preset, **changes)
+        except ValueError as error:
+            named = [name for name in changes if re.search(rf"\b{name}\b", str(error))]
+            key = f"loss.{named[0]}" if named else "loss.preset"
+            raise ConfigError([f"{self.where(key)}: {error}"]) from error
+
+    def check(self) -> Config:
+        """This config with [loss] complete: each field that was left to the preset has the preset's value.
+
+        Raises ConfigError as `loss_spec` does. Imports grpo_fn, and so MLX.
+        """
+        from grpo_fn import PRESETS
+
+        spec = self.loss_spec()
+        _check_reference(self, spec.beta)
+        recipe = PRESETS[self.loss.preset]
+        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
+        gdpo = self.reward.aggregate == "normalize_then_sum"
+        of_batch = self.loss.baseline == "batch_mean" and recipe.scale == "group"
+        preset_values = {
+            **{name: getattr(spec, name) for name in attrs.fields_dict(type(spec))},
+            "baseline": "batch_mean" if gdpo else recipe.baseline,
+            "scale": "batch" if gdpo or of_batch else recipe.scale,
+            "dynamic_sampling": recipe.dynamic_sampling,
+            "overlong": sections.OverlongConfig(buffer=round(recipe.overlong * self.rollout.max_new_tokens)),
+        }
+        absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
+        complete = attrs.evolve(self, loss=attrs.evolve(self.loss, **absent))
+        _check_scale(complete)
+        return complete
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The sections as JSON takes them; keys that are still left to the preset are left out."""
+        return {
+            name: attrs.asdict(
+                getattr(self, name),
+                filter=lambda _, value: value is not None,
+                value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
+            )
+            for name in SECTIONS
+        }
+
+    def to_toml(self) -> str:
+        """The sections as TOML; `load_config` reads it back to an equal config."""
+        return spell_tables(self.to_dict())
+
+
+SECTIONS: dict[str, Any] = {
+    "run": sections.RunConfig,
+    "model": sections.ModelConfig,
+    "data": sections.DataConfig,
+    "rollout": sections.RolloutConfig,
+    "reward": sections.RewardConfig,
+    "loss": sections.LossConfig,
+    "optim": sections.OptimConfig,
+    "eval": sections.EvalConfig,
+    "checkpoint": sections.CheckpointConfig,
+    "log": sections.LogConfig,
+    "watch": sections.WatchConfig,
+    "stop": sections.StopConfig,
+    "system": sections.SystemConfig,
+}
+
+
+def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
+    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
+
+    A run's config.resolved.json is read as well; None is the defaults alone, with the overrides.
+
+    Relative paths in it are looked up in the current folder first, then beside the file.
+
+    Raises:
+        ConfigError: one line for every fault: file, key, what was found, what is wanted, nearest spelling.
+    """
+    found = read_settings(None if config is None else str(config), KEYS)
+    for override in overrides:
+        apply_override(found, override, KEYS)
+    built = {}
+    if not found.problems or found.values:
+        ordered = [name for name in found.values if name in SECTIONS]
+        for name in [*ordered, *(name for name in SECTIONS if name not in ordered)]:
+            built[name] = _build(SECTIONS[name], found.values.get(name, {}), (name,), found)
+        built = checks.check_sections(built, found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return Config(**built, notices=tuple(found.notices), settings=found)
+
+
+def write_resolved(config: Config) -> Path:
+    """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
+
+    A crash leaves the old file or the new one. Raises UserError where the folder cannot be written to.
+    """
+    folder = Path(config.run.output_dir) / config.run.name
+    path = folder / RESOLVED
+    content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_text(path, content)
+    except OSError as error:
+        where = config.where("run.output_dir")
+        raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _check_scale(config: Config) -> None:
+    """Raises ConfigError where groups without variance would be divided by their own deviation."""
+    if (config.loss.baseline, config.loss.scale) == ("batch_mean", "group"):
+        raise ConfigError(
+            [
+                f'{config.where("loss.scale")}: found "group" with loss.baseline = "batch_mean", which '
+                'divides a group whose rewards are all equal by a deviation of 0; want "batch" or "none"'
+            ]
+        )
+
+
+def _check_reference(config: Config, beta: float) -> None:
+    """Raises ConfigError where a key asks something of a reference that does not exist."""
+    loss = config.loss
+    asked = {
+        "loss.ref_sync_every": (loss.ref_sync_every, 0, "to sync"),
+        "loss.ref_quantization": (loss.ref_quantization, "none", "to quantize"),
+    }
+    problems = [
+        f"{config.where(key)}: found {show(value)} with loss.beta = 0, where there is no reference {what}; "
+        f"want {show(off)}, or loss.beta > 0"
+        for key, (value, off, what) in asked.items()
+        if value != off and beta == 0
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
+    """A section from its raw table; None where it has faults, which go to `found.problems`."""
+    if not isinstance(raw, Mapping):
+        found.problems.append(f"{found.where(path)}: found {show(raw)}, want a table")
+        return None
+    before = len(found.problems)
+    fields = attrs.fields_dict(kind)
+    values = {}
+    for key, value in raw.items():
+        if key not in fields:
+            hint = key_hint((*path, key), KEYS)
+            found.problems.append(f"{found.where((*path, key))}: unknown key{hint}")
+            continue
+        nested = _table_kind(fields[key].type)
+        if nested:
+            values[key] = _build(nested, value, (*path, key), found)
+            continue
+        try:
+            values[key] = rules.structure(value, fields[key].type)
+            check = fields[key].validator
+            if check is not None:
+                check(None, fields[key], values[key])
+        except rules.Mismatch as error:
+            found.problems.append(f"{found.where((*path, key))}: {error.reason(value)}")
+    for name, field in fields.items():
+        if field.default is attrs.NOTHING and name not in raw:
+            want = f"{rules.wanted(field.type)}: {checks.WANTED_MODEL}"  # the one key without a default
+            found.problems.append(f"{found.where((*path, name))}: missing, want {want}")
+    return kind(**values) if len(found.problems) == before else None
+
+
+def _table_kind(kind: Any) -> Any:
+    """The attrs class of a nested table (optional or not), or None."""
+    return next((part for part in (kind, *get_args(kind)) if attrs.has(part)), None)
+
+
+def _leaf_kinds(kind: Any, path: KeyPath) -> dict[KeyPath, Any]:
+    kinds: dict[KeyPath, Any] = {}
+    for field in attrs.fields(kind):
+        nested = _table_kind(field.type)
+        kinds |= _leaf_kinds(nested, (*path, field.name)) if nested else {(*path, field.name): field.type}
+    return kinds
+
+
+KEYS: dict[KeyPath, Any] = {
+    path: kind for name, cls in SECTIONS.items() for path, kind in _leaf_kinds(cls, (name,)).items()
+}

@@ -1,0 +1,92 @@
+"""Evaluation: greedy exact match on held-out problems, with the very prompts that training uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.trees import Tree
+from runners.data.datasets import epoch_order
+from runners.data.prompts import Example
+from runners.inference.generation import DEFAULT_ROWS
+from runners.machine.launch_modes import launch_keywords
+from runners.rewards.builtin import extract_answer, numbers_equal
+from runners.tokenization.text import TextDecoder
+
+_Item = TypeVar("_Item")
+
+
+@attrs.frozen
+class EvalResult:
+    """Exact match over some problems."""
+
+    correct: int
+    total: int
+    seconds: float
+    texts: tuple[str, ...]  # what the model wrote, the nudge in front
+
+    @property
+    def score(self) -> float:
+        """Share of problems whose answer is right, 0–1."""
+        return self.correct / self.total
+
+
+def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
+    """The problems that every evaluation of a data set uses: `samples` of them (0: all), whatever the run."""
+    if samples == 0 or samples >= len(examples):
+        return list(examples)
+    return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
+
+
+def evaluate(
+    policy: g.Policy,
+    params: Tree,
+    examples: Sequence[Example],
+    *,
+    decoder: TextDecoder,
+    nudge: str,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+    find_stop: FindStop | None = None,
+    max_batch: int = 0,
+    launch: str = "eval",
+    progress: Callable[[int, int], None] | None = None,
+) -> EvalResult:
+    """Greedy completions of all examples, compared with the gold answers: numbers as numbers, else as texts.
+
+    `launch` is as in a config, once that is settled.
+    `progress(done, total)` is called after each batch of problems.
+    """
+    started = time.perf_counter()
+    rows = max_batch or DEFAULT_ROWS
+    texts: list[str] = []
+    for start in range(0, len(examples), rows):
+        rollout = g.generate(
+            policy,
+            params,
+            [example.tokens for example in examples[start : start + rows]],
+            key=mx.random.key(0),  # greedy: never drawn from
+            num_generations=1,
+            max_new_tokens=max_new_tokens,
+            sampler=g.Sampler(temperature=0.0),
+            eos_ids=eos_ids,
+            find_stop=find_stop,
+            **launch_keywords(launch),
+        )
+        texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
+        if progress is not None:
+            progress(len(texts), len(examples))
+    correct = sum(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))
+    return EvalResult(correct, len(examples), time.perf_counter() - started, tuple(texts))
+
+
+def is_correct(text: str, answer: str) -> bool:
+    """Whether the text's last <answer> is the gold one."""
+    found = extract_answer(text)
+    return found is not None and numbers_equal(found, answer)

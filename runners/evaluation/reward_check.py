@@ -1,0 +1,154 @@
+"""A run looked at before it is started: its first prompt, prompt lengths, and what its rewards say.
+
+No weights are loaded. The rewards score the data's own gold answers in the asked-for form, and bad ones: a
+reward that cannot tell them apart teaches nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from runners.config.loading import Config
+from runners.data.datasets import load_rows
+from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
+from runners.errors import UserError
+from runners.evaluation.exact_match import held_out
+from runners.files.json_files import read_json
+from runners.models.folders import resolve_model
+from runners.models.reading import load_tokenizer
+from runners.rewards.builtin import parse_number
+from runners.rewards.functions import Reward, check_columns, resolve_rewards
+from runners.rewards.scoring import Scorer
+from runners.tokenization.text import encode
+
+ANSWER_FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
+PLACE = "{answer}"
+GOLD = "gold answer"
+NO_ANSWER = "no-such-answer"
+
+
+@attrs.frozen(eq=False)
+class RewardCheck:
+    """What was found."""
+
+    tokenizer: str  # its class and folder
+    prompt: str  # the first, as the model gets it
+    train: int  # examples
+    evaluation: int  # problems that a run measures itself on
+    held_out: int  # of so many that are not trained on
+    lengths: tuple[int, ...]  # of the training prompts that are kept, tokens, ascending
+    kinds: tuple[str, ...]  # of answers that were scored
+    rewards: tuple[str, ...]
+    values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
+    warnings: tuple[str, ...]
+
+
+def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
+    """Reads the data, renders the prompts and scores answers to the first `problems` of them.
+
+    Args:
+        config: as `load_config` gives it.
+        form: a right completion, with {answer} where the answer stands.
+        problems: how many of the training data's.
+
+    Raises UserError for whatever would end the run before its first step.
+    """
+    if PLACE not in form:
+        raise UserError(f"the form has no {PLACE}, where the answer would stand")
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    rows = load_rows(config.data, config.folders)
+    check_columns(rewards, reward_columns(rows[0]))
+    path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
+    tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
+    (train, dropped), (evaluation, dropped_there) = (
+        build_examples(part, config.data, tokenizer) for part in rows
+    )
+    kinds, values_kan, faults = _score(config, rewards, train[:problems], form, tokenizer)
+    limit = config.data.max_prompt_length
+    warnings = [
+        *rows[0].notices("train", dropped, limit),
+        *rows[1].notices("eval", dropped_there, limit),
+        *template_notices(tokenizer),
+        *faults,
+        *_judge(rewards, kinds, values_kan),
+    ]
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    return RewardCheck(
+        tokenizer=f"{type(inner).__name__} of {path}",
+        prompt=train[0].text,
+        train=len(train),
+        evaluation=len(held_out(evaluation, config.eval.samples)),
+        held_out=len(evaluation),
+        lengths=tuple(sorted(len(example.tokens) for example in train)),
+        kinds=tuple(kinds),
+        rewards=tuple(reward.name for reward in rewards),
+        values_kan=values_kan,
+        warnings=tuple(warnings),
+    )
+
+
+def median(lengths: Sequence[int]) -> int:
+    """The middle length, a whole number."""
+    return round(statistics.median(lengths))
+
+
+def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
+    """Completions of one problem, by kind."""
+    return {
+        GOLD: form.replace(PLACE, example.answer),
+        "wrong answer": form.replace(PLACE, _wrong(example.answer)),
+        "gold without form": example.answer,
+        "form without answer": form.replace(PLACE, ""),
+        "cut off": form.partition(PLACE)[0],
+        "empty": nudge,
+    }
+
+
+def _wrong(answer: str) -> str:
+    """Another answer of the same kind: the next number, or a text that is none of the data's."""
+    number = parse_number(answer)
+    return NO_ANSWER if number is None else str(number + 1)
+
+
+def _score(
+    config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, tokenizer: Any
+) -> tuple[list[str], np.ndarray, list[str]]:
+    scorer = Scorer(rewards, config.reward.timeout, "skip")
+    by_kind: dict[str, list[str]] = {}
+    for example in examples:
+        for kind, text in _answers(example, form, config.data.nudge).items():
+            by_kind.setdefault(kind, []).append(text)
+    values, faults = [], []
+    for kind, texts in by_kind.items():
+        scores = scorer.score(
+            texts,
+            [list(example.messages) for example in examples],
+            columns_of(examples),
+            [list(encode(tokenizer, text, add_special_tokens=False)) for text in texts],
+        )
+        values.append(scores.values_kb)
+        faults += [f"{problem} ({kind})" for problem in scores.problems]
+    return list(by_kind), np.stack(values, axis=1), faults
+
+
+def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarray) -> list[str]:
+    """Rewards that say the same to everything, and answers that the whole prefers to the gold one."""
+    found = []
+    for reward, values_an in zip(rewards, values_kan, strict=True):
+        known = values_an[~np.isnan(values_an)]
+        if not known.size:
+            found.append(f"reward {reward.name} gave no reward to any answer")
+        elif np.all(known == known[0]):
+            found.append(f"reward {reward.name} gave {known[0]:g} to every answer, good or bad")
+    weights = np.array([reward.weight for reward in rewards])
+    totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
+    gold = totals_a[list(kinds).index(GOLD)]
+    better = [kind for kind, total in zip(kinds, totals_a, strict=True) if kind != GOLD and total >= gold]
+    if better:
+        found.append(f"the rewards together do not prefer the gold answer to: {', '.join(better)}")
+    return found

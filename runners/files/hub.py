@@ -1,0 +1,77 @@
+"""The Hugging Face Hub, or its cache on this machine where the Hub cannot be reached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from runners.errors import UserError, first_line
+
+_SECONDS = 10  # for the one request that finds out; huggingface_hub's own limit for the head of a file
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[None]:
+    """Inside the block the Hub's libraries ask their caches alone where the Hub cannot be reached.
+
+    One request finds that out. Left alone, the libraries try a refused connection six times over half a
+    minute, also for what the cache has. Where HF_HUB_OFFLINE is set, nothing is asked.
+    """
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode() or _reachable(constants.ENDPOINT):
+        yield
+        return
+    # Read at each request. `datasets` has a copy of its own, once it is imported. Both get their values back:
+    # a later call may find the Hub again.
+    places: list[Any] = [
+        constants,
+        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
+    ]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
+
+
+def _reachable(endpoint: str) -> bool:
+    from httpx2 import TransportError
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=_SECONDS)
+    except TransportError:  # refused, unknown, timed out, a proxy that fails
+        return False
+    return True
+
+
+@contextmanager
+def hub_errors(where: str) -> Iterator[None]:
+    """What goes wrong with the Hub inside the block becomes a UserError of one line, led by `where`."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"{where}: the download failed ({first_line(error)})") from error

@@ -1,0 +1,124 @@
+"""Loading a model to use it: nothing trains, adapters are applied, packed weights stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+import grpo_fn as g
+from runners.checkpoints.run_folder import model_of_run
+from runners.errors import UserError
+from runners.machine.launch_modes import launch_modes
+from runners.models.adapters import base_of, check_adapters, read_adapters
+from runners.models.dtypes import cast_floating, check_experts, choose_dtype
+from runners.models.folders import is_adapter_folder, resolve_model
+from runners.models.reading import custom_loader, read_model
+from runners.tokenization.prompt_settings import PromptSettings, read_prompt
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runners.machine.startup import Platform
+
+
+@attrs.frozen(eq=False)
+class InferenceModel:
+    """A model ready for `g.generate(model.policy, {}, …)`, and its `module` for mlx-lm's functions."""
+
+    module: nn.Module  # floating leaves in the compute dtype, packed ones as they are
+    policy: g.Policy  # the same module; its tree of parameters is empty
+    tokenizer: TokenizerWrapper
+    path: Path  # the folder it was loaded from
+    adapter: Path | None  # the folder of its adapters
+    eos_ids: tuple[int, ...]
+    launch: str  # of decoding steps, as `rollout.launch` in a config
+    prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
+    notices: tuple[str, ...]
+
+
+def load_inference(
+    model: str,
+    platform: Platform,
+    *,
+    adapter: str = "",
+    dtype: str = "auto",
+    loader: str = "",
+    folders: Sequence[Path] = (),
+    trust_remote_code: bool = False,
+    with_prompt: bool = False,
+) -> InferenceModel:
+    """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
+
+    Args:
+        model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
+            a run's folder, which stands for its final model, else its newest whole checkpoint.
+        platform: what `runners.machine.startup.prepare` found.
+        adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
+        dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
+        loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.
+        folders: where that is looked for.
+        trust_remote_code: run code that comes with the model.
+        with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
+
+    Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
+    """
+    notes: list[str] = []
+    function = custom_loader(loader, folders, "--loader")
+    path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
+    prompt = _prompt(path, adapters) if with_prompt else None
+    module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
+    if adapters is not None:
+        notices += read_adapters(module, adapters, path)
+    module.freeze()
+    module.eval()
+    compute_dtype = choose_dtype(dtype, platform, module)
+    check_experts(module, compute_dtype, platform, "dtype")
+    cast_floating(module, compute_dtype)
+    mx.async_eval(module.parameters())  # while the policy looks at what the model can do
+    policy = g.Policy.for_inference(module)
+    mx.eval(module.parameters())
+    return InferenceModel(
+        module=module,
+        policy=policy,
+        tokenizer=tokenizer,
+        path=path,
+        adapter=adapters,
+        eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        launch=launch_modes(platform)[0],
+        prompt=prompt,
+        notices=(*notes, *notices),
+    )
+
+
+def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
+    """How the model behind a name, as `load_inference` takes it, was asked in training; None: not known.
+
+    The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
+    """
+    return _prompt(*_find(model, "", lambda line: None, custom_loader=bool(loader)))
+
+
+def _find(
+    model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool
+) -> tuple[Path, Path | None]:
+    """The folder of a model, and that of its adapters, if any."""
+    own = Path(model_of_run(model, note)).expanduser()
+    adapters = own if is_adapter_folder(own) else Path(adapter).expanduser() if adapter else None
+    if adapters is not None:
+        check_adapters(adapters)  # before a download, and before minutes of reading
+    if is_adapter_folder(own):
+        if adapter:
+            raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
+        return resolve_model(base_of(own), "MODEL", custom_loader=custom_loader), own
+    folder = resolve_model(str(own) if own.exists() else model, "MODEL", custom_loader=custom_loader)
+    return folder, adapters
+
+
+def _prompt(path: Path, adapters: Path | None) -> PromptSettings | None:
+    """That of the adapters, which were trained last, else the model's."""
+    return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

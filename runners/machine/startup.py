@@ -1,0 +1,148 @@
+"""The machine a run finds itself on: its BLAS, its MLX backend, its memory.
+
+Importing this module imports nothing heavy; `prepare` imports grpo_fn, which loads the BLAS, and then MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import attrs
+
+from runners.errors import UserError
+from runners.machine import install_hints
+from runners.machine.gpu_programs import keep_programs
+from runners.machine.malloc import keep_freed_memory
+from runners.machine.thread_ends import wait_for_this_thread
+from runners.machine.versions import installed_version, untested_versions
+
+if TYPE_CHECKING:
+    from grpo_fn.backends import Blas
+
+_CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
+
+# MLX hands operations to a CUDA device in buffers of up to a hundred, ten at most ahead of it; what they will
+# write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
+_CUDA_BUFFERS = ("MLX_MAX_OPS_PER_BUFFER", "20")
+
+
+@attrs.frozen
+class Platform:
+    """What a run computes on. `notices` are lines worth showing once, most important first."""
+
+    backend: str  # "metal" | "cuda" | "cpu"
+    blas: str | None = None
+    device: str = ""
+    cores: int = 1  # that this process may use
+    notices: tuple[str, ...] = ()
+
+    @property
+    def default_dtype(self) -> str | None:
+        """The compute dtype where the config says "auto": "float32" on CPU, None (the model's own) elsewhere.
+
+        On CPU a bf16 matmul goes round the BLAS and is an order of magnitude slower than float32.
+        """
+        return "float32" if self.backend == "cpu" else None
+
+
+def blas() -> Blas:
+    """The BLAS that `import grpo_fn` loads before MLX is imported, or why there is none.
+
+    Raises ImportError where MLX is not installed, is installed without a backend, or where the environment's
+    GRPO_FN_BLAS names something that is no BLAS.
+    """
+    from grpo_fn.backends import load_blas
+
+    return load_blas()
+
+
+def load_blas() -> str | None:
+    """Imports grpo_fn, which loads the BLAS; before that sets up a CUDA build of MLX.
+
+    Returns the library that is in force, None where there is none (`blas()` says why).
+    """
+    _shorten_buffers()
+    return blas().library
+
+
+def _shorten_buffers() -> None:
+    """Of a CUDA build of MLX, which reads the setting at its first operation; the user's own stays."""
+    if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
+        os.environ.setdefault(*_CUDA_BUFFERS)
+
+
+def prepare(memory_limit_gb: float = 0.0) -> Platform:
+    """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
+
+    On a CPU memory that is freed stays in the process: see `malloc`.
+
+    In another thread than the main one it sees to it that the process outlives the thread: see `thread_ends`.
+
+    Raises UserError where MLX is not installed, or is installed without a backend, and in a process that was
+    forked from one that has computed.
+    """
+    _shorten_buffers()
+    try:
+        found = blas()  # loads it before MLX is imported
+
+        import mlx.core as mx
+
+        from grpo_fn.process_check import fork_problem
+    except ImportError as error:
+        raise UserError(_explain_import(error)) from error
+    problem = fork_problem()
+    if problem:
+        raise UserError(problem)
+    wait_for_this_thread()
+    if memory_limit_gb > 0:
+        mx.set_memory_limit(int(memory_limit_gb * 1e9))
+    backend = _backend(mx)
+    if backend == "cpu":
+        keep_freed_memory()
+    if backend == "cuda":
+        keep_programs(installed_version("mlx") or "", str(mx.device_info().get("architecture", "")))
+    notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
+    notices += untested_versions()
+    device = str(mx.device_info().get("device_name", "")) or backend
+    return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _backend(mx) -> str:
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _cpu_notices(found: Blas) -> tuple[str, ...]:
+    notices = []
+    if found.library is None and found.reason != "GRPO_FN_BLAS=none":
+        install = install_hints.blas()
+        if "imported" in found.reason:
+            notices.append(f"matrix products are slow: {found.reason}")
+        else:
+            notices.append(
+                f"matrix products are some 30x slower than they could be: {found.reason}; `{install}`"
+            )
+    if shutil.which("g++") is None:
+        install = install_hints.compiler()
+        notices.append(f"g++ is not installed, so compiled steps run uncompiled; `{install}`")
+    return tuple(notices)
+
+
+def _explain_import(error: ImportError) -> str:
+    if error.name == "GRPO_FN_BLAS":
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "mlx").startswith("mlx"):
+        return f"MLX is not installed ({error}): {install_hints.mlx()}"
+    if "libmlx" in str(error):
+        return f"MLX is installed without a backend ({error}): {install_hints.mlx()}"
+    return "; ".join((f"MLX cannot be imported: {error}", *untested_versions()))

@@ -1,0 +1,182 @@
+"""Model folders as files: finding one, checking it before it is loaded, and what of it travels along."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from runners.errors import UserError
+from runners.files.hub import hub_errors, hub_or_cache
+from runners.files.json_files import read_json
+from runners.files.links import check_links, check_weight_map
+from runners.models.rope_keys import with_rope_keys
+from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
+
+# Beside the weights: what mlx-lm itself fetches from the Hub.
+_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe", PICKLE_NAME)
+_NOT_TRAVELLING = (
+    "config.json",  # written anew beside new weights
+    "*.index.json",
+    "adapter_config.json",
+    "trainer_state.json",
+    "manifest.json",
+    "config.resolved.json",
+    "training_log.jsonl",
+    "completions.jsonl",
+)
+_TOKENIZER_FILES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("tiktoken.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = False) -> Path:
+    """The checked folder behind `model.path`: "embedded", a folder, or a Hub name (downloaded, then cached).
+
+    `key` is what messages call it; with `custom_loader` the weights are its
+    business, in whatever form they are.
+    Raises UserError: nothing has that name, the Hub cannot be reached, or the
+    folder is incomplete.
+    """
+    if path == "embedded":
+        from runners.quickstart import MODEL_DIR
+
+        folder = MODEL_DIR
+    elif Path(path).expanduser().exists():
+        folder = Path(path).expanduser().resolve()
+    elif HUB_NAME.fullmatch(path):
+        folder = _download(path, f'{key} = "{path}"')
+    else:
+        raise UserError(
+            f'{key} = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
+        )
+    check_folder(folder, custom_loader=custom_loader)
+    return folder
+
+
+def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
+    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
+    link that leads out of it.
+
+    Of a folder that a function of the user's own opens, weights and model_type are not asked for.
+    mlx-lm goes on without tokenizer files, with a wrong end-of-text token; so they are asked for here.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: this is a file; wanted a model folder with config.json and *.safetensors")
+    check_links(folder)
+    names = {file.name for file in folder.iterdir() if file.is_file()}
+    if is_adapter_folder(folder):
+        base = read_json(folder / "adapter_config.json").get("model")
+        raise UserError(
+            f"{folder}: these are adapters, not a model" + (f"; their base model is {base}" if base else "")
+        )
+    if "config.json" not in names:
+        raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
+    stated = read_json(folder / "config.json")
+    if custom_loader:
+        _check_tokenizer(folder, names)
+        return
+    if "model_type" not in stated:
+        raise UserError(
+            f"{folder}/config.json: the key model_type is missing; mlx-lm chooses the model by it"
+        )
+    _check_weights(folder, names)
+    _check_tokenizer(folder, names)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds adapters and no model."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    return not any(_is_weights(file.name) for file in folder.iterdir())
+
+
+def tokenizer_pickle(folder: Path) -> Path | None:
+    """nanochat's tokenizer.pkl in a model folder without files that transformers reads; else None."""
+    names = {file.name for file in folder.iterdir()}
+    return None if _has_transformers_tokenizer(names) else find_pickle(folder)
+
+
+def read_config(folder: Path) -> dict:
+    """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
+
+    Raises UserError where the file cannot be read, or mlx-lm would compute something else.
+    """
+    file = folder / "config.json"
+    stated = read_json(file)
+    try:
+        return with_rope_keys(stated)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def companions(source: Path) -> list[Path]:
+    """The files that a model needs beside config.json and weights: tokenizer, templates, own code and the
+    like."""
+    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
+    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copies what a model needs beside config.json and weights; returns the names that were copied."""
+    files = companions(source)
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name)
+    pickled = tokenizer_pickle(source)
+    if pickled is not None and pickled not in files:
+        shutil.copyfile(pickled, target / PICKLE_NAME)
+        files.append(pickled)
+    return [file.name for file in files]
+
+
+def _is_weights(name: str) -> bool:
+    # mlx-lm's own pattern; adapters.safetensors and optimizer.safetensors are no model.
+    return name.startswith("model") and name.endswith(".safetensors")
+
+
+def _check_weights(folder: Path, names: set[str]) -> None:
+    found = {name for name in names if _is_weights(name)}
+    if not found:
+        others = sorted(
+            name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
+        )
+        hint = f"; found {', '.join(others[:3])}: convert with `mlx_lm.convert`" if others else ""
+        raise UserError(f"{folder}: there are no weights (model*.safetensors){hint}")
+    if "model.safetensors.index.json" in names:
+        check_weight_map(folder, read_json(folder / "model.safetensors.index.json"), names)
+    empty = sorted(name for name in found if (folder / name).stat().st_size == 0)
+    if empty:
+        raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
+
+
+def _check_tokenizer(folder: Path, names: set[str]) -> None:
+    if _has_transformers_tokenizer(names):
+        if "tokenizer_config.json" not in names:
+            raise UserError(
+                f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+            )
+    elif find_pickle(folder) is None:
+        wanted = " or ".join([*("+".join(files) for files in _TOKENIZER_FILES), PICKLE_NAME])
+        raise UserError(f"{folder}: the tokenizer is missing; wanted {wanted}")
+
+
+def _has_transformers_tokenizer(names: set[str]) -> bool:
+    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
+    return whole or any(name.endswith(".tiktoken") for name in names)
+
+
+def _download(name: str, where: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
+    with hub_errors(where), hub_or_cache():
+        return Path(snapshot_download(name, allow_patterns=patterns))

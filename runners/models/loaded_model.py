@@ -1,0 +1,110 @@
+"""A model made ready to train: its weights in the right dtypes, and what trains and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.trees import named_leaves, split_leaves
+from runners.config.sections import ModelConfig
+from runners.errors import UserError
+from runners.models.adapters import new_adapters
+from runners.models.base_digest import base_digest
+from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
+from runners.models.folders import resolve_model
+from runners.models.reading import custom_loader, read_model
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runners.machine.startup import Platform
+
+
+@attrs.frozen(eq=False)
+class LoadedModel:
+    """A model ready for `Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)`."""
+
+    module: nn.Module  # trainable leaves in the master dtype, the others in the compute dtype
+    tokenizer: TokenizerWrapper
+    config: dict  # config.json as mlx-lm reads it
+    path: Path  # the folder it was loaded from
+    source: str  # the config's model.path
+    tune: str  # "full" | "lora" | "dora"
+    adapter: dict | None  # mlx-lm's lora_parameters and num_layers; None where tune is "full"
+    compute_dtype: mx.Dtype
+    source_dtypes: dict[str, mx.Dtype]  # flat name -> dtype in the model's files, and in final/
+    source_dtype: mx.Dtype  # the one that most of its floating weights have
+    frozen: dict[str, mx.array]  # flat name -> leaf that does not train
+    eos_ids: tuple[int, ...]
+    num_parameters: int  # of the model without adapters; packed weights counted unpacked
+    num_trainable: int
+    notices: tuple[str, ...] = ()
+    base_digest: str = ""  # of the weights under adapters; "" where tune is "full"
+    custom_loader: bool = False  # whether a function of the user's own opened the folder
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any layer's weights are packed."""
+        return any(hasattr(module, "bits") for _, module in self.module.named_modules())
+
+
+def load_model(
+    settings: ModelConfig, platform: Platform, *, seed: int = 0, folders: Sequence[Path] = ()
+) -> LoadedModel:
+    """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first values.
+
+    `folders` is where a `loader` is looked for, as `resolve_function` does.
+
+    Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
+    not finite, the tokenizer's vocabulary exceeds the embedding, `tune = "full"` meets packed weights, a
+    mixture of experts 16 bits on a CPU, `lora.keys` or `lora.layers` name what the model does not have.
+    """
+    from mlx_lm.utils import get_total_parameters
+
+    loader = custom_loader(settings.loader, folders)
+    path = resolve_model(settings.path, custom_loader=loader is not None)
+    module, config, tokenizer, notices = read_model(path, settings.trust_remote_code, loader)
+    source_dtypes = {name: leaf.dtype for name, leaf in named_leaves(module.parameters()).items()}
+    source_dtype = main_dtype(module)
+    compute_dtype = choose_dtype(settings.dtype, platform, module)
+    num_parameters = get_total_parameters(module)
+
+    adapter, digest = None, ""
+    if settings.tune != "full":
+        digest = base_digest(named_leaves(module.parameters()))
+        # Before the adapters: DoRA measures the weights as they are computed with.
+        cast_floating(module, compute_dtype)
+        adapter = new_adapters(module, settings.tune, settings.lora, seed)
+    elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
+        raise UserError(
+            f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
+            'wanted model.tune = "lora" or "dora", or an unquantized model'
+        )
+    check_experts(module, compute_dtype, platform, "model.dtype")
+    cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
+    trainable, frozen = split_leaves(module)
+    mx.eval(module.parameters())
+    return LoadedModel(
+        module=module,
+        tokenizer=tokenizer,
+        config=config,
+        path=path,
+        source=settings.path,
+        tune=settings.tune,
+        adapter=adapter,
+        compute_dtype=compute_dtype,
+        source_dtypes=source_dtypes,
+        source_dtype=source_dtype,
+        frozen=frozen,
+        eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        num_parameters=num_parameters,
+        num_trainable=sum(leaf.size for leaf in trainable.values()),
+        notices=notices,
+        base_digest=digest,
+        custom_loader=loader is not None,
+    )

@@ -1,0 +1,195 @@
+"""Reading a model folder: its module, config and tokenizer as the files have them, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.trees import named_leaves
+from runners.config.user_functions import resolve_function
+from runners.errors import UserError, error_line, first_lines, is_out_of_memory, show
+from runners.files.json_files import read_json
+from runners.files.tensor_header import check_header
+from runners.models.folders import read_config, tokenizer_pickle
+from runners.models.rope_keys import rope_notices, with_rope_keys
+from runners.tokenization.tokenizer_check import check_tokenizer
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_MAX_LAYERS = 10_000
+
+Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
+
+
+def read_model(
+    path: Path, trust_remote_code: bool = False, loader: Loader | None = None
+) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
+    """The module of a checked folder as its files have it, its config, its tokenizer, and notices.
+
+    Raises UserError for all that `load_model` refuses in the files themselves.
+    """
+    module, config = load_module(path, trust_remote_code, loader)
+    tokenizer = load_tokenizer(path, config, trust_remote_code)
+    notices = check_vocabulary(tokenizer, vocabulary_rows(module, config), path)
+    notices += rope_notices(config) if loader is None else ()
+    _check_floating(module, path)
+    check_finite(named_leaves(module.parameters()), path)
+    return module, config, tokenizer, notices
+
+
+def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loader") -> Loader | None:
+    """The function that a config's `model.loader` names; None where it is empty.
+
+    Raises UserError as `resolve_function` does.
+    """
+    return resolve_function(name, folders, key=key, takes=("folder", "config")) if name else None
+
+
+def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = None) -> tuple[nn.Module, dict]:
+    """The module of a checked folder, its weights perhaps still to be read, and its config.
+
+    By mlx-lm, or by a function of the user's own: `loader(folder, config)`, with the object in config.json,
+    returns an `mlx.nn.Module` that is called as mlx-lm's models are: `module(tokens_bl, cache=None)` gives
+    logits [B,L,V], and its blocks are `module.layers` (a key-value cache each, unless it has `make_cache`).
+
+    Raises UserError where it cannot be loaded.
+    """
+    if loader is not None:
+        return _by_loader(path, loader)
+    from mlx_lm import utils
+
+    _check_layers(read_config(path), path)
+    for file in sorted(path.glob("model*.safetensors")):
+        check_header(file)
+    try:
+        keys = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
+        return utils.load_model(path, lazy=True, model_config=keys, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of mlx-lm's module for a config that anyone may have written
+        if is_out_of_memory(error):
+            raise
+        message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
+        if "trust_remote_code" in message:
+            message = "it brings its own model code, which runs only with model.trust_remote_code = true"
+        raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
+
+
+def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
+    name = f"model.loader {getattr(loader, '__name__', type(loader).__name__)}"
+    config = read_json(path / "config.json")
+    try:
+        module = loader(path, dict(config))
+    except Exception as error:  # of a function of the user's own: each is theirs to see
+        source = getattr(getattr(loader, "__code__", None), "co_filename", None)
+        raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{path}: {name} returned {type(module).__name__}; wanted an mlx.nn.Module")
+    if not hasattr(module, "layers"):
+        raise UserError(
+            f"{path}: the {type(module).__name__} of {name} has no `layers`; wanted its blocks there"
+        )
+    return module, config
+
+
+def _check_layers(config: dict, path: Path) -> None:
+    # Modules are built layer by layer before a weight is looked at: a billion of them would never end.
+    for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers"):
+        count = config.get(name)
+        if isinstance(count, int) and count > _MAX_LAYERS:
+            raise UserError(f"{path}/config.json: {name} is {show(count)}, wanted {_MAX_LAYERS:,} at most")
+
+
+def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) -> TokenizerWrapper:
+    """The tokenizer of a checked folder, nanochat's or transformers'; UserError where it cannot be loaded, or
+    where its first use takes more time or memory than any tokenizer does."""
+    pickled = tokenizer_pickle(path)
+    check_tokenizer(path, pickled)
+    if pickled is not None:
+        from runners.tokenization.tiktoken_tokenizer import load_tiktoken
+
+        stated = config.get("eos_token_id")
+        return load_tiktoken(
+            pickled, stated if isinstance(stated, list) else [] if stated is None else [stated]
+        )
+    from mlx_lm import utils
+
+    # Told neither way, transformers asks on the terminal whether to run a stranger's code.
+    custom_code = {"trust_remote_code": trust_remote_code}
+    try:
+        return utils.load_tokenizer(path, custom_code, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
+        raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
+
+
+def vocabulary_rows(module: nn.Module, config: dict) -> int:
+    """How many token ids the model knows: the rows of its token embedding."""
+    rows = [
+        layer.weight.shape[0]
+        for _, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding)
+    ]
+    stated = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if stated in rows or not rows:
+        return int(stated or 0)
+    return max(rows)
+
+
+def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
+    """Refuses a tokenizer whose ids exceed the embedding: MLX reads past the table's end without a word.
+
+    Added tokens beyond it are only reported: some models ship with them, and plain text never holds them.
+    Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
+    """
+    vocabulary = tokenizer.get_vocab()
+    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+    plain = max((i for i in vocabulary.values() if i not in added), default=-1)
+    ends = [i for i in tokenizer.eos_token_ids if i >= rows]
+    if plain >= rows or ends:
+        found = f"token id {plain}" if plain >= rows else f"the end-of-text id {ends[0]}"
+        raise UserError(
+            f"{path}: the tokenizer has {found}, the model's embedding only {rows} rows; "
+            "they do not belong together"
+        )
+    if not tokenizer.eos_token_ids:
+        return (f"{path}: no end-of-text token is known, so every completion runs to its full length",)
+    beyond = sorted(i for i in added if i >= rows)
+    if beyond:
+        return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
+    return ()
+
+
+def _check_floating(module: nn.Module, path: Path) -> None:
+    """Refuses weights that are integers; packed ones are unsigned."""
+    for name, layer in module.named_modules():
+        for key in ("weight", "bias"):
+            leaf = layer.get(key)
+            if isinstance(leaf, mx.array) and (
+                mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_
+            ):
+                kind = str(leaf.dtype).removeprefix("mlx.core.")
+                raise UserError(f"{path}: the weight {name}.{key} is {kind}; wanted floating point numbers")
+
+
+def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
+    """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
+    finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    mx.eval(finite)  # all at once: while one leaf is read, another is looked at
+    for name, answer in finite.items():
+        if not answer.item():
+            raise UserError(f"{path}: the weight {name} holds NaN or infinity")
+
+
+def _finite(leaf: mx.array) -> mx.array:
+    """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as `mx.isfinite`.
+
+    With all bits of the exponent set, and only so, a positive entry is the largest of signed integers, and a
+    negative one of unsigned ones.
+    """
+    signed, unsigned = (mx.int32, mx.uint32) if leaf.dtype == mx.float32 else (mx.int16, mx.uint16)
+    infinity = mx.array(float("inf"), leaf.dtype)
+    positive, negative = (mx.max(leaf.view(kind)) for kind in (signed, unsigned))
+    return (positive < infinity.view(signed)) & (negative < (-infinity).view(unsigned))

@@ -1,0 +1,150 @@
+"""Writing a model folder that mlx-lm opens: a run's final model, and the weights of its checkpoints.
+
+`final/` holds the model in the dtype it came in, adapters merged, beside the adapters themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from grpo_fn.trees import named_leaves
+from runners.files.durable import new_folder, save_arrays
+from runners.files.json_files import read_json
+from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
+from runners.models.folders import copy_companions, read_config
+from runners.models.loaded_model import LoadedModel
+from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import TrainState
+
+_MLX = {"format": "mlx"}  # mlx-lm and transformers read it
+
+
+def save_final(
+    run_dir: Path,
+    state: TrainState,
+    loaded: LoadedModel,
+    prompt: PromptSettings | None = None,
+    *,
+    within: int | None = None,
+) -> Path:
+    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
+
+    `prompt` is written beside it: how the model was asked. `within` is a descriptor of `run_dir`: see
+    `runners.files.durable`.
+    """
+    return save_model(run_dir / "final", state.params, loaded, prompt, within=within)
+
+
+def save_model(
+    folder: Path,
+    params: Any,
+    loaded: LoadedModel,
+    prompt: PromptSettings | None = None,
+    *,
+    within: int | None = None,
+) -> Path:
+    """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
+
+    With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
+    beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
+    unquantized, since rounding them to few bits again would undo much of a small update.
+    """
+    with new_folder(folder, within=within) as temporary:
+        config = _stated(loaded)
+        if loaded.adapter is None:
+            weights = named_leaves(params) | loaded.frozen
+            config.pop("quantization_config", None)  # unpacked while it was loaded
+        else:
+            write_trained(temporary, trained(params, loaded), loaded)
+            weights, merged = merge_adapters(params, loaded)
+            if loaded.quantized:
+                config.pop("quantization_config", None)
+                config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
+        weights = {name: _as_source(name, array, loaded) for name, array in weights.items()}
+        save_arrays(temporary / "model.safetensors", weights, _MLX)
+        _write_companions(temporary, config, loaded)
+        if prompt is not None:
+            write_prompt(temporary, prompt)  # in place of the source model's own, which was copied
+    return folder
+
+
+def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
+    """The flat weights with the adapters folded into them, and the names of the layers that changed."""
+    with _bound(loaded, params) as module:
+        layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
+        weights = {
+            name: array
+            for name, array in named_leaves(module.parameters()).items()
+            if not any(name.startswith(f"{layer}.") for layer in layers)
+        }
+        for name, layer in layers.items():
+            fused: nn.Module = layer.fuse(dequantize=True)  # pyright: ignore[reportCallIssue]
+            weights |= {f"{name}.{leaf}": array for leaf, array in named_leaves(fused.parameters()).items()}
+        mx.eval(weights)
+    return weights, list(layers)
+
+
+def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
+    """What a weights file of the trained parameters holds: adapters alone, or the whole model."""
+    return named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
+
+
+def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:
+    """Weights as `trained` gives them, with what mlx-lm needs to load them."""
+    if loaded.adapter is None:
+        save_arrays(folder / "model.safetensors", weights, _MLX)
+    else:
+        save_arrays(folder / ADAPTERS, weights, _MLX)
+        base = {"model": _base(loaded), BASE_DIGEST: loaded.base_digest}
+        _write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
+    config = _stated(loaded)
+    if loaded.adapter is None:
+        config.pop("quantization_config", None)
+    _write_companions(folder, config, loaded)
+
+
+def _stated(loaded: LoadedModel) -> dict:
+    """The source's config.json, in a spelling that mlx-lm reads; as it is for a loader of the user's own."""
+    return read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
+
+
+def _base(loaded: LoadedModel) -> str:
+    return str(loaded.path) if Path(loaded.source).exists() else loaded.source
+
+
+def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
+    _write_json(folder / "config.json", config)
+    copy_companions(loaded.path, folder)
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    dtype = loaded.source_dtypes.get(name, loaded.source_dtype)
+    return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.source_dtype)
+
+
+@contextmanager
+def _bound(loaded: LoadedModel, params: Any) -> Iterator[nn.Module]:
+    """The module with its frozen leaves and these parameters in it; whatever was in it comes back."""
+    saved = loaded.module.parameters()
+    try:
+        loaded.module.update(tree_unflatten(list(loaded.frozen.items())))
+        loaded.module.update(params)
+        yield loaded.module
+    finally:
+        loaded.module.update(saved)

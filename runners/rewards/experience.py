@@ -1,0 +1,100 @@
+"""A scored rollout: the completions of one batch step, their rewards and their advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.config.loading import Config
+from runners.data.prompts import Example
+
+
+@attrs.frozen(eq=False)
+class Experience:
+    """One batch step's completions and what was said about them. Rows are prompt-major, as in Rollout."""
+
+    rollout: g.Rollout
+    examples: tuple[Example, ...]  # P
+    texts: tuple[str, ...]  # B = P·G completions as rewards see them: the nudge in front
+    values_kb: np.ndarray  # each reward function's values, NaN = no reward
+    rewards_pg: np.ndarray  # combined, shaping included; NaN = no reward
+    advantages_pg: mx.array
+    sampled_tokens: int  # tokens drawn, those of replaced groups included
+    resampled: int  # groups that dynamic sampling replaced
+    problems: tuple[str, ...]  # what went wrong in scoring, a line each
+    seconds: dict[str, float]  # "rollout", "reward"
+    extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
+    logged: dict[str, list[float]]  # metrics that rewards logged
+    reward_names: tuple[str, ...]  # of the rows of values_kb
+    penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
+
+
+def select_groups(part: Experience, groups: list[int]) -> Experience:
+    """The experience with these of its groups, in this order."""
+    if len(groups) == len(part.examples):
+        return part
+    size = part.rollout.num_generations
+    rows = [p * size + i for p in groups for i in range(size)]
+    return attrs.evolve(
+        part,
+        rollout=g.take_groups(part.rollout, groups),
+        examples=tuple(part.examples[p] for p in groups),
+        texts=tuple(part.texts[row] for row in rows),
+        values_kb=part.values_kb[:, rows],
+        rewards_pg=part.rewards_pg[groups],
+        advantages_pg=part.advantages_pg[mx.array(groups)],
+        extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
+        penalty_b=None if part.penalty_b is None else part.penalty_b[rows],
+    )
+
+
+def join_experiences(parts: list[Experience]) -> Experience:
+    """The groups of all parts as one experience."""
+    if len(parts) == 1:
+        return parts[0]
+    return attrs.evolve(
+        parts[0],
+        rollout=g.join_rollouts([part.rollout for part in parts]),
+        examples=tuple(example for part in parts for example in part.examples),
+        texts=tuple(text for part in parts for text in part.texts),
+        values_kb=np.concatenate([part.values_kb for part in parts], axis=1),
+        rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
+        problems=tuple(problem for part in parts for problem in part.problems),
+        seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
+        extras={
+            column: [value for part in parts for value in part.extras.get(column, [None] * len(part.texts))]
+            for column in dict.fromkeys(column for part in parts for column in part.extras)
+        },
+        logged={
+            name: [value for part in parts for value in part.logged.get(name, ())]
+            for name in dict.fromkeys(name for part in parts for name in part.logged)
+        },
+        penalty_b=None
+        if any(part.penalty_b is None for part in parts)
+        else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
+    )
+
+
+def varied_groups(rewards_pg: np.ndarray) -> list[int]:
+    """Groups in which at least two given rewards differ: those that the learner can learn from."""
+    return np.flatnonzero(reward_spread(rewards_pg) > 0).tolist()
+
+
+def reward_spread(rewards_pg: np.ndarray) -> np.ndarray:
+    """Largest less smallest given reward of each group; 0 where fewer than two were given."""
+    low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
+    high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
+    return np.maximum(high - low, 0.0)
+
+
+def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
+    """What `loss.overlong` adds to the reward of completions of these lengths; None where it is off."""
+    overlong = config.loss.overlong
+    assert overlong is not None  # Config.check
+    if overlong.buffer == 0:
+        return None
+    return g.overlong_penalty(lengths_b, config.rollout.max_new_tokens, overlong.buffer, overlong.penalty)

@@ -1,0 +1,63 @@
+"""How many completions can be decoded together in the memory that is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.policy.kv_caches import plain_caches
+from grpo_fn.trees import arrays_of, named_leaves, nbytes
+from runners.tuning.workload import Workload
+
+USABLE = 0.8  # share of the free memory that decoding may fill; the rest is the allocator's and the prefill's
+_COPIES = 2  # a KV buffer is copied whole as it grows, and each step where steps are pipelined
+_SAMPLING = 3  # float32 arrays of a row's vocabulary that the sampler holds at once
+_ROOM = 256  # tokens by which a KV buffer grows at most
+_SEEN = 2  # tokens of the call that the caches' bytes are read from
+
+
+def row_bytes(work: Workload, model: nn.Module) -> int:
+    """Bytes that one completion takes at its full length, its share of the prompt's included.
+
+    Read off the caches and logits of a call that is built and never computed; `model` is `work`'s, bound.
+    """
+    caches = plain_caches(model)
+    logits = model(mx.zeros((1, _SEEN), mx.int32), cache=caches)
+    prompt, new = max(work.lengths), work.max_new_tokens
+    if work.shares_prefix:
+        held = _bytes_at(caches, new) + _bytes_at(caches, prompt) / work.num_generations
+    else:
+        held = _bytes_at(caches, prompt + new)
+    return int(_COPIES * held) + logits.shape[-1] * (logits.dtype.size + 4 * _SAMPLING)
+
+
+def groups_that_fit(work: Workload, model: nn.Module, free: int) -> int:
+    """How many prompts' groups fit into `free` bytes: one at least, all of them at most."""
+    group = row_bytes(work, model) * work.num_generations
+    return min(max(int(USABLE * free) // group, 1), len(work.lengths))
+
+
+def cast_bytes(work: Workload) -> int:
+    """Bytes of the copy of the weights, in the compute dtype, that lives while completions are drawn."""
+    dtype = work.policy.compute_dtype
+    if dtype is None:
+        return 0
+    leaves = (*arrays_of(work.params), *named_leaves(work.policy.frozen).values())
+    other = (leaf for leaf in leaves if leaf.dtype != dtype and mx.issubdtype(leaf.dtype, mx.floating))
+    return sum(leaf.size for leaf in other) * dtype.size
+
+
+def _bytes_at(caches: list[Any], tokens: int) -> float:
+    """Bytes a row of caches that have seen `_SEEN` tokens of one, once they hold `tokens`."""
+    return sum(_one_at(cache, tokens) for cache in caches)
+
+
+def _one_at(cache: Any, tokens: int) -> float:
+    if hasattr(cache, "caches"):
+        return _bytes_at(cache.caches, tokens)
+    if getattr(cache, "keys", None) is None:
+        return nbytes(cache.state)  # a recurrent state does not grow
+    held = min(-(-tokens // _ROOM) * _ROOM, getattr(cache, "max_size", tokens + _ROOM))
+    return nbytes(cache.keys_and_values()) / _SEEN * held

@@ -1,0 +1,157 @@
+"""What a policy's module is while it samples: the same function, with adapters merged and products fused."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_unflatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import grpo_fn as g
+from grpo_fn.backends import mechanisms, substituted
+from grpo_fn.backends.cuda import fused_projections as fusing
+from grpo_fn.backends.cuda.fused_projections import fused_projections
+from grpo_fn.policy import merged_adapters as merging
+from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes
+from grpo_fn.policy.merged_adapters import merged_adapters
+from grpo_fn.trees import named_leaves
+from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
+
+TOKENS = mx.random.randint(0, VOCAB, (3, 7), key=mx.random.key(0))
+
+
+def adapted(name="llama", *, dora=False):
+    """A tiny model with adapters that do something."""
+    module = tiny_module(name)
+    module.freeze()
+    linear_to_lora_layers(module, 2, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=dora)
+    for number, (path, leaf) in enumerate(sorted(named_leaves(module.trainable_parameters()).items())):
+        if path.endswith("lora_b"):
+            drawn = mx.random.normal(leaf.shape, key=mx.random.key(number)) * 0.3
+            module.update(tree_unflatten([(path, drawn)]))
+    return module
+
+
+def fits(path, layer):
+    return path.endswith("linear") and layer.weight.shape[-1] % 32 == 0
+
+
+def kinds(module):
+    return {type(layer).__name__ for layer in module.modules()}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat"])
+def test_merged_adapters_compute_the_same_and_come_back(name, dora):
+    module = adapted(name, dora=dora)
+    before, leaves = module(TOKENS), named_leaves(module.parameters())
+    held = decode_weights_bytes(module)
+    adapters = [path for path, layer in module.named_modules() if "lora_a" in layer]
+    with merged_adapters(module):
+        assert not {"LoRALinear", "DoRALinear"} & kinds(module)
+        made = dict(module.named_modules())
+        assert held == sum(made[path].weight.nbytes for path in adapters) > 0
+        assert worst_difference(module(TOKENS), before) < 1e-5
+    after = named_leaves(module.parameters())
+    assert after.keys() == leaves.keys() and all(after[path] is leaf for path, leaf in leaves.items())
+    assert worst_difference(module(TOKENS), before) == 0
+
+
+def test_adapters_over_few_bits_are_left_alone():
+    """16 bits would round an adapter away, and packed weights would have to be packed anew."""
+    for change in (
+        lambda module: module.set_dtype(mx.bfloat16),
+        lambda module: nn.quantize(module, 32, 8, class_predicate=fits),
+    ):
+        module = adapted()
+        change(module)
+        with merged_adapters(module):
+            assert "LoRALinear" in kinds(module)
+    assert decode_weights_bytes(adapted(), mx.bfloat16) == 0
+
+
+def test_large_adapted_weights_are_left_alone(monkeypatch):
+    module = adapted()
+    monkeypatch.setattr(merging, "MOST_BYTES", decode_weights_bytes(module, mx.float32) - 1)
+    with merged_adapters(module):
+        assert "LoRALinear" in kinds(module)
+    assert decode_weights_bytes(module, mx.float32) == 0
+
+
+def test_an_error_inside_puts_the_adapters_back():
+    module = adapted()
+    with pytest.raises(RuntimeError, match="stop"), merged_adapters(module):
+        raise RuntimeError("stop")
+    assert "LoRALinear" in kinds(module)
+
+
+def test_a_rollout_of_adapters_draws_what_the_learner_would():
+    """The sampler's log-probs are those of a forward with adapters as they are."""
+    module = adapted("qwen2")
+    policy = g.Policy.from_module(module)
+    rollout = g.generate(
+        policy, policy.params, [[5, 6, 7]], key=mx.random.key(4), num_generations=3, max_new_tokens=6
+    )
+    rows = [[5, 6, 7, *row] for row in rollout.completions()]
+    logits = policy.logits(policy.params, mx.array(rows))
+    logp = nn.log_softmax(logits, axis=-1)[:, 2:-1]
+    wanted = mx.take_along_axis(logp, rollout.tokens_bt[..., None], axis=-1)[..., 0]
+    assert mx.abs(wanted - rollout.logp_bt).max().item() < 1e-4
+    assert "LoRALinear" in kinds(module)
+
+
+@pytest.fixture
+def on_cuda():
+    with substituted(fused_projections=fusing.FORM):
+        yield
+
+
+@pytest.mark.parametrize("name", ["llama", "nanochat", "qwen2"])
+def test_fused_products_compute_the_same_and_come_back(name, on_cuda):
+    """Gate and up where there are two, queries, keys and values where they have one shape and no bias."""
+    module = tiny_module(name)
+    before, leaves = module(TOKENS), named_leaves(module.parameters())
+    held = decode_weights_bytes(module, mx.float32)
+    with fused_projections(module):
+        fused = [layer for layer in module.modules() if type(layer) is fusing.Fused]
+        assert len(fused) >= len(module.layers)
+        inside = named_leaves(module.parameters())
+        assert sum(leaf.size for leaf in inside.values()) == sum(leaf.size for leaf in leaves.values())
+        assert sum(layer.weight.nbytes for layer in fused) == held
+        assert worst_difference(module(TOKENS), before) < 1e-5
+        assert all(not layer._results and layer._input is None for layer in fused)
+    after = named_leaves(module.parameters())
+    assert after.keys() == leaves.keys() and all(after[path] is leaf for path, leaf in leaves.items())
+
+
+def test_one_input_after_another(on_cuda):
+    """A layer that is called twice, or with two inputs, gets what it asks for."""
+    layers = [nn.Linear(8, 6, bias=False) for _ in range(3)]
+    fused = fusing.Fused(layers)
+    parts = [fusing.FusedPart(fused, number) for number in range(3)]
+    a, b = (mx.random.normal((2, 8), key=mx.random.key(seed)) for seed in (1, 2))
+    for number, x in ((0, a), (0, a), (1, b), (2, a), (1, a), (0, b)):
+        assert worst_difference(parts[number](x), layers[number](x)) < 1e-5
+
+
+def test_large_weights_are_not_fused(on_cuda, monkeypatch):
+    module = tiny_module("llama")
+    monkeypatch.setattr(fusing, "MOST_BYTES", 10)
+    with fused_projections(module):
+        assert "Fused" not in kinds(module)
+    assert decode_weights_bytes(module, mx.float32) == 0
+
+
+def test_nothing_is_fused_elsewhere(monkeypatch):
+    monkeypatch.setattr(mechanisms, "backend", lambda: "metal")
+    module = tiny_module("llama")
+    with decode_weights(module):
+        assert "Fused" not in kinds(module)
+
+
+def test_a_policy_samples_in_this_form(on_cuda):
+    policy = g.Policy.from_module(tiny_module("nanochat"))
+    with policy.sampling(policy.params) as module:
+        assert "Fused" in kinds(module)
+        inside = module(TOKENS)
+    assert "Fused" not in kinds(policy.module)
+    assert worst_difference(inside, policy.logits(policy.params, TOKENS)) < 1e-5

@@ -1,0 +1,186 @@
+"""Checkpoints and final/: mlx-lm opens them, the disk may refuse, the best and the newest stay."""
+
+import errno
+import json
+import math
+import os
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+
+from grpo_fn.trees import map_arrays, named_leaves
+from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
+from runners.checkpoints.state_files import load_state
+from runners.config.sections import LoraConfig
+from runners.errors import UserError
+from runners.models.writing import save_final
+from tests.support.checkpoints import save_checkpoint
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_states import TOKENS, load, logits, make_state, same_bits
+
+QUANTIZED = {"group_size": 32, "bits": 4}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A loaded llama whose file is bfloat16."""
+    return load(make_model_folder(tmp_path_factory.mktemp("models") / "llama", dtype="bfloat16"))
+
+
+def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_path):
+    """The names of the contract; mlx-lm loads the folder, with the float32 weights that were trained."""
+    state = make_state(llama)
+    folder = save_checkpoint(tmp_path, 40, state, llama, {"em": 0.5, "loss": math.nan})
+    assert folder == tmp_path / "checkpoint-40"
+    assert {file.name for file in folder.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "optimizer.safetensors",
+        "trainer_state.json",
+        "manifest.json",
+    }
+    assert json.loads((folder / "trainer_state.json").read_text()) == {
+        "step": 40,
+        "em": 0.5,
+        "loss": None,
+        "nonfinite": ["loss"],
+    }
+    module, tokenizer = mlx_lm.load(str(folder))
+    assert all(
+        mx.array_equal(named_leaves(module.parameters())[name], leaf)
+        for name, leaf in tree_flatten(state.params)
+    )
+    assert tokenizer.encode("<answer>9") == llama.tokenizer.encode("<answer>9")
+
+
+def test_final_has_the_dtypes_of_the_source(llama, tmp_path):
+    """final/ of a bfloat16 model is bfloat16 again, each trained weight rounded once."""
+    state = make_state(llama)
+    final = save_final(tmp_path, state, llama)
+    module, _ = mlx_lm.load(str(final))
+    weights = named_leaves(module.parameters())
+    assert {leaf.dtype for leaf in weights.values()} == {mx.bfloat16}
+    assert all(
+        mx.array_equal(weights[name], leaf.astype(mx.bfloat16)) for name, leaf in tree_flatten(state.params)
+    )
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("tune", ["lora", "dora"])
+@pytest.mark.parametrize("quantize", [None, QUANTIZED])
+def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune, quantize):
+    """The trained logits come out of base + adapters (checkpoint and final) and of final/ alone."""
+    base = make_model_folder(tmp_path / "base", arch, quantize=quantize)
+    loaded = load(base, tune=tune, lora=LoraConfig(rank=4, layers=1))
+    state = make_state(loaded)
+    before = named_leaves(loaded.module.parameters())
+    wanted = logits(loaded, state)
+    checkpoint = save_checkpoint(tmp_path / "run", 1, state, loaded, {})
+    final = save_final(tmp_path / "run", state, loaded)
+    assert all(leaf is before[name] for name, leaf in named_leaves(loaded.module.parameters()).items())
+
+    for folder in (checkpoint, final):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["fine_tune_type"], config["model"]) == (tune, str(base))
+        module, _ = mlx_lm.load(config["model"], adapter_path=str(folder))
+        assert mx.allclose(module(TOKENS), wanted, rtol=1e-5, atol=1e-5)
+    assert not (checkpoint / "model.safetensors").exists()
+    module, _ = mlx_lm.load(str(final))
+    assert mx.allclose(module(TOKENS), wanted, rtol=1e-3, atol=1e-3)
+    assert not mx.allclose(mlx_lm.load(str(base))[0](TOKENS), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_layers_that_the_config_names_one_by_one_are_merged_too(tmp_path):
+    """A config may say for each layer how it is packed; final/ says of the merged ones that they are not."""
+    base = make_model_folder(tmp_path / "base", quantize=QUANTIZED)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization"]["model.layers.1.self_attn.q_proj"] = QUANTIZED
+    (base / "config.json").write_text(json.dumps(config))
+    loaded = load(base, tune="lora")
+    state = make_state(loaded)
+    module, _ = mlx_lm.load(str(save_final(tmp_path / "run", state, loaded)))
+    assert mx.allclose(module(TOKENS), logits(loaded, state), rtol=1e-3, atol=1e-3)
+
+
+def test_saving_works_when_the_module_is_an_empty_skeleton(tmp_path):
+    """The weights come from the state and the loaded leaves: what stands in the module does not matter."""
+    loaded = load(make_model_folder(tmp_path / "base"), tune="lora")
+    state = make_state(loaded)
+    wanted = logits(loaded, state)
+    loaded.module.update(map_arrays(lambda a: mx.array(0.0), loaded.module.parameters()))
+    module, _ = mlx_lm.load(str(save_final(tmp_path / "run", state, loaded)))
+    assert mx.allclose(module(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_folder_may_be_saved_over_the_one_it_was_loaded_from(tmp_path):
+    """Training on from final/ into the same final/: the old files are read before they are replaced."""
+    first = load(make_model_folder(tmp_path / "base"))
+    final = save_final(tmp_path / "run", make_state(first, seed=1), first)
+    second = load(final)
+    state = make_state(second, seed=2)
+    save_final(tmp_path / "run", state, second)
+    weights = named_leaves(mlx_lm.load(str(final))[0].parameters())
+    assert all(mx.array_equal(weights[name], leaf) for name, leaf in tree_flatten(state.params))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
+
+
+def test_a_full_disk_is_a_user_error_and_keeps_the_old_checkpoint(llama, tmp_path, monkeypatch):
+    """The message names the folder; nothing half-written stays; the old checkpoint does."""
+    state = make_state(llama, seed=1)
+    folder = save_checkpoint(tmp_path, 5, state, llama, {})
+
+    def full(*_args, **_keywords):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runners.checkpoints.state_files.save_arrays", full)
+        with pytest.raises(UserError, match=r"checkpoint-5: cannot be written: No space left on device"):
+            save_checkpoint(tmp_path, 5, make_state(llama, seed=9), llama, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "latest"}
+    assert same_bits(load_state(folder), state)
+
+
+def fake_checkpoints(run_dir, states):
+    """Folders with a trainer_state.json alone, which is all that pruning reads."""
+    for step, state in states.items():
+        (run_dir / f"checkpoint-{step}").mkdir()
+        (run_dir / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "kept"),
+    [
+        (0, 0, [2, 9, 10, 11, 100]),
+        (2, 0, [11, 100]),
+        (0, 1, [2, 9, 10, 11, 100]),  # 0 is all, whatever the other says
+        (1, 1, [9, 100]),  # the newest stays though it is not the best
+        (1, 2, [9, 10, 100]),  # em 0.7 with the higher reward before em 0.7
+        (1, 3, [9, 10, 11, 100]),
+        (9, 9, [2, 9, 10, 11, 100]),
+    ],
+)
+def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep_last, keep_best, kept):
+    """Steps count as numbers; em ranks before reward; a null ranks last; other folders are let be."""
+    fake_checkpoints(
+        tmp_path,
+        {
+            2: {"em": 0.1, "reward": 9.0},
+            9: {"em": 0.9, "reward": 1.0},
+            10: {"em": 0.7, "reward": 2.0},
+            11: {"em": 0.7, "reward": None},
+            100: {"em": None, "reward": 3.0},
+        },
+    )
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "final").mkdir()
+    gone = prune_checkpoints(tmp_path, keep_last=keep_last, keep_best=keep_best)
+    assert [int(folder.name.split("-")[1]) for folder in list_checkpoints(tmp_path)] == kept
+    assert {folder.name for folder in gone} == {
+        f"checkpoint-{step}" for step in {2, 9, 10, 11, 100} - {*kept}
+    }
+    assert (tmp_path / "checkpoint-best").is_dir() and (tmp_path / "final").is_dir()
+    assert not list(tmp_path.glob(".*"))

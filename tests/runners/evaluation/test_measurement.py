@@ -1,0 +1,393 @@
+"""Evaluation: the numbers by hand, the same problems and answers as in training, and two models compared."""
+
+import json
+import re
+import shutil
+
+import attrs
+import click
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from grpo_fn.prng import EVALUATION, ROLLOUTS, stream_key
+from runners import cli
+from runners.config.loading import load_config
+from runners.data.datasets import load_rows, load_split
+from runners.data.prompts import build_examples
+from runners.evaluation.comparison import comparison_summary, comparison_table, difference, shared
+from runners.evaluation.estimators import bootstrap, mcnemar, wilson
+from runners.evaluation.exact_match import evaluate, held_out
+from runners.evaluation.measurement import (
+    Metric,
+    ModelResult,
+    SamplingPlan,
+    _count_answers,
+    _sampling,
+    choose_problems,
+    eval_rows,
+    measure_model,
+)
+from runners.inference.generation import Sampling
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
+from runners.quickstart import DATA_DIR
+from runners.rewards.functions import resolve_rewards
+from runners.telemetry.report import Quiet
+from runners.tokenization.text import TextDecoder
+from runners.training.train import run_training
+
+CPU = Platform(backend="cpu")
+
+
+def config_of(*overrides):
+    """The quickstart's config with little to do."""
+    return load_config("quickstart", ["eval.samples=12", "eval.max_new_tokens=40", *overrides])
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The embedded model."""
+    return load_inference("embedded", CPU)
+
+
+@pytest.fixture(scope="module")
+def measured(model):
+    """It, measured with four samples of each of twelve problems."""
+    config = config_of()
+    chosen, too_long = choose_problems(eval_rows(config, whole=False), model, config)
+    assert too_long == 0
+    rewards = resolve_rewards(config.reward.functions)
+    return measure_model(model, "it", chosen, config, SamplingPlan(num=4, ks=(1, 2, 4)), rewards)
+
+
+def answer(value):
+    """A text with an answer."""
+    return f"<reasoning>x</reasoning><answer>{value}</answer>"
+
+
+def test_greedy_exact_match_is_that_of_training(model, measured):
+    """The same problems, prompts, texts and verdicts as `evaluate`, which the training loop calls."""
+    config = config_of()
+    rows = load_rows(config.data)[1]
+    examples = held_out(build_examples(rows, config.data, model.tokenizer)[0], 12)
+    decoder = TextDecoder(model.tokenizer)
+    theirs = evaluate(
+        model.policy, {}, examples, decoder=decoder, nudge=config.data.nudge, max_new_tokens=40,
+        eos_ids=model.eos_ids, find_stop=decoder.find_stop(config.rollout.stop),
+    )  # fmt: skip
+    greedy = [row for row in measured.completions if row["kind"] == "greedy"]
+    assert [row["completion"] for row in greedy] == list(theirs.texts)
+    assert [row["prompt"] for row in greedy] == [example.text for example in examples]
+    assert measured.metrics["exact match"].values.sum() == theirs.correct == sum(r["correct"] for r in greedy)
+
+
+def test_samples_are_drawn_for_evaluation_alone():
+    """The same seed gives `grpo generate`, and a run, other random numbers."""
+    seed = 5
+    sampling = _sampling(config_of(f"run.seed={seed}"), 8)
+    assert (sampling.seed, sampling.purpose) == (seed, EVALUATION)
+    others = (Sampling(seed=seed).key, stream_key(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
+    assert not any(mx.array_equal(sampling.key, other) for other in others)
+
+
+def test_the_metrics_follow_from_the_completions(measured):
+    """pass@k, lengths, truncation and rewards recomputed from the JSON rows."""
+    samples = [row for row in measured.completions if row["kind"] == "sample"]
+    assert len(samples) == 48 and [row["sample"] for row in samples] == [0, 1, 2, 3] * 12
+    assert [row["problem"] for row in samples[::4]] == list(measured.indices)
+    right = np.array([row["correct"] for row in samples]).reshape(12, 4)
+    assert measured.metrics["pass@1"].values == pytest.approx(right.mean(axis=1))
+    assert measured.metrics["pass@4"].values == pytest.approx(1.0 * right.any(axis=1))
+    pairs = [[right[p, i] or right[p, j] for i in range(4) for j in range(i)] for p in range(12)]
+    assert measured.metrics["pass@2"].values == pytest.approx(np.mean(pairs, axis=1))
+    assert "maj@1" not in measured.metrics and {"maj@2", "maj@4"} <= set(measured.metrics)
+    for prefix, rows in (
+        ("sampled ", samples),
+        ("", [r for r in measured.completions if r["kind"] == "greedy"]),
+    ):
+        num = len(rows) // 12
+        tokens = np.array([row["tokens"] for row in rows]).reshape(12, num)
+        cut = np.array([row["finish"] == "length" for row in rows]).reshape(12, num)
+        reward = np.array([row["rewards"]["correctness_reward_func"] for row in rows]).reshape(12, num)
+        assert measured.metrics[f"{prefix}length"].values == pytest.approx(tokens.mean(axis=1))
+        assert measured.metrics[f"{prefix}truncated"].values == pytest.approx(cut.mean(axis=1))
+        found = measured.metrics[f"{prefix}reward/correctness_reward_func"].values
+        assert found == pytest.approx(reward.mean(axis=1))
+        assert reward.tolist() == (2.0 * np.array([row["correct"] for row in rows]).reshape(12, num)).tolist()
+    assert 0 < right.mean() < 1, "all alike would prove little"
+
+
+def test_answers_are_counted_as_numbers():
+    """12, 12.0 and $12 are one answer; a text without one is silent; the gold one is found among them."""
+    tally = _count_answers([answer("12"), answer("12.0"), "nothing", answer("7"), answer("$12")], "12")
+    assert (tally.votes, tally.silent, tally.right, tally.correct) == ((3, 1), 1, 0, 3)
+    assert _count_answers([answer("7")], "12").correct == 0 and _count_answers(["", ""], "1").votes == ()
+
+
+def test_intervals_are_wilson_s_for_shares_and_resampled_else():
+    """NaN is no value; percentages that are not 0 or 1 are means."""
+    binary = Metric(np.array([1.0, 0.0, 1.0, np.nan]), percent=True)
+    assert binary.mean == pytest.approx(2 / 3) and binary.interval == wilson(2, 3)
+    share = Metric(np.array([0.5, 1.0, 0.25]), percent=True)
+    assert share.interval == bootstrap([0.5, 1.0, 0.25])
+    assert Metric(np.array([1.0, 0.0])).interval == bootstrap([1.0, 0.0])
+    empty = Metric(np.array([np.nan]))
+    assert empty.interval is None and np.isnan(empty.mean)
+
+
+def made(name, indices, values):
+    """A measurement by hand."""
+    metrics = {
+        "exact match": Metric(np.array(values, np.float64), percent=True),
+        "length": Metric(np.array([10.0 * i for i in indices])),
+    }
+    return ModelResult(name, tuple(indices), metrics, (), ())
+
+
+def test_two_models_are_compared_pair_by_pair():
+    """On the problems that both had; McNemar counts where they differ, the interval is of the differences."""
+    first = made("a", [0, 1, 2, 3, 5], [1, 0, 0, 0, 1])
+    second = made("b", [1, 2, 3, 5, 9], [1, 1, 1, 1, 0])
+    one, other = shared([first, second])
+    assert one.indices == other.indices == (1, 2, 3, 5)
+    found = difference(one.metrics["exact match"], other.metrics["exact match"])
+    assert found.mean == 0.75 and found.p == mcnemar(0, 3) == 0.25
+    assert found.interval == bootstrap([1, 1, 1, 0])
+    lines = comparison_table([first, second]).splitlines()
+    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    low, high = (100 * end for end in (found.interval.low, found.interval.high))
+    assert cells[0] == "exact match" and cells[1].startswith("25.0 % [") and cells[2].startswith("100.0 % [")
+    assert cells[3:] == [f"+75.0 % [{low:+.1f} %, {high:+.1f} %]", "0.25"]
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["4 problems", "a", "b", "difference", "p"]
+    content = comparison_summary([first, second])
+    assert content["problems"] == 4 and content["difference"]["exact match"]["p"] == 0.25
+    assert content["models"]["a"]["exact match"]["mean"] == 0.25
+    assert content["difference"]["length"]["p"] is None and content["difference"]["length"]["mean"] == 0
+
+
+def test_one_model_has_no_difference(measured):
+    """A column, and JSON without NaN."""
+    assert "difference" not in comparison_table([measured]) and "difference" not in comparison_summary(
+        [measured]
+    )
+    json.dumps(comparison_summary([measured]), allow_nan=False)
+    nothing = attrs.evolve(measured, metrics={"x": Metric(np.full(12, np.nan))})
+    assert comparison_summary([nothing])["models"]["it"]["x"] == {"mean": None, "interval": None}
+    assert [cell.strip() for cell in comparison_table([nothing]).splitlines()[2].split("|")[1:-1]] == [
+        "x",
+        "",
+    ]
+
+
+def test_the_rows_of_a_file_are_all_problems(tmp_path):
+    """With --data nothing of a file is held back; without, the problems are those that training holds out."""
+    lines = (DATA_DIR / "test.jsonl").read_text().splitlines()[:30]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    config = config_of(f"data.source={tmp_path / 'p.jsonl'}")
+    assert len(eval_rows(config, whole=True)) == len(load_split(config.data, "any")) == 30
+    assert eval_rows(config, whole=False) == load_rows(config.data)[1] and len(load_rows(config.data)[1]) == 3
+
+
+def test_prompts_that_are_too_long_are_left_out(model):
+    """Counted; where none is short enough the run ends."""
+    config = config_of("eval.samples=0")
+    rows = eval_rows(config, whole=False)[:20]
+    lengths = [len(each.tokens) for each in build_examples(rows, config.data, model.tokenizer)[0]]
+    limit = sorted(lengths)[10]
+    chosen, too_long = choose_problems(
+        rows, model, config_of("eval.samples=0", f"data.max_prompt_length={limit}")
+    )
+    assert too_long == sum(length > limit for length in lengths) > 0
+    assert list(chosen) == [i for i, length in enumerate(lengths) if length <= limit]
+    with pytest.raises(Exception, match=f"the shortest of 20 prompts has {min(lengths)} tokens"):
+        choose_problems(rows, model, config_of("data.max_prompt_length=3"))
+
+
+@pytest.fixture
+def grpo_eval(tmp_path, monkeypatch):
+    """Runs `grpo eval …` in this process, in a fresh folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.main, ["eval", *arguments])
+
+
+def test_the_command_prints_a_table_and_writes_both_files(grpo_eval, tmp_path):
+    """A run's own config, samples, JSON lines and JSON."""
+    config = config_of().check()
+    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
+    result = grpo_eval(
+        "embedded", "--config", "c.json", "--samples", "5", "--k", "1,2", "--max-tokens", "20",
+        "--out", "rows.jsonl", "--json", "scores.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    names = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
+    assert names[0] == "exact match" and {"pass@1", "pass@2", "maj@2", "truncated", "length"} <= set(names)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 5 * (1 + 2) and all(row["tokens"] <= 20 for row in rows)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["problems"] == 5 and list(scores["models"]) == ["embedded"]
+
+
+def test_the_command_compares_two_models(grpo_eval, tmp_path):
+    """The second one, a copy of the first, is not better."""
+    from runners.quickstart import MODEL_DIR
+
+    (tmp_path / "copy").symlink_to(MODEL_DIR)
+    result = grpo_eval("embedded", "copy", "--config", "quickstart", "--samples", "4", "--max-tokens", "30")
+    assert result.exit_code == 0, result.stderr
+    row = [cell.strip() for cell in result.stdout.splitlines()[2].split("|")[1:-1]]
+    assert row[0] == "exact match" and row[1] == row[2] and row[3].startswith("+0.0 %") and row[4] == "1"
+    assert "pass@1" not in result.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run whose problems, prompts and rewards are not the defaults."""
+    from tests.support.tiny_runs import small
+
+    folder = tmp_path_factory.mktemp("runs")
+    rows = (DATA_DIR / "test.jsonl").read_text().splitlines()[:30]
+    (folder / "p.jsonl").write_text("\n".join(rows))
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def mine(completions, **_):\n"
+        f"    Path({str(folder / 'ran')!r}).touch()\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    (folder / "train.toml").write_text(
+        small(
+            run={"output_dir": str(folder / "outputs")},
+            data={"source": "p.jsonl", "eval_split": "train"},
+            rollout={"max_new_tokens": 30},
+            reward={"functions": ["mine.py:mine", "int_reward_func"], "weights": [1.0, 2.0]},
+            optim={"max_steps": 1},
+            checkpoint={"every": 1},
+            eval={"samples": 3},
+        )
+    )
+    found = run_training(load_config(str(folder / "train.toml")), report=Quiet()).folder
+    (folder / "ran").unlink()
+    return found
+
+
+def rows_of(folder):
+    """The JSON lines of --out, without the model's name."""
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "model"} for line in lines]
+
+
+@pytest.mark.parametrize("place", ["final", "checkpoint-1", ""])
+def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, place):
+    """Its problems, prompts, limits and built-in rewards without --config; a line says where from."""
+    config = run / "config.resolved.json"
+    found = grpo_eval(str(run / place), "--out", "rows.jsonl")
+    assert found.exit_code == 0, found.stderr
+    assert f"data, prompts and rewards as in the run ({config})" in found.stderr
+    rows = rows_of(tmp_path)
+    assert len(rows) == 3 and all(row["completion"].startswith("<reasoning>") for row in rows)
+    named = grpo_eval(
+        str(run / place), "--config", str(config), "--out", "rows.jsonl",
+        "--set", 'reward.functions=["int_reward_func"]', "--set", "reward.weights=[]",
+    )  # fmt: skip
+    assert named.exit_code == 0 and "as in the run" not in named.stderr
+    assert rows_of(tmp_path) == rows
+
+
+def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run, tmp_path):
+    """Rewards are left out, which a line says; a transform or a loader ends the command."""
+    ran, config = run.parents[1] / "ran", run / "config.resolved.json"
+    quiet = grpo_eval(str(run))
+    assert (
+        quiet.exit_code == 0
+        and "reward/int_reward_func" in quiet.stdout
+        and "reward/mine" not in quiet.stdout
+    )
+    assert "rewards left out, as code runs only if you name the config" in quiet.stderr and not ran.exists()
+    loud = grpo_eval(str(run), "--config", str(config))
+    assert loud.exit_code == 0 and "reward/mine" in loud.stdout and ran.exists()
+    ran.unlink()
+    for section, key in (("data", "transform"), ("model", "loader")):
+        copy = tmp_path / section
+        copy.mkdir()
+        content = json.loads(config.read_text())
+        content[section][key] = f"{run.parents[1] / 'mine.py'}:mine"
+        (copy / "config.resolved.json").write_text(json.dumps(content))
+        refused = grpo_eval(str(copy))
+        assert refused.exit_code == 2 and f"{section}.{key} = " in refused.stderr
+        assert f"--config {copy / 'config.resolved.json'}" in refused.stderr and not ran.exists()
+
+
+def test_what_is_given_replaces_a_part_of_the_run_s_config(grpo_eval, run, tmp_path):
+    """--data, --samples and --set win; the prompts stay."""
+    result = grpo_eval(
+        str(run), "--data", "embedded", "--split", "valid", "--samples", "2", "--set", "data.nudge=12",
+        "--out", "rows.jsonl",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = rows_of(tmp_path)
+    assert len(rows) == 2 and all(row["completion"].startswith("12") for row in rows)
+    assert all(row["tokens"] <= 30 for row in rows)
+
+
+def test_a_moved_model_is_asked_as_in_training(grpo_eval, run, tmp_path):
+    """grpo_prompt.json alone says the prompts and limits; data and rewards are the command's."""
+    shutil.copytree(run / "final", tmp_path / "moved")
+    arguments = ("--data", "embedded", "--samples", "2", "--out", "rows.jsonl")
+    result = grpo_eval("embedded", "moved", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "asked as in training (moved: grpo_prompt.json)" in result.stderr
+    rows = rows_of(tmp_path)
+    by_hand = ("data.system_prompt=", "data.nudge=<reasoning>", "rollout.max_new_tokens=30")
+    (tmp_path / "moved" / "grpo_prompt.json").unlink()
+    plain = grpo_eval("embedded", "moved", *arguments, *(f"--set={each}" for each in by_hand))
+    assert plain.exit_code == 0 and "as in training" not in plain.stderr and rows_of(tmp_path) == rows
+
+
+def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, run, tmp_path):
+    """Two runs, or two files, that differ; the message says in what."""
+    other = shutil.copytree(run, tmp_path / "other")
+    content = json.loads((other / "config.resolved.json").read_text())
+    content["data"]["nudge"] = "x"
+    (other / "config.resolved.json").write_text(json.dumps(content))
+    result = grpo_eval(str(run), str(other))
+    assert result.exit_code == 2 and 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
+    assert grpo_eval(str(run), str(other), "--set", "data.nudge=").exit_code == 0
+    for name, nudge in (("one", "x"), ("two", "y")):
+        shutil.copytree(run / "final", tmp_path / name)
+        file = tmp_path / name / "grpo_prompt.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"nudge": nudge}))
+    result = grpo_eval("one", "two", "--data", "embedded")
+    assert result.exit_code == 2 and "one and two were asked in different ways" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b", "c"], "found 3 models, wanted one or two"),
+        (["a", "a"], "a is named twice"),
+        (["embedded", "--k", "1,x"], "--k 1,x: wanted whole numbers"),
+        (["embedded", "--k", "0"], "wanted whole numbers from 1 on"),
+        (["embedded", "--k", "8", "--num", "4"], "--k 8 needs as many samples"),
+        (["embedded", "--out", "no/such/x.jsonl"], "there is no folder no/such"),
+        (["embedded", "--data", "nope.jsonl"], 'data.source: no such file or folder: "nope.jsonl"'),
+        (["embedded", "--config", "nope"], "nope: no such file or preset"),
+        (["nope/nope/x", "--data", "embedded"], 'MODEL = "nope/nope/x"'),
+        (
+            ["embedded", "--data", "embedded", "--set", "reward.functions=['nope']"],
+            'found "nope", want one of ours',
+        ),
+    ],
+)
+def test_faults_end_with_code_2_and_a_line(grpo_eval, arguments, message):
+    """Before anything is generated."""
+    result = grpo_eval(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+
+
+def test_the_page_has_every_option():
+    """docs/evaluation.md names what the command takes, and nothing else."""
+    page = (DATA_DIR.parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
+    command = cli.main.get_command(click.Context(cli.main), "eval")
+    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+    assert set(re.findall(r"--[a-z][a-z-]+|--k\b", page)) == options - {"--batch", "--trust-remote-code"}

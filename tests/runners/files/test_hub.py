@@ -1,0 +1,154 @@
+"""The Hub path, run and not assumed: commands in processes of their own, with a Hub on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from runners.config.reading import PRESET_FOLDER
+from runners.files.hub import hub_or_cache
+from tests.support.hub import serving
+from tests.support.tiny_models import make_model_folder
+
+ROOT = PRESET_FOLDER.parent
+NAME = "someone/tiny-llama"
+CONFIG = f"""
+[model]
+path = "{NAME}"
+[data]
+source = "embedded"
+eval_split = "valid"
+[rollout]
+num_generations = 2
+max_new_tokens = 4
+[optim]
+batch_size = 1
+max_steps = 1
+[eval]
+samples = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Hub with a model, one whose tokenizer is missing, and one of files that are never fetched."""
+    folder = make_model_folder(tmp_path_factory.mktemp("hub") / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"never fetched")
+    with serving() as found:
+        found.add(NAME, folder)
+        found.add("someone/broken", folder)
+        del found.repos["someone/broken"]["tokenizer.json"]
+        yield found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """One empty HF_HOME for the module: what the first test downloads is there for the next."""
+    return tmp_path_factory.mktemp("hf")
+
+
+def grpo(hub, home, cwd, *arguments, **environment):
+    """`grpo …` in a process of its own that knows this Hub alone."""
+    return subprocess.run(
+        [sys.executable, "-m", "runners.cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
+    """What mlx-lm needs is fetched and no more; then it is found in the cache, without a Hub at all."""
+    (tmp_path / "train.toml").write_text(CONFIG)
+    done = grpo(hub, home, tmp_path, "run", "train.toml")
+    assert done.returncode == 0, done.stderr
+    fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /someone")}
+    assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert json.loads((tmp_path / "outputs/grpo/final/config.json").read_text())["model_type"] == "llama"
+    before = len(hub.requests)
+    done = grpo(hub, home, tmp_path, "generate", NAME, "hi", "--max-tokens", "2", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert len(hub.requests) == before
+
+
+def test_plan_and_check_fetch_no_weights(hub, tmp_path):
+    """The memory is foretold from config.json alone."""
+    (tmp_path / "train.toml").write_text(CONFIG)
+    before = len(hub.requests)
+    done = grpo(hub, tmp_path / "hf", tmp_path, "plan", "train.toml")
+    assert done.returncode == 0, done.stderr
+    fetched = {line.rpartition("/")[2] for line in hub.requests[before:] if line.startswith("GET /someone")}
+    assert fetched == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        (("run", "train.toml"), "model.path"),
+        (("check", "train.toml"), "model.path"),
+        (("plan", "train.toml"), "model.path"),
+        (("generate", "someone/tiny-lama", "hi"), "MODEL"),
+    ],
+)
+def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
+    """The key, the name, and that it is neither here nor there; code 2."""
+    (tmp_path / "train.toml").write_text(CONFIG.replace("tiny-llama", "tiny-lama"))
+    done = grpo(hub, home, tmp_path, *command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [line for line in done.stderr.splitlines() if "BLAS" not in line] == [
+        f'{key} = "someone/tiny-lama": there is no such folder here and no such model on the Hub'
+    ]
+
+
+def test_a_repository_with_a_part_missing_is_named(hub, home, tmp_path):
+    """As a folder would be."""
+    done = grpo(hub, home, tmp_path, "generate", "someone/broken", "hi")
+    assert done.returncode == 2 and "the tokenizer is missing; wanted" in done.stderr.splitlines()[-1]
+
+
+NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"
+NO_DATA = "neither a local path nor within reach on the Hub"
+
+
+@pytest.mark.parametrize("cause", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (("generate", NAME, "hi"), NO_MODEL),
+        (("plan", "train.toml"), NO_MODEL),
+        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA),
+    ],
+)
+def test_a_hub_out_of_reach_is_a_line(hub, tmp_path, command, line, cause):
+    """Nothing listens there, or nothing may be asked: one line, at once, for models and data sets alike."""
+    (tmp_path / "train.toml").write_text(CONFIG)
+    before = len(hub.requests)
+    done = grpo(hub, tmp_path, tmp_path, *command, **cause)
+    assert done.returncode == 2 and line in done.stderr.splitlines()[-1]
+    # huggingface_hub tells of each of its attempts, which together take half a minute.
+    assert "Retrying" not in done.stderr and "thrown while requesting" not in done.stderr
+    assert len(hub.requests) == before
+
+
+def test_only_a_hub_out_of_reach_is_left_alone(hub, monkeypatch):
+    """Inside the block libraries ask their caches alone; after it, and with a Hub in reach, they do not."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for endpoint, offline in (("http://127.0.0.1:9", True), (hub.url, False)):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(KeyError), hub_or_cache():
+            assert constants.HF_HUB_OFFLINE is config.HF_HUB_OFFLINE is offline
+            raise KeyError
+        assert constants.HF_HUB_OFFLINE is config.HF_HUB_OFFLINE is False
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("the Hub was asked"))
+    with hub_or_cache():
+        assert constants.HF_HUB_OFFLINE

@@ -1,0 +1,128 @@
+"""The machine: missing parts are named with what installs them, memory is measured."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_fn.backends.cpu import blas
+from runners.machine import install_hints, startup
+from runners.machine.memory_readings import read_memory
+
+ROOT = Path(__file__).resolve().parents[3]
+ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
+linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
+
+
+def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs code in a Python of its own, since a BLAS is loaded once in a process."""
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_platform_imports_no_mlx():
+    """The module can be imported first: it leaves mlx alone until asked."""
+    code = "import runners.machine.startup, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
+    result = in_new_process(code)
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeypatch):
+    """20 operations each; what stands in the environment stays, and other builds get nothing."""
+    monkeypatch.setattr(startup, "installed_version", lambda name: "0.32.4" if cuda else None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")  # and removed again after the test
+    startup._shorten_buffers()
+    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
+    monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
+    startup._shorten_buffers()
+    assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") == ("20" if cuda else None)
+
+
+@linux_cpu
+def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tmp_path):
+    """On a bare machine the notices give the commands to type: BLAS first, then the compiler."""
+    monkeypatch.setattr(blas, "_candidates", list)
+    monkeypatch.setattr(blas, "_global_blas", lambda: None)
+    monkeypatch.delitem(sys.modules, "mlx.core")  # as before its import
+    monkeypatch.delenv("GRPO_FN_BLAS", raising=False)
+    monkeypatch.setattr(install_hints, "_of_distribution", lambda lines: lines["debian"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = blas._search()
+    notices = startup._cpu_notices(found)
+    assert found.library is None
+    assert "apt-get install libopenblas0-pthread" in notices[0]
+    assert "apt-get install g++" in notices[1]
+
+
+@linux_cpu
+def test_mlx_without_a_backend_names_the_extras(tmp_path):
+    """The mlx package alone, as pip installs it on Linux without an extra, leads to the three extras."""
+    core = Path(importlib.util.find_spec("mlx.core").origin)
+    lonely = tmp_path / "mlx"
+    lonely.mkdir()
+    (lonely / "__init__.py").write_text("")
+    shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
+    result = in_new_process(
+        "from runners.machine.startup import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    message = result.stderr.splitlines()[-1]
+    assert "UserError" in message and "libmlx" in message
+    assert all(f"'.[{extra}]'" in message for extra in ("cpu", "cuda12", "cuda13"))
+
+
+def test_mlx_not_installed_is_told_apart():
+    """No mlx at all is another sentence than mlx without a backend."""
+    error = ModuleNotFoundError("No module named 'mlx'")
+    assert startup._explain_import(error).startswith("MLX is not installed")
+
+
+@linux_cpu
+def test_cpu_computes_in_float32_and_a_gpu_in_the_models_dtype():
+    """The default dtype follows the backend."""
+    assert startup.prepare().default_dtype == "float32"
+    assert startup.Platform(backend="metal").default_dtype is None
+    assert startup.Platform(backend="cuda").default_dtype is None
+
+
+def test_memory_limit_and_readings():
+    """A limit in GB reaches MLX as bytes; the readings see an array that lives, and the machine's total."""
+    import mlx.core as mx
+
+    before = mx.get_memory_limit()
+    try:
+        startup.prepare(memory_limit_gb=2.5)
+        assert mx.get_memory_limit() == 2_500_000_000
+    finally:
+        mx.set_memory_limit(before)
+    idle = read_memory()
+    array = mx.ones((1024, 1024))
+    mx.eval(array)
+    busy = read_memory()
+    assert busy.active - idle.active >= array.nbytes
+    assert busy.peak >= busy.active
+    assert busy.total > 10**9
+
+
+@pytest.mark.parametrize(
+    ("release", "command"),
+    [
+        ("ID=ubuntu\nID_LIKE=debian\n", "apt-get"),
+        ('ID="rocky"\nID_LIKE="rhel centos fedora"\n', "dnf"),
+        ('ID="opensuse-leap"\nID_LIKE="suse opensuse"\n', "zypper"),
+        ("ID=somethingelse\n", "apt-get"),
+    ],
+)
+def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, command):
+    """/etc/os-release chooses the package manager, by ID and then by what the distribution is like."""
+    file = tmp_path / "os-release"
+    file.write_text(release)
+    monkeypatch.setattr(install_hints, "Path", lambda name: file)
+    assert install_hints.blas().startswith(command)

@@ -1,0 +1,121 @@
+"""Memory while a run goes: what is read, the one warning, and that nothing piles up."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from runners.config.loading import load_config
+from runners.machine.memory_readings import MemoryReading, parse_meminfo, parse_swapusage
+from runners.memory import peak_watch
+from runners.memory.peak_watch import MemoryWatch
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Noting(Quiet):
+    """Keeps notes, and the active memory after each update."""
+
+    def __init__(self):
+        self.notes, self.active = [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def step(self, metrics):
+        if metrics["update"] in (5, 50):
+            gc.collect()
+        self.active.append(mx.get_active_memory())
+        self.metrics = dict(metrics)
+
+
+@pytest.fixture(autouse=True)
+def limit_put_back():
+    """MLX's memory limit belongs to the process: a run that sets one slows the tests that follow."""
+    held = mx.set_memory_limit(10**12)
+    mx.set_memory_limit(held)
+    yield
+    mx.set_memory_limit(held)
+
+
+def test_swap_is_read_in_both_spellings():
+    """Linux's /proc/meminfo and macOS's sysctl, in bytes; a text without it gives None."""
+    assert parse_meminfo("MemTotal: 9 kB\nSwapTotal:     2048 kB\nSwapFree:      1000 kB\n") == 1048 * 1024
+    assert parse_meminfo("MemTotal: 9 kB\n") is None
+    line = "total = 2048.00M  used = 61.50M  free = 1986.50M  (encrypted)"
+    assert parse_swapusage(line) == 61.5 * 2**20
+    assert parse_swapusage("") is None
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_one_warning_past_nine_tenths(monkeypatch, limit):
+    """Below 90 % none, past it one that names the key and whose limit it is, then no more."""
+    readings = iter([0.89, 0.91, 0.95])
+    total = int(limit * 1e9) or 10**9
+    monkeypatch.setattr(
+        peak_watch, "read_memory", lambda: MemoryReading(10, int(next(readings) * total), 0, 10**9)
+    )
+    monkeypatch.setattr(peak_watch, "swap_used", lambda: 3 * 10**9)
+    watch = MemoryWatch(limit, "rollout.max_batch")
+    metrics, first = watch.read()
+    assert first is None and metrics["memory/swap_gb"] == 3 and metrics["memory/active_gb"] == 1e-8
+    _, second = watch.read()
+    assert second is not None and "91%" in second and second.endswith("lower rollout.max_batch")
+    assert ("(system.memory_limit_gb)" in second) == bool(limit)
+    assert watch.read()[1] is None
+
+
+def settings(tmp_path, *overrides):
+    """A few steps of the embedded model, as small as they get."""
+    given = [
+        f"run.output_dir={tmp_path}",
+        "rollout.num_generations=2",
+        "rollout.max_new_tokens=8",
+        "optim.batch_size=2",
+        "eval.at_start=false",
+        "eval.every=0",
+        "eval.samples=2",
+        "log.completions=false",
+        *overrides,
+    ]
+    return load_config("quickstart", given)
+
+
+FIFTY_STEPS = """
+import json, sys
+from pathlib import Path
+from grpo_fn.trees import nbytes
+from tests.runners.memory.test_peak_watch import Noting, run_training, settings
+shown = Noting()
+result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=50"), report=shown)
+held = nbytes(result.state.params, result.state.opt_state)
+print(json.dumps([shown.active[4], shown.active[49], held, shown.metrics["memory/swap_gb"]]))
+"""
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path):
+    """Active memory after step 5 and after step 50, and it is weights and moments alone, to 2 %.
+
+    In a process of its own: there what other tests have left neither counts nor goes meanwhile.
+    """
+    command = [sys.executable, "-c", FIFTY_STEPS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    early, late, held, swap = json.loads(done.stdout)
+    assert abs(late - early) < 0.02 * early
+    assert 0.98 * held < late < 1.02 * held
+    assert swap >= 0
+
+
+def test_a_run_past_nine_tenths_is_told_once(tmp_path):
+    """The loop's own warning, from a limit between what the run must have and what it takes."""
+    shown = Noting()
+    run_training(settings(tmp_path, "optim.max_steps=3", "system.memory_limit_gb=0.0095"), report=shown)
+    warnings = [note for note in shown.notes if note.startswith("memory: the peak so far")]
+    assert len(warnings) == 1 and "lower " in warnings[0]
