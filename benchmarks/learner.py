@@ -20,7 +20,7 @@ from benchmarks.measure import Timing, interleaved, largest_error, peak_bytes
 from benchmarks.record import Figure, ratio_figure, time_figure
 from benchmarks.rooflines import Work
 from benchmarks.shapes import make_module, make_prompts, vocabulary_of
-from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner import can_share
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory.micro_batch import usual_tokens

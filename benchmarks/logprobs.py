@@ -20,7 +20,7 @@ from benchmarks.command import benchmark, say
 from benchmarks.machine import rates
 from benchmarks.measure import interleaved, largest_error, peak_bytes
 from benchmarks.record import Figure, ratio_figure, time_figure
-from grpo_fn.learner.token_logprobs import chunk_rows
+from grpo_fn.learner import chunk_rows
 
 PEAK_TARGET, TIME_TARGET = 0.5, 1.15  # of the naive way
 ERROR_TARGET = 1e-5  # of float32 against float64; more only where twice the naive way's own error is more

@@ -1,8 +1,8 @@
-"""The one way in which this library compiles.
+"""`compiled`: mx.compile for functions of trees. All of this library compiles with it.
 
 `mx.compile` takes no attrs values, and its cache does not see how trees nest: `f([a], b)` and `f([a, b])`
-share an entry, and the second call silently gets the first one's program. Here structure, shapes and dtypes
-of the arguments are a key of our own, and each key gets a function object, hence a cache, of its own.
+share an entry, and the second call silently gets the first one's program. Here the key is the structure,
+shapes and dtypes of the arguments, and each key gets its own function object, and so its own cache.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class _Template:
 class Compiled:
     """A function of trees, compiled once per structure, shapes and dtypes of its arguments.
 
-    Of more than `PROGRAMS` programs the one that was used longest ago is dropped.
+    At most `PROGRAMS` programs are kept; the one that was used longest ago is dropped.
 
     Attributes:
         traces: how often the Python body has run under the compiler so far.
@@ -47,8 +47,8 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], *, enabled: bool = True) -> None:
         """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
 
-        What is not an array in the arguments (a number, a string, None) is part of the structure: each new
-        value is traced anew. Pass what changes from call to call as a 0-d array.
+        A number, a string or None in the arguments is part of the structure: each new value is traced again.
+        Pass a number that changes from call to call as a 0-d array.
         """
         self.traces = 0
         self._function = function
@@ -63,10 +63,10 @@ class Compiled:
         return program(leaves)
 
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
-        """What computes the function for arguments like these from their arrays, and these arrays in order.
+        """The compiled program for arguments like these, and the arguments' arrays in its order.
 
-        For a loop: looking through large trees takes longer than launching a small program. Where compiling
-        is disabled, it calls the function as it is.
+        For a loop: looking through large trees takes longer than launching a small program. If compiling is
+        disabled, the program calls the function as it is.
         """
         check_process()
         leaves: list[mx.array] = []

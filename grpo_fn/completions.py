@@ -1,4 +1,4 @@
-"""Rollout: what sampling gives, before anything is scored."""
+"""Rollout: sampled completions with their log-probs, before they are scored."""
 
 from collections.abc import Sequence
 

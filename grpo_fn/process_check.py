@@ -1,7 +1,7 @@
-"""Refusing to compute in a forked process.
+"""An error instead of a hang in a forked process.
 
-MLX computes in threads of its own, on a GPU through a driver's context. A forked process has neither, and its
-first computation would wait for ever.
+MLX computes in its own threads, on a GPU through a driver's context. A forked process has neither: its first
+computation would hang.
 """
 
 import os
@@ -10,7 +10,7 @@ _computing: list[int] = []  # the process in which this library has been used
 
 
 def check_process() -> None:
-    """Notes that this process computes.
+    """Remember that this process computes with MLX.
 
     Raises:
         RuntimeError: it was forked from one that has computed.
@@ -23,7 +23,7 @@ def check_process() -> None:
 
 
 def fork_problem() -> str | None:
-    """A line where this process was forked from one that has computed; else None."""
+    """The error text if this process was forked from one that has computed; else None."""
     process = os.getpid()
     if not _computing or _computing[0] == process:
         return None

@@ -1,6 +1,6 @@
 """Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
 
-mlx's own tree functions stop at attrs objects (and `mx.eval` passes over them in silence), hence these.
+mlx's own tree functions stop at attrs objects, and `mx.eval` ignores them without an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import attrs
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from grpo_fn.process_check import check_process
@@ -56,6 +57,13 @@ def from_names(leaves: Mapping[str, mx.array]) -> Tree:
     return tree_unflatten(list(leaves.items())) if leaves else {}
 
 
+def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """A module's trainable leaves and its other ones, each under their dotted names."""
+    trainable = named_leaves(module.trainable_parameters())
+    everything = named_leaves(module.parameters())
+    return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
+
+
 def on_host(array: mx.array) -> list[Any]:
     """An array's numbers as (nested) lists; waits for the device."""
     return cast(list[Any], array.tolist())
@@ -82,7 +90,7 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 def materialize(*trees: Tree) -> None:
     """Compute every array in the trees now.
 
-    `mx.eval` for values of this library: `mx.eval(state)` would do nothing and say nothing.
+    `mx.eval` for values of this library: `mx.eval(state)` would do nothing, without an error.
     """
     check_process()
     mx.eval([array for tree in trees for array in arrays_of(tree)])

@@ -73,9 +73,9 @@ def group_advantages(
         valid_pg: False for completions to leave out, [P,G]; a NaN reward always is.
 
     Returns:
-        adv_pg float32. A completion left out has 0 and stands outside its group's statistics. With a group
-        baseline, a group whose rewards are all equal, or with fewer than two of them, has exactly 0. With
-        `batch_mean` it has R − mean of the batch, and only a batch whose rewards are all equal has exactly 0.
+        adv_pg float32. A completion that is left out has 0 and does not count in its group's statistics. With
+        a group baseline, a group has exactly 0 if its rewards are all equal or fewer than two. With
+        `batch_mean` such a group has R − mean of the batch; only a batch of equal rewards has exactly 0.
 
     Raises:
         ValueError: a name or shape is wrong, or G < 2 with a group baseline.
@@ -117,8 +117,8 @@ def overlong_penalty(
 ) -> mx.array:
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
 
-    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length` and beyond, times
-    `factor`. With `saturate=False` it goes on falling beyond, as NeMo-RL's does.
+    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times `factor`. Beyond
+    it stays there, or with `saturate=False` falls on, as in NeMo-RL.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -152,7 +152,7 @@ def _std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a row's given values differ at all, [P,1]: exact, where a variance would leave rounding."""
+    """Whether a row's given values differ, [P,1]. Exact, while a variance would have rounding errors."""
     least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=1, keepdims=True)
     return mx.where(given_pg, values_pg, -mx.inf).max(axis=1, keepdims=True) > least_p1
 

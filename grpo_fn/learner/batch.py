@@ -1,7 +1,7 @@
-"""Batch: what the learner takes, made from a rollout; rows left out, cut into minibatches.
+"""Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
 
-A batch's rows are prompt + completion + padding, so that positions are right and causal attention never sees
-the padding, in every architecture and without a mask.
+A row is prompt + completion + padding. So positions are right and causal attention never sees the padding, in
+every architecture and without a mask.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class Batch:
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
     group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
-    kept_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, B·T for none, int32;
-    # None: all. What is left out counts as 0: it has to be masked.
+    positions_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, int32; B·T: no
+    # position; None: all. The others count as 0, so they have to be masked.
     vocabulary: int | None = None  # all token ids are below it; None: not known
 
 
@@ -151,7 +151,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     def taken(array: mx.array) -> mx.array:
         return array if array.ndim == 0 else array[index]
 
-    return map_arrays(taken, attrs.evolve(batch, kept_n=None))
+    return map_arrays(taken, attrs.evolve(batch, positions_n=None))
 
 
 def _token_bound(rollout: Rollout) -> int:
@@ -175,6 +175,6 @@ def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: fl
     if entropy_bt is None:
         raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
     counted = sum(map(sum, on_host(mask_bt)))
-    kept = max(1, round(quantile * counted))
+    number = max(1, round(quantile * counted))
     ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
-    return mask_bt & (entropy_bt >= ranked[-kept])
+    return mask_bt & (entropy_bt >= ranked[-number])

@@ -1,7 +1,7 @@
-"""The positions of a batch whose log-probs are wanted: [B,T] as one row of N, and back.
+"""The completion positions of a batch whose log-probs are wanted: [B,T] as one row of N, and back.
 
-A batch names them in `kept_n`, places in [B,T] counted row by row; without it they are all B·T. The place one
-past the last fills up to a fixed N and stands for no token. Heads and log-probs then cost N rows, not B·T.
+`batch.positions_n` names them: places in [B,T], counted row by row; None means all B·T. The place B·T stands
+for no token and fills up to a fixed N. Heads and log-probs then cost N rows, not B·T.
 """
 
 from typing import cast
@@ -14,33 +14,33 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 
 
-def kept_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [1,N,D] from which the tokens at `kept_n` are predicted."""
+def hidden_at_positions(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
+    """Hidden states [1,N,D] from which the tokens at `positions_n` are predicted."""
     rows, width = batch.targets_bt.shape
-    place_n = _places(batch)
+    position_n = _positions(batch)
     if batch.prompt_index_b is not None:
         hidden_btd = hidden_after_shared_prompts(policy, params, frozen, batch)
-        return _picked(hidden_btd.reshape(rows * width, -1), place_n)[None]
+        return _picked(hidden_btd.reshape(rows * width, -1), position_n)[None]
     hidden_bld = policy.hidden(params, batch.tokens_bl, frozen)
     length = hidden_bld.shape[1]
-    row_n = mx.minimum(place_n // width, rows - 1)
+    row_n = mx.minimum(position_n // width, rows - 1)
     # The first token is predicted at the prompt's last position.
-    position_n = batch.prompt_lengths_b[row_n] - 1 + place_n % width
-    there_n = (place_n < rows * width) & (position_n < length)
-    index_n = mx.where(there_n, row_n * length + position_n, rows * length)
+    column_n = batch.prompt_lengths_b[row_n] - 1 + position_n % width
+    there_n = (position_n < rows * width) & (column_n < length)
+    index_n = mx.where(there_n, row_n * length + column_n, rows * length)
     return _picked(hidden_bld.reshape(rows * length, -1), index_n)[None]
 
 
-def kept_targets(batch: Batch) -> mx.array:
-    """The tokens [1,N] at `kept_n`."""
+def targets_at_positions(batch: Batch) -> mx.array:
+    """The tokens [1,N] at `positions_n`."""
     targets = batch.targets_bt.reshape(-1)
-    return targets[mx.minimum(_places(batch), targets.size - 1)][None]
+    return targets[mx.minimum(_positions(batch), targets.size - 1)][None]
 
 
-def spread(batch: Batch, kept_1n: mx.array) -> mx.array:
-    """Values [1,N] of the tokens at `kept_n` as [B,T], 0 elsewhere."""
+def scatter_to_batch(batch: Batch, values_1n: mx.array) -> mx.array:
+    """Values [1,N] of the tokens at `positions_n` as [B,T], 0 elsewhere."""
     size = batch.targets_bt.size
-    whole = mx.zeros((size + 1,)).at[_places(batch)].add(kept_1n[0])
+    whole = mx.zeros((size + 1,)).at[_positions(batch)].add(values_1n[0])
     return whole[:size].reshape(batch.targets_bt.shape)
 
 
@@ -66,7 +66,7 @@ def _picked(hidden_nd: mx.array, index_n: mx.array) -> mx.array:
     return cast(mx.array, pick(hidden_nd))
 
 
-def _places(batch: Batch) -> mx.array:
-    if batch.kept_n is not None:
-        return batch.kept_n
+def _positions(batch: Batch) -> mx.array:
+    if batch.positions_n is not None:
+        return batch.positions_n
     return mx.arange(batch.targets_bt.size, dtype=mx.int32)

@@ -18,7 +18,7 @@ from grpo_fn.algorithm import (
 )
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
-from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
+from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
 from grpo_fn.learner.logprob_step import batch_logprobs
 from grpo_fn.learner.state import TrainState
 from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
@@ -49,12 +49,11 @@ class GradStep:
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
         """Add a batch's gradient and denominator to the state's; one batch step.
 
-        A loss that is not finite, whatever its gradient, makes the denominator NaN: the update that it is
-        for will be skipped.
+        A loss that is not finite makes the denominator NaN, whatever its gradient: its update is skipped.
 
         Args:
-            state: its params are differentiated; its ref_params used where the spec has a KL term.
-            batch: one batch, or the micro-batches that it was split into.
+            state: the gradient is that of its params; its ref_params are used if the spec has a KL term.
+            batch: one batch, or its micro-batches.
 
         Raises:
             ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
@@ -83,13 +82,13 @@ class GradStep:
             ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
-            # Any number in a batch is a part of what is compiled for it: this one would be for nothing.
+            # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             frozen = self._policy.frozen, self._ref_policy.frozen
             accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
             if number < len(parts):
-                # It computes while the next one is described. Nothing follows the last: who takes it decides.
+                # The device computes it while the next graph is built. The caller evaluates the last one.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
@@ -112,7 +111,7 @@ def make_grad_step(
         spec: the algorithm.
         temperature: of the sampler; divides the learner's logits too.
         max_completion_length: L_max, needed by the aggregation `constant`.
-        ref_policy: whose parameters `ref_params` are, such as a `quantized_role`'s; None: `policy`.
+        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None: `policy`.
         compile: False runs the same Python eagerly.
     """
     reference = policy if ref_policy is None else ref_policy
@@ -133,20 +132,20 @@ def make_grad_step(
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
             logp_1n, entropy_1n = token_logprobs_and_entropy(
-                kept_hidden(policy, params, frozen, batch),
+                hidden_at_positions(policy, params, frozen, batch),
                 policy.head(params, frozen),
-                kept_targets(batch),
+                targets_at_positions(batch),
                 temperature=temperature,
                 entropy_gradient=spec.entropy_coef > 0,
             )
             arrays = LossArrays(
-                spread(batch, logp_1n),
+                scatter_to_batch(batch, logp_1n),
                 batch.advantages_b,
                 batch.mask_bt,
                 old_logp_bt=batch.old_logp_bt,
                 rollout_logp_bt=batch.rollout_logp_bt,
                 ref_logp_bt=ref_logp_bt,
-                entropy_bt=spread(batch, entropy_1n),
+                entropy_bt=scatter_to_batch(batch, entropy_1n),
                 keep_bt=batch.keep_bt,
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,

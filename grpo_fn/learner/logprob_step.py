@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from grpo_fn.compile import compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
-from grpo_fn.learner.completion_positions import kept_hidden, kept_targets, spread
+from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
 from grpo_fn.learner.token_logprobs import token_logprobs
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
@@ -34,7 +34,7 @@ def make_logprob_step(
 
 def batch_logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
     """log π of the batch's tokens, [B,T], float32, without gradient; 0 where none is wanted."""
-    hidden_1nd = kept_hidden(policy, params, frozen, batch)
+    hidden_1nd = hidden_at_positions(policy, params, frozen, batch)
     head = policy.head(params, frozen)
-    logp_1n = token_logprobs(hidden_1nd, head, kept_targets(batch), temperature=temperature)
-    return mx.stop_gradient(spread(batch, logp_1n))
+    logp_1n = token_logprobs(hidden_1nd, head, targets_at_positions(batch), temperature=temperature)
+    return mx.stop_gradient(scatter_to_batch(batch, logp_1n))

@@ -21,19 +21,18 @@ def split_batch(
 ) -> list[Batch]:
     """Cut a batch into micro-batches of at most `max_tokens` tokens each, padding included.
 
-    Rows are sorted by length, so that a micro-batch holds rows of like length; see `packing`. With `bucketed`
-    sizes are rounded up to a few (at most an eighth more) so that the compiled step sees few shapes: rows of
-    padding have an empty mask and count nowhere. A single row longer than `max_tokens` gets a micro-batch of
-    its own.
+    Rows of similar length come into one micro-batch; see `packing`. With `bucketed` sizes are rounded up, by
+    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
+    nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
 
-    With `share_prompts` the rows of a group may stay together and their prompt stand, and be computed, once,
-    where that is fewer tokens; only for models that `sharing.can_share`.
+    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where that takes
+    fewer tokens. The model has to support it: see `can_share`.
 
-    Any split gives the same update: the counts of the whole are shared out among the parts.
+    Any split gives the same update: the micro-batches' counts add up to the batch's.
 
     Args:
         known: shapes that the step has been compiled for.
-        new_shape_tokens: how many tokens of padding another shape is worth.
+        new_shape_tokens: how many tokens of padding are accepted to avoid a new shape.
 
     Raises:
         ValueError: max_tokens < 1, or prompts cannot be shared as the batch has no groups.
@@ -46,15 +45,15 @@ def split_batch(
         return [batch]
     packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, new_shape_tokens=new_shape_tokens)
     rows = _rows_of(batch)
-    left_out = batch.num_sequences - len(rows), batch.num_tokens - sum(row.kept for row in rows)
+    # The first micro-batch also counts what was left out of the batch.
+    uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
     batches = []
     for run in packer.pack(rows, share_prompts):
-        piece = take_rows(batch, [row.number for row in run.rows])
-        first = not batches  # it counts what was left out of the batch
+        sequences, tokens = uncounted if not batches else (mx.array(0.0), mx.array(0.0))
         piece = attrs.evolve(
-            piece,
-            num_sequences=mx.array(float(len(run.rows))) + (left_out[0] if first else 0.0),
-            num_tokens=mx.array(float(sum(row.kept for row in run.rows))) + (left_out[1] if first else 0.0),
+            take_rows(batch, [row.number for row in run.rows]),
+            num_sequences=len(run.rows) + sequences,
+            num_tokens=sum(row.counted for row in run.rows) + tokens,
             group_b=None,
         )
         if run.shape.prompts:
@@ -64,9 +63,9 @@ def split_batch(
 
 
 def halved(piece: Batch) -> list[Batch]:
-    """A micro-batch as two of half its rows, for less memory; one that has a single row comes back alone.
+    """Two micro-batches of half the rows each, for less memory; a single row is returned as it is.
 
-    Shared prompts stay whole in both. The two share out the counts of the one.
+    Both keep all shared prompts. Their counts add up to those of `piece`.
     """
     rows, width = piece.targets_bt.shape
     if rows < 2:
@@ -85,20 +84,22 @@ def halved(piece: Batch) -> list[Batch]:
 def shape_of(piece: Batch) -> Shape:
     """The shape of a micro-batch that `split_batch` made."""
     rows, width = piece.targets_bt.shape
-    kept = rows * width if piece.kept_n is None else piece.kept_n.shape[0]
+    positions = rows * width if piece.positions_n is None else piece.positions_n.shape[0]
     prompts = 0 if piece.prompt_index_b is None else piece.tokens_bl.shape[0]
-    return Shape(prompts, piece.tokens_bl.shape[1], rows, width, kept)
+    return Shape(prompts, piece.tokens_bl.shape[1], rows, width, positions)
 
 
 def _rows_between(piece: Batch, low: int, high: int, width: int) -> Batch:
     """The rows from `low` to before `high`; what belongs to shared prompts, and the counts, as they are."""
     prompts = {"tokens_bl", "prompt_lengths_b"} if piece.prompt_index_b is not None else set()
-    of_whole = {"num_sequences", "num_tokens", "kept_n", "vocabulary"}
+    of_whole = {"num_sequences", "num_tokens", "positions_n", "vocabulary"}
     by_row = {field.name for field in attrs.fields(Batch)} - prompts - of_whole
     found = {name: getattr(piece, name) for name in by_row}
     cut = {name: array[low:high] for name, array in found.items() if array is not None}
-    if piece.kept_n is not None:
-        cut["kept_n"] = _kept(cut["mask_bt"], min(piece.kept_n.shape[0], (high - low) * width))
+    if piece.positions_n is not None:
+        cut["positions_n"] = _counted_positions(
+            cut["mask_bt"], min(piece.positions_n.shape[0], (high - low) * width)
+        )
     return attrs.evolve(piece, **cut)
 
 
@@ -154,11 +155,11 @@ def _fitted_to(piece: Batch, shape: Shape) -> Batch:
         ref_logp_bt=fitted(piece.ref_logp_bt),
         keep_bt=fitted(piece.keep_bt),
         prompt_index_b=None if index_b is None else mx.pad(index_b, [(0, missing)]),
-        kept_n=_kept(mask_bt, shape.kept),
+        positions_n=_counted_positions(mask_bt, shape.positions),
     )
 
 
-def _kept(mask_bt: mx.array, number: int) -> mx.array:
+def _counted_positions(mask_bt: mx.array, number: int) -> mx.array:
     """Flat positions of the mask's tokens; the rest of `number` lies one past its end."""
     size = mask_bt.size
     flat = mx.where(mask_bt.reshape(-1), mx.arange(size, dtype=mx.int32), size)

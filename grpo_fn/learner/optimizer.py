@@ -1,4 +1,4 @@
-"""A functional face on mlx.optimizers: `init(params) -> state`, `apply(...) -> (params, state)`."""
+"""mlx.optimizers as pure functions: `init(params) -> state`, `apply(...) -> (params, state)`."""
 
 from collections.abc import Callable
 

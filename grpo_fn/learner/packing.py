@@ -1,8 +1,8 @@
-"""Which rows go into which micro-batch: little padding, few shapes, no more tokens at a time than allowed.
+"""Which rows go into which micro-batch: little padding, few shapes, at most so many tokens.
 
-Rows are sorted by length, and the cheapest way to cut that order into runs is found by dynamic programming.
-What a run costs is the positions of its shape, padding included, and a little for being a run of its own; a
-shape that no step was compiled for yet costs more, so that a bigger one that is known may be taken instead.
+Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A run costs
+the positions of its shape, padding included, and a constant. A shape for which no step was compiled yet costs
+more, so that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     length: int  # columns of `tokens_bl`
     rows: int  # completions
     width: int  # columns of `targets_bt`
-    kept: int  # positions whose log-probs are computed
+    positions: int  # whose log-probs are computed
 
     @property
     def tokens(self) -> int:
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
         return (
             self.length >= other.length
             and self.rows >= other.rows
-            and self.kept >= other.kept
+            and self.positions >= other.positions
             and self.width >= other.width
             and self.prompts >= other.prompts
             and (self.prompts == 0) == (other.prompts == 0)
@@ -45,18 +45,18 @@ class Shape(NamedTuple):
 
 @attrs.frozen
 class Row:
-    """A completion, as far as packing it goes."""
+    """The sizes of a completion."""
 
     number: int  # its row in the batch
     group: int
     prompt: int  # tokens
     completion: int  # up to the last token that counts
-    kept: int  # tokens that count
+    counted: int  # tokens that count
 
 
 @attrs.frozen
 class Run:
-    """A micro-batch to be: its rows, and the shape they are padded to."""
+    """A planned micro-batch: its rows, and the shape they are padded to."""
 
     rows: tuple[Row, ...]
     shape: Shape
@@ -91,9 +91,9 @@ class Packer:
 
     def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[Run]]:
         rows = sorted(rows, key=lambda row: row.prompt + row.completion)
-        kept = [0]
+        counted = [0]
         for row in rows:
-            kept.append(kept[-1] + row.kept)
+            counted.append(counted[-1] + row.counted)
         # Columns of completions cost nothing here: one number of them for the whole batch, an octave apart.
         widest = 1 << (max(row.completion for row in rows) - 1).bit_length()
         steps = _row_counts(len(rows)) if self._bucketed else list(range(1, len(rows) + 1))
@@ -105,7 +105,7 @@ class Packer:
                 length=self._size(rows[stop - 1].prompt + rows[stop - 1].completion),
                 rows=stop - start,
                 width=widest if self._bucketed else max(row.completion for row in part),
-                kept=self._kept(kept[stop] - kept[start]),
+                positions=self._positions(counted[stop] - counted[start]),
             )
 
         return self._cheapest([(row,) for row in rows], shape, steps)
@@ -119,10 +119,10 @@ class Packer:
 
         numbers = [unit[0].group for unit in units]
         widest = [unit[-1].completion for unit in units]
-        rows_before, kept_before = [0], [0]
+        rows_before, counted_before = [0], [0]
         for unit in units:
             rows_before.append(rows_before[-1] + len(unit))
-            kept_before.append(kept_before[-1] + sum(row.kept for row in unit))
+            counted_before.append(counted_before[-1] + sum(row.counted for row in unit))
 
         def shape(start: int, stop: int) -> Shape:
             return Shape(
@@ -130,7 +130,7 @@ class Packer:
                 length=self._size(units[stop - 1][0].prompt),
                 rows=self._size(rows_before[stop] - rows_before[start]),
                 width=self._size(max(widest[start:stop])),
-                kept=self._kept(kept_before[stop] - kept_before[start]),
+                positions=self._positions(counted_before[stop] - counted_before[start]),
             )
 
         return self._cheapest(units, shape, _row_counts(len(units)))
@@ -150,10 +150,10 @@ class Packer:
             length=self._size(max(row.prompt for row in rows)),
             rows=self._size(len(rows)),
             width=self._size(max(row.completion for row in rows)),
-            kept=self._kept(sum(row.kept for row in rows)),
+            positions=self._positions(sum(row.counted for row in rows)),
         )
 
-    def _kept(self, number: int) -> int:
+    def _positions(self, number: int) -> int:
         """Coarse, since it is the cheapest of the sizes to pad."""
         return round_up(max(number, 16), steps=4) if self._bucketed else max(number, 1)
 
@@ -212,4 +212,4 @@ def _row_counts(most: int) -> list[int]:
 
 
 def _cost(shape: Shape) -> float:
-    return shape.tokens + HEAD_SHARE * shape.kept + PIECE_TOKENS
+    return shape.tokens + HEAD_SHARE * shape.positions + PIECE_TOKENS

@@ -1,7 +1,7 @@
-"""Stochastic rounding: bfloat16 weights that keep, on average, whatever is added to them.
+"""Stochastic rounding: bfloat16 weights that keep small updates on average.
 
-bfloat16 has 8 bits of precision. Rounded to nearest, a weight of 1 never moves by steps of 1e-6. Rounded up
-with a probability that is the sum's place in the gap between its neighbours, it moves by 1e-6 on average
+bfloat16 has 8 bits of precision. Rounded to nearest, a weight of 1 never changes by steps of 1e-6. Rounded up
+with a probability equal to the sum's position between its two neighbours, it changes by 1e-6 on average
 (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
 """
 

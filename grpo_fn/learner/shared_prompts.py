@@ -1,9 +1,9 @@
-"""A group's prompt computed once in the learner: completions attend to their prompt's keys and values.
+"""Shared prompts in the learner: a group's prompt is computed once, and its completions attend to it.
 
     prompts [P,L] ─backbone→ keys, values of each layer        completions [B,T−1] ─backbone over them→ hidden
 
-The stand-ins for caches below are what mlx-lm's attention layers ask for: an offset, a mask,
-and keys and values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
+The stand-ins for caches below give mlx-lm's attention layers what these ask for: an offset, a mask, and keys
+and values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
 """
 
 import mlx.core as mx

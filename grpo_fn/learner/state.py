@@ -1,4 +1,4 @@
-"""TrainState: the whole of a training run as one immutable value, and the syncs between its policies."""
+"""TrainState: a training run as one immutable value, and the syncs between its policies."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ from grpo_fn.trees import Tree, map_arrays
 
 @attrs.frozen(eq=False)
 class TrainState:
-    """A run between two steps. A tree of arrays; functions return new ones.
+    """A run between two steps, as a tree of arrays. Functions return a new one.
 
-    Rebind it before anything is evaluated (`state, stats = grad_step(state, batch)`), so that buffers of the
-    old value can be used again. `mx.eval` passes over it in silence: use `materialize`.
+    Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that MLX can
+    reuse the old value's buffers. `mx.eval` ignores it without an error: use `materialize`.
     """
 
     params: Tree  # π_θ: trainable leaves, master precision

@@ -28,11 +28,10 @@ def make_update_step(
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
     """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
 
-    A loss, a gradient or a learning rate that is not finite changes nothing but the counters and what has
-    accumulated: parameters and moments stay as they were, and the stats say so. So does a leaf whose new
-    values would not be finite, which takes values at the end of float32's range: leaf by leaf, as to wait for
-    all of them would take the memory of all of them. bfloat16 leaves are rounded stochastically, with a key
-    that follows from the state's and from the update's number.
+    If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they are. Only
+    the counters and what has accumulated change, and the stats say so. A leaf also keeps its values if the
+    new ones are not finite. That is decided leaf by leaf, as waiting for all leaves would need memory for all
+    of them. bfloat16 leaves are rounded stochastically, with a key from the state's and the update's number.
 
     Args:
         optimizer: see `adamw`.
@@ -92,11 +91,11 @@ def make_update_step(
 
 
 def _sum(x: mx.array) -> mx.array:
-    """Of all numbers; a CPU sums columns several at a time."""
+    """The sum of all numbers: by columns first, as a CPU sums several columns at a time."""
     return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
 
 
 def _all_finite(x: mx.array) -> mx.array:
-    # A sum with an infinity or a NaN in it is not finite, and faster to take than a look at each number. Only
-    # in float32: a sum of finite numbers in 16 bits can itself be beyond their range.
+    # A sum with an infinity or a NaN in it is not finite, and is faster than a test of each number. Only in
+    # float32: in 16 bits a sum of finite numbers can overflow.
     return mx.isfinite(_sum(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()

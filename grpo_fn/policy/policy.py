@@ -22,7 +22,7 @@ from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
 from grpo_fn.process_check import check_process
-from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
+from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
 
 @attrs.frozen(eq=False)
@@ -59,18 +59,16 @@ class Policy:
             ValueError: nothing is trainable.
         """
         check_process()
-        trainable = named_leaves(module.trainable_parameters())
+        trainable, frozen = split_leaves(module)
         if not trainable:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
         if own_functions:
             use_own_functions(module)
-        everything = named_leaves(module.parameters())
-        rest = {name: leaf for name, leaf in everything.items() if name not in trainable}
         shares = shares_prefix(module)
         return cls(
             module=module,
             params=from_names(trainable),
-            frozen=from_names(rest),
+            frozen=from_names(frozen),
             compute_dtype=compute_dtype,
             split=split_head(module, tuple(trainable)),
             takes_ragged=takes_ragged(module),

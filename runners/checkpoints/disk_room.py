@@ -15,7 +15,7 @@ from runners.errors import UserError, gigabytes
 from runners.models.folders import companions
 
 if TYPE_CHECKING:
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
     from runners.config.sections import CheckpointConfig
     from runners.models.loaded_model import LoadedModel
 

@@ -28,7 +28,7 @@ from runners.models.writing import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
 
 
 LATEST = "latest"  # a file with the name of the newest checkpoint

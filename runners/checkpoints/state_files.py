@@ -19,7 +19,7 @@ from runners.errors import UserError
 from runners.files.durable import load_arrays, save_arrays
 
 if TYPE_CHECKING:
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
 
 STATE_FORMAT = "grpo_fn.learner.state"
 STATE_VERSION = "2"  # 1 held the TrainState alone
@@ -150,7 +150,7 @@ def load_state(folder: Path | str) -> TrainState:
 
 def load_trees(folder: Path | str) -> tuple[TrainState, dict[str, Any]]:
     """The TrainState of a checkpoint folder and the trees that were saved with it; raises as `load_state`."""
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
 
     folder = Path(folder)
     arrays, metadata = load_arrays(folder / STATE_FILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from grpo_fn.learner.packing import Packer, Row
+from grpo_fn.learner import Packer, Row
 from grpo_fn.policy.prefix_cache import ROOM
 from grpo_fn.rollout.lanes import copied_prompt
 from runners.config.loading import Config
@@ -175,7 +175,7 @@ def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
         MicroBatch.of(
             (run.shape.prompts or run.shape.rows, run.shape.length),
             (run.shape.rows, run.shape.width),
-            targets=run.shape.kept,
+            targets=run.shape.positions,
             shares_prompts=run.shape.prompts > 0,
         )
         for run in runs

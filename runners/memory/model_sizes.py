@@ -14,13 +14,13 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner import can_share
 from grpo_fn.policy.decode_programs import fits_lanes
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix, sharing_pays
 from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
-from grpo_fn.trees import named_leaves
+from grpo_fn.trees import split_leaves
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, first_lines
@@ -62,8 +62,7 @@ def model_sizes(config: Config, platform: Platform) -> ModelSizes:
     if settings.tune != "full":
         new_adapters(module, settings.tune, settings.lora, config.run.seed)
     use_own_functions(module)
-    trained = named_leaves(module.trainable_parameters())
-    frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trained}
+    trained, frozen = split_leaves(module)
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 
 from grpo_fn.backends import has_cuda
-from grpo_fn.learner.token_logprobs import chunk_rows
+from grpo_fn.learner import chunk_rows
 
 FLOAT = 4  # bytes of float32
 CACHE_STEP = 256  # positions by which mlx-lm's caches grow

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.trees import named_leaves
+from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.models.adapters import new_adapters
@@ -87,8 +87,7 @@ def load_model(
         )
     check_experts(module, compute_dtype, platform, "model.dtype")
     cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
-    trainable = named_leaves(module.trainable_parameters())
-    frozen = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name not in trainable}
+    trainable, frozen = split_leaves(module)
     mx.eval(module.parameters())
     return LoadedModel(
         module=module,

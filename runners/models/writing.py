@@ -24,7 +24,7 @@ from runners.models.loaded_model import LoadedModel
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
-    from grpo_fn.learner.state import TrainState
+    from grpo_fn.learner import TrainState
 
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 

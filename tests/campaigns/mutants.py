@@ -301,7 +301,9 @@ MUTANTS = [
     Mutant("covers-any-length", "learner/packing", "self.length >= other.length", "True", ("packing",)),
     Mutant("covers-any-width", "learner/packing", "and self.width >= other.width", "", ("packing",)),
     Mutant("covers-any-rows", "learner/packing", "and self.rows >= other.rows", "", ("packing",)),
-    Mutant("covers-any-kept", "learner/packing", "and self.kept >= other.kept", "", ("packing",)),
+    Mutant(
+        "covers-any-positions", "learner/packing", "and self.positions >= other.positions", "", ("packing",)
+    ),
     Mutant("covers-any-prompts", "learner/packing", "and self.prompts >= other.prompts", "", ("packing",)),
     Mutant(
         "entropy-of-masked-tokens",

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import attrs
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from grpo_fn.trees import arrays_of, map_arrays, materialize, nbytes, structure_of
+from grpo_fn.trees import arrays_of, map_arrays, materialize, nbytes, split_leaves, structure_of
 from tests.support.tiny_policies import memory_in_use
 
 
@@ -117,3 +118,15 @@ def test_nbytes_counts_a_shared_array_once():
     other = {"w": mx.zeros((10, 10), mx.bfloat16)}
     assert nbytes(weights, Box(content=weights)) == 440
     assert nbytes(weights, other) == 640
+
+
+def test_a_module_s_leaves_are_trainable_or_frozen():
+    """Each leaf is in one of the two, under its dotted name; the arrays are the module's own."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+    module.layers[0].freeze(keys="weight")
+    trainable, frozen = split_leaves(module)
+    assert {*trainable} == {"layers.0.bias", "layers.1.weight"}
+    assert {*frozen} == {"layers.0.weight"}
+    assert frozen["layers.0.weight"] is module.layers[0].weight
+    module.freeze()
+    assert split_leaves(module)[0] == {}

@@ -67,7 +67,7 @@ SHAPES = st.builds(
     length=st.integers(1, 120),
     rows=st.integers(1, 8),
     width=st.integers(1, 90),
-    kept=st.integers(1, 400),
+    positions=st.integers(1, 400),
 )
 
 
@@ -95,7 +95,7 @@ def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, sha
 def assert_holds(part):
     """A run's shape has a place for each of its rows, tokens and prompts."""
     shape = part.shape
-    assert len(part.rows) <= shape.rows and sum(row.kept for row in part.rows) <= shape.kept
+    assert len(part.rows) <= shape.rows and sum(row.counted for row in part.rows) <= shape.positions
     assert max(row.completion for row in part.rows) <= shape.width
     whole = [row.prompt + (0 if shape.prompts else row.completion) for row in part.rows]
     assert max(whole) <= shape.length
@@ -135,7 +135,7 @@ def exhaustive(rows, max_tokens):
             tokens = count * ladder(part[-1].prompt + part[-1].completion, 8)
             if count > 1 and tokens > max_tokens:
                 continue
-            kept = ladder(max(sum(row.kept for row in part), 16), 4)
+            kept = ladder(max(sum(row.counted for row in part), 16), 4)
             found.append(least(stop - count) + tokens + 0.25 * kept + 256)
         return min(found)
 

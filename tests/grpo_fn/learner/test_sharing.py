@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models import llama, mamba, qwen2, qwen3
 
 import grpo_fn as g
-from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner import can_share
 from grpo_fn.trees import named_leaves
 
 VOCABULARY = 64

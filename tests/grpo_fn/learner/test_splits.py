@@ -4,8 +4,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import halved, shape_of
-from grpo_fn.learner.shared_prompts import can_share
+from grpo_fn.learner import can_share, halved, shape_of
 from grpo_fn.trees import arrays_of
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import (
@@ -70,7 +69,7 @@ def test_halves_are_smaller(shared):
         assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
         assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
         for half in (one, two):
-            assert shape_of(half).kept <= shape_of(piece).kept
+            assert shape_of(half).positions <= shape_of(piece).positions
             assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
     (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
     assert halved(single) == [single]

@@ -128,7 +128,7 @@ def test_the_schema_names_what_the_core_has():
     """The config's choices, spelled out so that loading needs no MLX, are grpo_fn's."""
     import grpo_fn as g
     from grpo_fn.algorithm import AGGREGATES, BASELINES, CHOICES, SCALES
-    from grpo_fn.learner.optimizer import SCHEDULES
+    from grpo_fn.learner import SCHEDULES
     from runners.rewards import builtin as rewards
 
     assert set(get_args(sections.Preset)) == set(g.PRESETS)
@@ -145,7 +145,7 @@ def test_the_schema_names_what_the_core_has():
     assert get_args(sections.Aggregate) == AGGREGATES
     assert get_args(sections.Baseline) == BASELINES
     assert get_args(sections.Scale) == SCALES
-    assert get_args(sections.Schedule) == SCHEDULES
+    assert get_args(sections.ScheduleName) == SCHEDULES
     assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
 
 
