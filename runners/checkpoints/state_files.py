@@ -21,7 +21,7 @@ from runners.files.durable import load_arrays, save_arrays
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
 
-STATE_FORMAT = "grpo_fn.learner.state"
+STATE_FORMAT = "grpo_fn.state"
 STATE_VERSION = "2"  # 1 held the TrainState alone
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
