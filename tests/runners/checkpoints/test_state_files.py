@@ -140,7 +140,7 @@ def test_what_cannot_be_written_is_refused_by_name():
             lambda folder: durable.save_arrays(
                 folder / "optimizer.safetensors", {}, {"format": "grpo_fn.state", "version": "99"}
             ),
-            "found grpo_fn.learner.state version 99, wanted grpo_fn.learner.state version 2",
+            "found grpo_fn.state version 99, wanted grpo_fn.state version 2",
         ),
     ],
 )
