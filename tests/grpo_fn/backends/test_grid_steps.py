@@ -19,6 +19,8 @@ from grpo_fn.rollout.prefill import prefill_once
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_module, tiny_policy, token_rows, worst_difference
 
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="wants a CPU")
+
 FOUR = [*RAGGED, [4, 4, 4]]
 
 
