@@ -1,7 +1,8 @@
 # Needs Python 3.11 or newer and, on Linux, a C++ compiler; everything else is installed into .venv.
 #
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
-## make test         set up, and run the tests
+## make test         set up, and run the tests, on up to four cores
+## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
 ## make lint         ruff, pyright and import-linter
 ## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
@@ -15,6 +16,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# A process a core; each takes about a gigabyte.
+SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4
+FAST := tests/grpo_fn/algorithm tests/grpo_fn/rollout tests/grpo_fn/learner/test_update.py tests/grpo_fn/learner/test_state.py
 EXTRA ?=
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
@@ -32,7 +36,7 @@ HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sy
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint bench setup constraints clean
+.PHONY: help quickstart test test-fast lint bench setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -41,7 +45,10 @@ quickstart: $(VENV)/.ready
 	$(BIN)/grpo-run quickstart $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+test-fast: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FAST) $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -50,7 +50,7 @@ _LAST = "the last one"  # --resume without a value
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        click.echo(f"grpo_fn, version {runners.__version__}")
+        echo(f"grpo_fn, version {runners.__version__}")
         context.exit()
 
 

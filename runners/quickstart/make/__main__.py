@@ -26,7 +26,7 @@ import numpy as np
 
 from runners.machine.startup import load_blas
 from runners.quickstart import HERE
-from runners.quickstart.make.problems import SPLITS, draw, draw_rows
+from runners.quickstart.make.problems import SPLIT_ROWS, draw, draw_rows
 
 SEED = 0
 TOKENIZER_PROBLEMS = 6000
@@ -35,7 +35,7 @@ TOKENIZER_PROBLEMS = 6000
 def write_data(folder: Path) -> None:
     """Write train.jsonl, valid.jsonl and test.jsonl; their seeds are fixed, whatever the model's seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, (count, seed) in SPLITS.items():
+    for split, (count, seed) in SPLIT_ROWS.items():
         lines = [json.dumps(row) + "\n" for row in draw_rows(split, count, seed)]
         (folder / f"{split}.jsonl").write_text("".join(lines))
 

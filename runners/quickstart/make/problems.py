@@ -15,7 +15,7 @@ from runners.quickstart.make.templates import NAMES, TEMPLATES, THINGS, Steps, T
 SPLITS = {"train": (2, 3, 4, 5, 6, 7), "valid": (1,), "test": (0,)}
 """Which of the eight residues of the CRC belong to which split."""
 
-SPLITS = {"train": (4000, 11), "valid": (400, 12), "test": (400, 13)}
+SPLIT_ROWS = {"train": (4000, 11), "valid": (400, 12), "test": (400, 13)}
 """(rows, seed) of the shipped files. The test seed is used for nothing else."""
 
 LARGEST = 99  # no result has more than two digits, so that half a million parameters can learn the arithmetic
