@@ -26,6 +26,14 @@ _LIBRARIES = (
 )
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 _VARIABLE = "GRPO_FN_BLAS"
+_KERNELS_VARIABLE = "OPENBLAS_CORETYPE"
+# What OpenBLAS takes for an x86 processor that it does not know: without AVX, some six times slower.
+_FALLBACK = b"Prescott"
+# Kernels of older processors, and what a newer one has to have for them; the fastest first.
+_KERNELS = (
+    ("SkylakeX", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    ("Haswell", {"avx2", "fma"}),
+)
 TOO_LATE = "mlx was imported before grpo_fn: import grpo_fn first"
 _AS_IT_IS = "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
 
@@ -102,8 +110,37 @@ def _load_global(name: str) -> bool:
         return False
     if not hasattr(library, "cblas_sgemm") or _is_ilp64(library):
         return False
+    _choose_kernels(library, _processor_flags())
     ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
     return True
+
+
+def _choose_kernels(library: ctypes.CDLL, flags: set[str]) -> None:
+    """Gives an OpenBLAS that is older than the processor the fastest of its kernels that run here.
+
+    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses, which it
+    does again here; other libraries do not see it.
+    """
+    needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
+    if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
+        return
+    library.openblas_get_corename.restype = ctypes.c_char_p
+    kernels = next((name for name, wanted in _KERNELS if wanted <= flags), None)
+    if kernels is None or library.openblas_get_corename() != _FALLBACK:
+        return
+    os.environ[_KERNELS_VARIABLE] = kernels
+    library.gotoblas_dynamic_quit()
+    library.gotoblas_dynamic_init()
+    del os.environ[_KERNELS_VARIABLE]
+
+
+def _processor_flags() -> set[str]:
+    """What Linux says that the processor can do; nothing where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
 def _is_ilp64(library: ctypes.CDLL) -> bool:

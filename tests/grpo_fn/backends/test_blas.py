@@ -48,6 +48,65 @@ def test_importing_run_training_is_enough():
     assert result.stdout.split() == ["True"], result.stderr
 
 
+class OldLibrary:
+    """An OpenBLAS that knows no processor of today, and takes what the environment names when asked again."""
+
+    def __init__(self, kernels=b"Prescott"):
+        """It chose `kernels` when it was loaded."""
+        self.kernels, self.asked = kernels, 0
+        self.gotoblas_dynamic_quit = lambda: None
+        self.openblas_get_corename = type("Function", (), {"__call__": lambda _: self.kernels})()
+
+    def gotoblas_dynamic_init(self):
+        """Chooses again."""
+        self.asked += 1
+        self.kernels = os.environ["OPENBLAS_CORETYPE"].encode()
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels"),
+    [
+        ("sse2 avx avx2 fma avx512f avx512bw avx512cd avx512dq avx512vl", b"SkylakeX"),
+        ("sse2 avx avx2 fma avx512f", b"Haswell"),
+        ("sse2 avx avx2 fma", b"Haswell"),
+        ("sse2 avx", b"Prescott"),
+        ("", b"Prescott"),
+    ],
+)
+def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags, kernels, monkeypatch):
+    """Those of the newest processor whose instructions it has; the environment is as before."""
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    library = OldLibrary()
+    blas._choose_kernels(library, set(flags.split()))
+    assert library.kernels == kernels and "OPENBLAS_CORETYPE" not in os.environ
+
+
+def test_kernels_that_openblas_or_the_user_chose_stay(monkeypatch):
+    """Nothing is chosen again."""
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    known = OldLibrary(b"SapphireRapids")
+    blas._choose_kernels(known, {"avx2", "fma"})
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    wished = OldLibrary()
+    blas._choose_kernels(wished, {"avx2", "fma"})
+    assert known.asked == wished.asked == 0 and known.kernels == b"SapphireRapids"
+
+
+@linux_cpu
+@needs_blas
+def test_this_machine_s_products_use_its_instructions():
+    """An x86 processor with AVX2 is not given kernels without."""
+    if "avx2" not in blas._processor_flags():
+        pytest.skip("a processor without AVX2")
+    code = (
+        "import ctypes, grpo_fn\nlibrary = ctypes.CDLL(None)\n"
+        "name = getattr(library, 'openblas_get_corename', None)\n"
+        "if name: name.restype = ctypes.c_char_p\nprint(name() if name else 'MKL')"
+    )
+    result = in_new_process(code)
+    assert result.returncode == 0 and "Prescott" not in result.stdout, result.stdout + result.stderr
+
+
 @linux_cpu
 @needs_blas
 def test_any_module_of_the_core_has_the_blas_first():
