@@ -80,10 +80,11 @@ class RunFolder:
         """Takes the lock again where a reward has closed it; UserError where another run was faster."""
         try:
             _ = self.lock and self.lock.number
+        except BlockingIOError as error:
+            raise UserError(f"{self.path}: the run's lock was closed, and another run has it") from error
         except OSError as error:
-            raise UserError(
-                f"{self.path}: something closed the run's lock, and another run has it"
-            ) from error
+            why = error.strerror or error
+            raise UserError(f"{self.path}: the run's lock was closed, and its file is gone: {why}") from error
 
     @contextmanager
     def anew(self) -> Iterator[RunFolder]:

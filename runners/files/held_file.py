@@ -40,10 +40,13 @@ class HeldFile:
         """The descriptor. OSError (ESTALE) where it was closed and the path leads to another file."""
         if not self._is_open():
             found = self._open(self._flags & ~os.O_CREAT)
-            if not os.path.samestat(os.fstat(found), self._is):
+            try:
+                if not os.path.samestat(os.fstat(found), self._is):
+                    raise OSError(errno.ESTALE, "its descriptor was closed, and another file has its name")
+                self._prepare(found)
+            except OSError:
                 os.close(found)
-                raise OSError(errno.ESTALE, "its descriptor was closed, and another file has its name")
-            self._prepare(found)
+                raise
             self._number = found
         return self._number
 

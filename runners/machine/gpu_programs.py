@@ -46,9 +46,9 @@ def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
     """
     if platform.backend != "cuda":
         return Compilation(Path(), (), 0)
-    from grpo_fn.backends.cuda.programs import names
+    from grpo_fn.backends import cuda_programs
 
-    wanted = names("bfloat16" if dtype == "auto" else dtype)
+    wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
     return Compilation(Path(os.environ[_VARIABLE]), wanted, max(min(platform.cores, memory >> 32), 1))
 
 
@@ -60,15 +60,24 @@ class Compilation:
         missing = [name for name in names if not self._tried(folder, name)]
         self.folder, self.names = folder, missing
         self._until = time.monotonic() + _SECONDS
+        self._faults: list[str] = []
+        self._running: list[tuple[subprocess.Popen[str], list[str]]] = []
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         count = min(processes, len(missing))
-        self._scratch = tempfile.TemporaryDirectory(prefix="grpo-programs-") if count else None
-        self._running = [self._start(number, missing[number::count]) for number in range(count)]
+        try:
+            if count:
+                self._scratch = tempfile.TemporaryDirectory(prefix="grpo-programs-")
+            for number in range(count):
+                share = missing[number::count]
+                self._running.append((self._start(number, share), share))
+        except OSError as error:  # no room, or no more processes
+            self._faults.append(error.strerror or str(error))
 
     def __enter__(self) -> Compilation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running:
+        for process, _names in self._running:
             process.kill()
             process.communicate()
         self._running = []
@@ -77,8 +86,8 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all is compiled and in the folder; lines on what is not, and why."""
-        faults = []
-        for process in self._running:
+        faults, done = list(self._faults), []
+        for process, names in self._running:
             try:
                 _, said = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
@@ -86,8 +95,10 @@ class Compilation:
                 continue
             if process.returncode:
                 faults.append((said.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+            else:
+                done += names
         try:
-            self._keep()
+            self._keep(done)
         except OSError as error:
             faults.append(f"{self.folder}: {error.strerror or error}")
         return [f"GPU programs were not all compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
@@ -108,8 +119,11 @@ class Compilation:
             text=True,
         )
 
-    def _keep(self) -> None:
-        """Moves what was compiled into the folder: whole files, each program's code last."""
+    def _keep(self, done: Sequence[str]) -> None:
+        """Moves what was compiled into the folder: whole files, each program's code last.
+
+        MLX has another name for what processes have `done` and left no file of; it is not tried again.
+        """
         if not self._scratch:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +132,6 @@ class Compilation:
             part = self.folder / f".{file.name}.{os.getpid()}"
             part.write_bytes(file.read_bytes())
             os.replace(part, self.folder / file.name)
-        for name in self.names:
-            if not self._tried(self.folder, name) and found:
-                (self.folder / f"{name}.unknown").touch()  # this MLX has another name for it
+        for name in done:
+            if not self._tried(self.folder, name):
+                (self.folder / f"{name}.unknown").touch()

@@ -110,12 +110,12 @@ def _load_global(name: str) -> bool:
         return False
     if not hasattr(library, "cblas_sgemm") or _is_ilp64(library):
         return False
-    _choose_kernels(library, _processor_flags())
+    _choose_kernels(library)
     ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
     return True
 
 
-def _choose_kernels(library: ctypes.CDLL, flags: set[str]) -> None:
+def _choose_kernels(library: ctypes.CDLL) -> None:
     """Gives an OpenBLAS that is older than the processor the fastest of its kernels that run here.
 
     The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses, which it
@@ -125,8 +125,11 @@ def _choose_kernels(library: ctypes.CDLL, flags: set[str]) -> None:
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
         return
     library.openblas_get_corename.restype = ctypes.c_char_p
+    if library.openblas_get_corename() != _FALLBACK:
+        return
+    flags = _processor_flags()
     kernels = next((name for name, wanted in _KERNELS if wanted <= flags), None)
-    if kernels is None or library.openblas_get_corename() != _FALLBACK:
+    if kernels is None:  # the processor has no AVX
         return
     os.environ[_KERNELS_VARIABLE] = kernels
     library.gotoblas_dynamic_quit()

@@ -80,12 +80,32 @@ def test_a_process_that_fails_is_told_and_what_others_made_is_kept(monkeypatch, 
     assert (tmp_path / "a.ptx").exists()
 
 
+def test_a_program_whose_process_failed_is_tried_again(monkeypatch, tmp_path):
+    """It is not taken for one that this MLX does not know, whatever others made."""
+    code = WRITES.replace("in sys.argv[1:]", "in sys.argv[1:] if 'b' not in sys.argv else 1 // 0")
+    monkeypatch.setattr(gpu_programs, "_CODE", code)
+    with Compilation(tmp_path, ["a", "b"], 2) as compilation:
+        assert len(compilation.wait()) == 1
+    assert Compilation(tmp_path, ["a", "b"], 0).names == ["b"]
+
+
+def test_processes_that_cannot_be_started_are_a_line(monkeypatch, tmp_path):
+    """A full /tmp, or a limit on processes: the run goes on."""
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gpu_programs.subprocess, "Popen", refuse)
+    with Compilation(tmp_path, ["a"], 1) as compilation:
+        assert compilation.wait() == ["GPU programs were not all compiled ahead: No space left on device"]
+
+
 def test_what_takes_too_long_is_ended(monkeypatch, tmp_path):
     """With a line; no process is left."""
     monkeypatch.setattr(gpu_programs, "_CODE", "import time; time.sleep(600)")
     monkeypatch.setattr(gpu_programs, "_SECONDS", 0.2)
     with Compilation(tmp_path, ["a"], 1) as compilation:
-        (process,) = compilation._running
+        ((process, _),) = compilation._running
         (line,) = compilation.wait()
     assert "more than 0.2 s" in line and process.poll() is not None
 
@@ -98,7 +118,7 @@ def test_other_backends_compile_nothing_ahead():
 
 @pytest.mark.skipif(mx.default_device() == mx.cpu, reason="wants CUDA")
 def test_the_names_are_those_of_this_mlx(tmp_path):
-    """What MLX leaves in its folder has the names that were foretold."""
+    """What MLX leaves in its folder has the names that were predicted."""
     wanted = names("bfloat16")
     with Compilation(tmp_path, wanted, 8) as compilation:
         assert compilation.wait() == []
