@@ -10,11 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
+from grpo_fn.rollout import FindStop
 from runners.machine import startup
 from runners.machine.launch_modes import usual_launch_keywords
 
 Prompts = list[list[int]]
-Options = dict[str, Any]  # keywords of `generate`
+Options = dict[str, Any]  # keywords of `Decoding`
 
 
 @attrs.frozen(kw_only=True)
@@ -42,13 +43,15 @@ class Case:
 
 
 def as_a_run() -> Options:
-    """The options of `generate` that a run would use here."""
+    """The options of `Decoding` that a run would use here."""
     return usual_launch_keywords(startup.prepare())
 
 
-def ours(policy: g.Policy, prompts: Prompts, case: Case, **options: Any) -> Callable[[], g.Rollout]:
+def ours(
+    policy: g.Policy, prompts: Prompts, case: Case, *, find_stop: FindStop | None = None, **options: Any
+) -> Callable[[], g.Rollout]:
     """A call that samples the case's completions of these prompts."""
-    options = {**as_a_run(), **options}
+    decoding = g.Decoding(**{**as_a_run(), **options})
     return lambda: g.generate(
         policy,
         policy.params,
@@ -56,7 +59,8 @@ def ours(policy: g.Policy, prompts: Prompts, case: Case, **options: Any) -> Call
         key=mx.random.key(0),
         num_generations=case.generations,
         max_new_tokens=case.new,
-        **options,
+        find_stop=find_stop,
+        decoding=decoding,
     )
 
 

@@ -65,7 +65,7 @@ class Role:
             key=mx.random.key(0),
             num_generations=rows,
             max_new_tokens=tokens,
-            **as_a_run(),
+            decoding=g.Decoding(**as_a_run()),
         )
 
 

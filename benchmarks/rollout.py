@@ -199,7 +199,7 @@ KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragge
 
 @benchmark("rollout", parts="chosen")
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
-@click.option("--sweep", is_flag=True, help="Also over the options of generate.")
+@click.option("--sweep", is_flag=True, help="Also over the options of Decoding.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
 def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Sequence[Figure]:
     """Rollouts against mlx-lm's BatchGenerator; rows that end early; prompts of different lengths."""

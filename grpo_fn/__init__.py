@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from grpo_fn.policy import Policy
     from grpo_fn.policy.head import Head
     from grpo_fn.prng import fold_in
-    from grpo_fn.rollout import Sampler, generate, sample
+    from grpo_fn.rollout import Decoding, Sampler, generate, sample
     from grpo_fn.trees import materialize
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "policy_loss",
     "preset",
     # the model, and completions from it
+    "Decoding",
     "Policy",
     "Rollout",
     "Sampler",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_fn.backends.cpu.blas import Blas, load_blas
+    from grpo_fn.backends.cuda.programs import names as cuda_programs
     from grpo_fn.backends.mechanisms import (
         OPERATIONS,
         disable,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OPERATIONS",
     "Blas",
+    "cuda_programs",
     "disable",
     "disabled",
     "find",
@@ -38,6 +40,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "cuda_programs":
+        from grpo_fn.backends.cuda.programs import names
+
+        return names
     if name in ("Blas", "load_blas"):
         import grpo_fn.backends.cpu as owner
     else:

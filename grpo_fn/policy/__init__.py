@@ -4,6 +4,7 @@ Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `
 `grpo_fn.rollout`.
 """
 
+from grpo_fn.policy import kv_caches
 from grpo_fn.policy.decode_programs import fits_lanes
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
@@ -37,6 +38,7 @@ __all__ = [
     "decode_weights_bytes",
     "fits_lanes",
     "is_quantized",
+    "kv_caches",
     "plain_caches",
     "quant_mode",
     "quantizable",

@@ -5,7 +5,7 @@ Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grp
 """
 
 from grpo_fn.rollout.categorical import WORDS
-from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.rollout.decode_loop import Decoding, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.generation import generate
 from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, copied_prompt, grid_lanes, lane_stream
@@ -16,6 +16,7 @@ __all__ = [
     "PREFILL_TOKENS",
     "WORDS",
     "CacheSteps",
+    "Decoding",
     "FindStop",
     "Lane",
     "LaneSteps",

@@ -17,6 +17,30 @@ COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 FindStop = Callable[[Sequence[int], int], int | None]
 
 
+@attrs.frozen
+class Decoding:
+    """How completions are decoded. It changes speed and memory; the numbers are the same, to rounding.
+
+    Attributes:
+        max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
+        check_every: steps between looks at which rows have ended; a look waits for the device.
+        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
+            costs a copy of the cache).
+        lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
+            (on a CPU, over shared prefixes, at most 256 MB of plain float32 weights).
+        share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
+            on CPU and CUDA.
+        compact: drop rows that have ended from the batch once a quarter of it has.
+    """
+
+    max_batch: int = 0
+    check_every: int = 8
+    pipelined: bool = False
+    lanes: int = 1
+    share_prefix: bool | None = None
+    compact: bool = True
+
+
 @attrs.define(eq=False)
 class Columns:
     """What has been sampled so far of all rows, in full size."""
@@ -63,17 +87,14 @@ class Decoder:
         eos_ids: frozenset[int],
         find_stop: FindStop | None,
         max_new_tokens: int,
-        *,
-        check_every: int,
-        pipelined: bool,
-        compact: bool,
+        decoding: Decoding,
     ) -> None:
         self._penalty = sampler.repetition_penalty
         self._draw = drawing(sampler)
         self._eos_ids, self._find_stop = eos_ids, find_stop
-        self._max_new_tokens, self._check_every = max_new_tokens, check_every
-        self._launch = mx.async_eval if pipelined else mx.eval
-        self._compact = compact
+        self._max_new_tokens, self._check_every = max_new_tokens, max(decoding.check_every, 1)
+        self._launch = mx.async_eval if decoding.pipelined else mx.eval
+        self._compact = decoding.compact
 
     def run(self, lanes: list[Lane], whole: Columns) -> None:
         """Decode until every row has ended."""

@@ -19,7 +19,7 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.policy.prefix_cache import sharing_pays
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
-from grpo_fn.rollout.decode_loop import Columns, Decoder, FindStop
+from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
 from grpo_fn.rollout.lanes import Lane, LaneSteps, can_split, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import prefill, prefill_once
@@ -38,13 +38,8 @@ def generate(
     sampler: Sampler | None = None,
     eos_ids: Iterable[int] = (),
     find_stop: FindStop | None = None,
-    max_batch: int = 0,
     first_prompt: int = 0,
-    check_every: int = 8,
-    pipelined: bool = False,
-    lanes: int = 1,
-    share_prefix: bool | None = None,
-    compact: bool = True,
+    decoding: Decoding | None = None,
 ) -> Rollout:
     """Sample G completions of each prompt.
 
@@ -58,24 +53,15 @@ def generate(
         eos_ids: tokens that end a completion; it stays in the completion and counts.
         find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
             seen the first `start` and found no end: how many of them to keep if it has ended, else None.
-        max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
-        check_every: steps between looks at which rows have ended; a look waits for the device.
-        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
-            costs a copy of the cache).
-        lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
-            (on a CPU, over shared prefixes, at most 256 MB of plain float32 weights). The same numbers to
-            rounding.
-        share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
-            on CPU and CUDA. The same numbers to rounding.
-        compact: drop rows that have ended from the batch once a quarter of it has.
+        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
             is out of range, or `find_stop` gives more tokens than there are.
     """
     check_process()
-    sampler = sampler or Sampler()
+    sampler, decoding = sampler or Sampler(), decoding or Decoding()
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
     if not sampler.repetition_penalty > 0:
@@ -84,20 +70,13 @@ def generate(
     for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ValueError(f"{name} = {value}: wanted at least 1")
-    share_prefix = policy.shares_prefix and (sharing_pays() if share_prefix is None else share_prefix)
-    decoder = Decoder(
-        sampler,
-        frozenset(eos_ids),
-        find_stop,
-        max_new_tokens,
-        check_every=max(check_every, 1),
-        pipelined=pipelined,
-        compact=compact,
-    )
+    wanted = decoding.share_prefix
+    share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
+    decoder = Decoder(sampler, frozenset(eos_ids), find_stop, max_new_tokens, decoding)
     whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    lanes = lanes if can_split(policy) and share_prefix and len(prompts) * num_generations > 1 else 1
+    lanes = decoding.lanes if can_split(policy) and share_prefix and len(prompts) * num_generations > 1 else 1
     with policy.sampling(params, lanes=lanes > 1) as model:
-        for part in _parts(prompts, num_generations, max_batch, policy.takes_ragged or share_prefix):
+        for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,

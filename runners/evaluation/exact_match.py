@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.rollout import FindStop
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
@@ -77,7 +77,7 @@ def evaluate(
             sampler=g.Sampler(temperature=0.0),
             eos_ids=eos_ids,
             find_stop=find_stop,
-            **launch_keywords(launch),
+            decoding=g.Decoding(**launch_keywords(launch)),
         )
         texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
         if progress is not None:

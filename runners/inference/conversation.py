@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.rollout import FindStop
 from runners.data.prompts import Message, render
 from runners.inference.generation import Completion, Sampling, Speed, stream
 from runners.inference.inference_model import InferenceModel

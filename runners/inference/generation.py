@@ -13,8 +13,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import check_token_ids
 from grpo_fn.prng import GENERATION, completion_keys, stream_key
-from grpo_fn.rollout.decode_loop import FindStop
-from grpo_fn.rollout.sampler import draw_words, drawing, mark_seen, penalize, seen_tokens
+from grpo_fn.rollout import FindStop, draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.errors import UserError, gigabytes
 from runners.inference.inference_model import InferenceModel
@@ -243,6 +242,9 @@ def generate_batches(
 
     _check_token_ids(model, prompts)
     together = max((max_batch or DEFAULT_ROWS) // num_generations, 1)
+    # On a CPU a look at which rows have ended costs nothing, and their steps are saved.
+    check_every = 8 if model.launch == "async" else 1
+    decoding = g.Decoding(check_every=check_every, **launch_keywords(model.launch))
     for start in range(0, len(prompts), together):
         part = prompts[start : start + together]
         began = time.perf_counter()
@@ -257,9 +259,7 @@ def generate_batches(
             eos_ids=model.eos_ids,
             find_stop=end,
             first_prompt=start,
-            # On a CPU a look at which rows have ended costs nothing, and their steps are saved.
-            check_every=8 if model.launch == "async" else 1,
-            **launch_keywords(model.launch),
+            decoding=decoding,
         )
         found = rollout.completions()
         if speed is not None:

@@ -1,4 +1,4 @@
-"""How decoding steps are launched: what the names that `rollout.launch` takes mean to `generate`.
+"""How decoding steps are launched: what the names that `rollout.launch` takes mean to `Decoding`.
 
 eval     wait for each step
 async    hand it over and prepare the next
@@ -26,10 +26,10 @@ def launch_modes(platform: Platform) -> tuple[str, ...]:
 
 
 def usual_launch_keywords(platform: Platform) -> dict[str, Any]:
-    """The keywords of `generate` where nothing has been measured."""
+    """The keywords of `Decoding` where nothing has been measured."""
     return launch_keywords(launch_modes(platform)[0])
 
 
 def launch_keywords(launch: str) -> dict[str, Any]:
-    """The keywords of `generate`."""
+    """The keywords of `Decoding`."""
     return {"pipelined": launch == "async", "lanes": LANES if launch == "split" else 1}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from grpo_fn.rollout.prefill import PREFILL_TOKENS
+from grpo_fn.rollout import PREFILL_TOKENS
 from runners.memory.passes import CACHE_STEP, FLOAT, PREFILL, MicroBatch, ModelShape, Pass, kv_bytes
 
 # Bytes for each weight whose update is in flight: measured, as in `memory`; and those of its random bits.

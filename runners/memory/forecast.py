@@ -8,8 +8,8 @@ from pathlib import Path
 import attrs
 
 from grpo_fn.learner import Packer, Row
-from grpo_fn.policy.prefix_cache import ROOM
-from grpo_fn.rollout.lanes import copied_prompt
+from grpo_fn.policy import ROOM
+from grpo_fn.rollout import copied_prompt
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED
 from runners.data.datasets import load_rows

@@ -15,11 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.learner import can_share
-from grpo_fn.policy.decode_programs import fits_lanes
-from grpo_fn.policy.decode_weights import decode_weights_bytes
-from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.policy.prefix_cache import shares_prefix, sharing_pays
-from grpo_fn.policy.quantized_role import QuantMode, quant_mode, quantizable, quantize
+from grpo_fn.policy import (
+    QuantMode,
+    decode_weights_bytes,
+    fits_lanes,
+    quant_mode,
+    quantizable,
+    quantize,
+    shares_prefix,
+    sharing_pays,
+    use_own_functions,
+)
 from grpo_fn.trees import split_leaves
 from runners.config.loading import Config
 from runners.config.sections import EMBEDDED, ModelConfig
@@ -136,7 +142,7 @@ def _shape(stated: dict[str, Any], path: str) -> ModelShape:
     try:
         return model_shape(stated)
     except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]}; its memory cannot be foretold") from error
+        raise UserError(f"{path}: {error.args[0]}; its memory cannot be predicted") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}: config.json describes no model ({first_lines(str(error))})") from error
 

@@ -64,7 +64,7 @@ def over_memory_line(found: Forecast, platform: Platform) -> str | None:
     ways = remedies(found, platform)
     way = " or ".join(ways[:2]) + " would fit" if ways else f"lower {key_to_turn(found)}"
     return (
-        f"the run is foretold to take {gigabytes(peak.total)} at its peak ({peak.name}: {name} "
+        f"the run is expected to take {gigabytes(peak.total)} at its peak ({peak.name}: {name} "
         f"{gigabytes(nbytes)}), and there are {gigabytes(found.total)}{_limit(found)}; {way}"
     )
 
@@ -85,7 +85,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
     try:
         sizes = model_sizes(config, platform)
     except UserError as error:  # what ails the model itself is told when it is loaded
-        return f"memory: not foretold: {error}"
+        return f"memory: not predicted: {error}"
     line = too_large_line(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes))
     if line:
         raise UserError(line)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_layers import unpack_rows
-from grpo_fn.policy.quantized_role import QuantizedRole, quantized_role
+from grpo_fn.policy import QuantizedRole, quantized_role, unpack_rows
 from runners.config.loading import Config
 from runners.errors import UserError
 

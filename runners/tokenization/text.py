@@ -14,7 +14,7 @@ from runners.errors import UserError, first_line
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from grpo_fn.rollout.decode_loop import FindStop
+    from grpo_fn.rollout import FindStop
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 

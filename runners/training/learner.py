@@ -9,7 +9,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import can_share
-from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy import checkpoint_layers
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength

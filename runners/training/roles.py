@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_role import QuantizedRole, is_quantized
+from grpo_fn.policy import QuantizedRole, is_quantized
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.models.quantized_role import make_quantized_role, unfit_notice

@@ -12,7 +12,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_token_ids
-from grpo_fn.rollout.decode_loop import FindStop
+from grpo_fn.rollout import FindStop
 from grpo_fn.trees import Tree
 from runners.config.conditions import Condition
 from runners.config.loading import Config
@@ -174,6 +174,9 @@ def _collector(
     loaded: LoadedModel,
 ) -> Collector:
     rollout, sampler = config.rollout, sampler_of(config)
+    decoding = g.Decoding(
+        max_batch=rollout.max_batch, check_every=rollout.check_every, **launch_keywords(rollout.launch)
+    )
 
     role = learner.role  # the learner itself would keep its first state alive
 
@@ -189,9 +192,7 @@ def _collector(
                 sampler=sampler,
                 eos_ids=loaded.eos_ids,
                 find_stop=find_stop,
-                max_batch=rollout.max_batch,
-                check_every=rollout.check_every,
-                **launch_keywords(rollout.launch),
+                decoding=decoding,
             )
 
         return role.draw(sample, params)

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.policy.quantized_role import is_quantized
+from grpo_fn.policy import is_quantized
 from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
 from runners.config.loading import Config
@@ -44,7 +44,7 @@ class _Bench:
     config: Config
     prompts: tuple[tuple[int, ...], ...]
     tokens: int  # new ones of a timed rollout
-    launch: dict[str, Any]  # keywords of `generate`
+    launch: dict[str, Any]  # keywords of `Decoding`
     clock: Clock
 
     def sample(self, policy: g.Policy, params: Tree, prompts: int, tokens: int) -> tuple[g.Rollout, float]:
@@ -59,8 +59,7 @@ class _Bench:
             num_generations=rollout.num_generations,
             max_new_tokens=tokens,
             sampler=g.Sampler(temperature=rollout.temperature),
-            max_batch=rollout.max_batch,
-            **self.launch,
+            decoding=g.Decoding(max_batch=rollout.max_batch, **self.launch),
         )
         mx.eval(drawn.tokens_bt, drawn.logp_bt)
         return drawn, self.clock() - started

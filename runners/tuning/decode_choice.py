@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from runners.config.sections import RolloutConfig
 from runners.tuning.decode_probe import WARM_STEPS, Probe
-from runners.tuning.saved_answers import Decoding
+from runners.tuning.saved_answers import DecodeChoice
 from runners.tuning.workload import Workload
 
 CHECKS = (4, 8, 16, 32)  # candidates for check_every
@@ -125,7 +125,7 @@ def measure_decoding(
     return None, attrs.evolve(only_largest, launches=_slow(candidates.launches)), reason
 
 
-def choose_decoding(times: DecodeTimes, candidates: DecodeCandidates, work: Workload) -> Decoding:
+def choose_decoding(times: DecodeTimes, candidates: DecodeCandidates, work: Workload) -> DecodeChoice:
     """The cheapest of the candidates by the median of the rounds.
 
     The usual one stays where that is not better by `MARGIN`, or not in every round: then it is noise.
@@ -147,14 +147,16 @@ def choose_decoding(times: DecodeTimes, candidates: DecodeCandidates, work: Work
     return decoding(*best, work)
 
 
-def usual_decoding(candidates: DecodeCandidates, work: Workload) -> Decoding:
+def usual_decoding(candidates: DecodeCandidates, work: Workload) -> DecodeChoice:
     """The answer without a measurement."""
     return decoding(candidates.groups[0], candidates.launches[0], candidates.checks[0], work)
 
 
-def decoding(groups: int, launch: str, check_every: int, work: Workload) -> Decoding:
+def decoding(groups: int, launch: str, check_every: int, work: Workload) -> DecodeChoice:
     """An answer with as many prompts together; all of them is written as no limit."""
-    return Decoding(launch, check_every, 0 if groups == len(work.lengths) else groups * work.num_generations)
+    return DecodeChoice(
+        launch, check_every, 0 if groups == len(work.lengths) else groups * work.num_generations
+    )
 
 
 def reason_not_to_measure(work: Workload, backend: str, batch_steps: int) -> str | None:

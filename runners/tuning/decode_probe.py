@@ -12,11 +12,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.rollout.categorical import WORDS
-from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
-from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, grid_lanes, lane_stream
-from grpo_fn.rollout.sampler import drawing
+from grpo_fn.policy import kv_caches
+from grpo_fn.rollout import (
+    WORDS,
+    CacheSteps,
+    Lane,
+    LaneSteps,
+    Steps,
+    Stream,
+    drawing,
+    grid_lanes,
+    lane_stream,
+    shared_steps,
+)
 from grpo_fn.trees import arrays_of, on_host
 from runners.machine.launch_modes import launch_keywords
 from runners.tuning.workload import Workload
@@ -39,7 +47,7 @@ class Probe:
 
         kinds = (KVCache, RotatingKVCache, ArraysCache)
         with self._work.policy.bound(self._work.params) as model:
-            return all(type(cache) in kinds for cache in cache_rows.plain_caches(model))
+            return all(type(cache) in kinds for cache in kv_caches.plain_caches(model))
 
     def seconds_per_step(
         self, launch: str, check_every: int, *, groups: int, drawn: int, steps: int
@@ -61,12 +69,12 @@ class Probe:
         """What `generate` has once each row has drawn `drawn` tokens, its caches full of zeros."""
         work = self._work
         lengths = work.lengths[:groups]
-        caches = cache_rows.plain_caches(model)
+        caches = kv_caches.plain_caches(model)
         # One token: recurrent states come into being, the others show their shapes.
         model(mx.zeros((groups, 1), mx.int32), cache=caches)
         for cache in caches:
             _extend(cache, max(lengths) - 1)
-        mx.eval(list(arrays_of(cache_rows.arrays(caches))))
+        mx.eval(list(arrays_of(kv_caches.arrays(caches))))
         places = list(range(groups * work.num_generations))
         shared = work.policy, model, caches, lengths, work.num_generations
         if lanes > 1:
@@ -74,10 +82,10 @@ class Probe:
         if work.shares_prefix:
             steps = shared_steps(*shared, room=work.max_new_tokens, drawn=drawn)
             return [(steps, places, lane_stream(0))]
-        cache_rows.keep_rows(caches, [place // work.num_generations for place in places])
+        kv_caches.keep_rows(caches, [place // work.num_generations for place in places])
         for cache in caches:
             _extend(cache, drawn)
-        mx.eval(list(arrays_of(cache_rows.arrays(caches))))
+        mx.eval(list(arrays_of(kv_caches.arrays(caches))))
         return [(CacheSteps(model, caches), places, lane_stream(0))]
 
     def _begun(self, steps: Steps, places: list[int], stream: Stream) -> Lane:

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from grpo_fn.policy.decode_weights import decode_weights_bytes
+from grpo_fn.policy import decode_weights_bytes
 from grpo_fn.trees import nbytes
 from runners.config.loading import Config
 from runners.config.sections import RolloutConfig

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy.kv_caches import plain_caches
+from grpo_fn.policy import plain_caches
 from grpo_fn.trees import arrays_of, named_leaves, nbytes
 from runners.tuning.workload import Workload
 

@@ -18,7 +18,7 @@ MOST_ANSWERS = 200  # answers; the oldest go first
 
 
 @attrs.frozen
-class Decoding:
+class DecodeChoice:
     """How completions are decoded; see `grpo_fn.generate`."""
 
     launch: str  # as in `machine.launch_modes`
@@ -31,14 +31,14 @@ def cache_file() -> Path:
     return cache_folder() / "tuning.json"
 
 
-def recall(file: Path, facts: Mapping[str, Any]) -> tuple[Decoding | None, str | None]:
+def recall(file: Path, facts: Mapping[str, Any]) -> tuple[DecodeChoice | None, str | None]:
     """The answer for these facts, if there is one; and what is wrong with the file, if something is."""
     answers, fault = _read(file)
     entry = answers.get(_name(facts))
     if entry is None:
         return None, fault
     try:
-        answer = Decoding(**entry["answer"])
+        answer = DecodeChoice(**entry["answer"])
     except (KeyError, TypeError):
         return None, f"{file}: an answer in it is damaged; it is measured again"
     whole = isinstance(answer.check_every, int) and isinstance(answer.max_batch, int)
@@ -48,7 +48,7 @@ def recall(file: Path, facts: Mapping[str, Any]) -> tuple[Decoding | None, str |
     return answer, None
 
 
-def remember(file: Path, facts: Mapping[str, Any], answer: Decoding) -> str | None:
+def remember(file: Path, facts: Mapping[str, Any], answer: DecodeChoice) -> str | None:
     """Keeps an answer; returns why it could not be kept, or None."""
     answers, _ = _read(file)
     answers.pop(_name(facts), None)

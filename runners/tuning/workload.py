@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 import grpo_fn as g
-from grpo_fn.policy.prefix_cache import sharing_pays
+from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import Tree, arrays_of
 from runners.config.loading import Config
 from runners.data.prompts import Example

@@ -1,5 +1,6 @@
 """Rollouts of tiny policies, and the model run on each completion by itself to compare them with."""
 
+import attrs
 import mlx.core as mx
 import numpy as np
 
@@ -11,10 +12,18 @@ EOS = (3, 17, 40)
 
 
 def roll(policy, prompts=RAGGED, *, seed=0, generations=3, limit=12, **options):
-    """A rollout with the policy's own parameters."""
+    """A rollout with the policy's own parameters; `options` of `generate` and of `Decoding`."""
     key = mx.random.key(seed)
+    decoding = {name: options.pop(name) for name in attrs.fields_dict(g.Decoding) if name in options}
     return g.generate(
-        policy, policy.params, prompts, key=key, num_generations=generations, max_new_tokens=limit, **options
+        policy,
+        policy.params,
+        prompts,
+        key=key,
+        num_generations=generations,
+        max_new_tokens=limit,
+        decoding=g.Decoding(**decoding),
+        **options,
     )
 
 

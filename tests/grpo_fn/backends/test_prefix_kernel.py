@@ -58,8 +58,7 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
             max_new_tokens=50,
             eos_ids=[1, 2, 3],
             sampler=g.Sampler(temperature=0.7),
-            check_every=2,
-            **options,
+            decoding=g.Decoding(check_every=2, **options),
         )
 
     with_kernel, with_copies = draw(0, pipelined=pipelined), draw(0, share_prefix=False)

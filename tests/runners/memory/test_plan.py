@@ -209,7 +209,7 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     sizes = model_sizes(config(), CPU)
     tight = config("system.memory_limit_gb=0.005")
     told = plan.memory_outlook(tight, CPU, sizes, 30)
-    assert len(told.notices) == 1 and told.notices[0].startswith("memory: the run is foretold to take")
+    assert len(told.notices) == 1 and told.notices[0].startswith("memory: the run is expected to take")
     assert plan.memory_outlook(config(), CPU, sizes, 30).notices == ()
     broken = attrs.evolve(tight, model=attrs.evolve(tight.model, path="/nowhere/at/all"))
     reason = plan.sizes_if_it_can_fit(broken, CPU)

@@ -104,7 +104,7 @@ def test_the_commands_take_the_loader(folder):
 
 def test_the_forecast_says_what_it_does_not_know(folder):
     """A config without Hugging Face's names has no forecast, and says so; the run above went on."""
-    with pytest.raises(UserError, match="cannot be foretold"):
+    with pytest.raises(UserError, match="cannot be predicted"):
         make_plan(load_config("train.toml").check(), CPU)
 
 

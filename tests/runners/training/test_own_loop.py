@@ -96,7 +96,7 @@ state = g.init_state(policy.params, optimizer, key=mx.random.key(0), ref_params=
 def step(state, number):
     rollout = g.generate(
         policy, state.old_params, [[5, 6, 7]], key=mx.random.key(number), num_generations=4,
-        max_new_tokens=8, eos_ids=range(12), check_every=1,
+        max_new_tokens=8, eos_ids=range(12), decoding=g.Decoding(check_every=1),
     )
     batch = g.make_batch(rollout, g.group_advantages(mx.array([[0.0, 1.0, 2.0, 4.0]])))
     state, _ = update_step(grad_step(state, batch)[0])

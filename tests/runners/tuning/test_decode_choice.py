@@ -24,7 +24,7 @@ from runners.tuning.decode_choice import (
     usual_decoding,
 )
 from runners.tuning.decode_probe import Probe
-from runners.tuning.saved_answers import Decoding
+from runners.tuning.saved_answers import DecodeChoice
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
 
@@ -100,7 +100,7 @@ def test_fewer_rows_only_where_a_token_is_cheaper():
     candidates = candidates_of(work, launch="eval", check_every=8)
     for half, wanted in ((0.6, 0), (0.4, 4)):
         times = times_of(candidates, lambda p, *_, half=half: {4: 1.0, 2: half, 1: 1.0}[p])
-        assert choose_decoding(times, candidates, work) == Decoding("eval", 8, wanted)
+        assert choose_decoding(times, candidates, work) == DecodeChoice("eval", 8, wanted)
 
 
 def test_noise_changes_nothing():
@@ -225,7 +225,7 @@ def test_slow_steps_are_measured_less(step, groups, steps, monkeypatch):
     assert now[0] < 6
     if groups is None:
         assert times is None and "30 ms" in reason
-        assert usual_decoding(left, work) == Decoding("eval", 8, 0)
+        assert usual_decoding(left, work) == DecodeChoice("eval", 8, 0)
     else:
         assert times is not None and (len(left.groups), times.steps) == (groups, steps)
         assert len(times.samples[4, "async", False, False]) >= 3

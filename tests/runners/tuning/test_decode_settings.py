@@ -17,7 +17,7 @@ from runners.training.train import run_training
 from runners.tuning import decode_choice, decode_settings
 from runners.tuning.decode_choice import CHECKS
 from runners.tuning.decode_settings import resolve_decoding
-from runners.tuning.saved_answers import Decoding, cache_file, recall
+from runners.tuning.saved_answers import DecodeChoice, cache_file, recall
 from runners.tuning.workload import Workload
 from tests.support.tiny_policies import tiny_policy
 
@@ -95,7 +95,7 @@ def measured(monkeypatch):
         return decode_choice.DecodeTimes({}, 16, 1.0), candidates, ""
 
     monkeypatch.setattr(decode_settings, "measure_decoding", measure)
-    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: Decoding("async", 16, 8))
+    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: DecodeChoice("async", 16, 8))
     monkeypatch.setattr(decode_settings, "_timings_line", lambda *_: "measured")
     return calls
 
@@ -193,9 +193,7 @@ def test_no_candidate_changes_a_token(name):
             num_generations=4,
             max_new_tokens=24,
             eos_ids=range(4),
-            max_batch=max_batch,
-            check_every=check_every,
-            **launch_keywords(launch),
+            decoding=g.Decoding(max_batch=max_batch, check_every=check_every, **launch_keywords(launch)),
         )
 
     want = roll("eval", 1, 0)
@@ -220,13 +218,13 @@ def test_a_run_uses_and_keeps_the_choice(config, monkeypatch):
     monkeypatch.setattr(
         decode_settings, "measure_decoding", lambda work, candidates: (object(), candidates, "")
     )
-    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: Decoding("async", 4, 8))
+    monkeypatch.setattr(decode_settings, "choose_decoding", lambda *_: DecodeChoice("async", 4, 8))
     monkeypatch.setattr(decode_settings, "_timings_line", lambda *_: "measured")
     seen, generate = [], g.generate
     monkeypatch.setattr(g, "generate", lambda *a, **k: seen.append(k) or generate(*a, **k))
     result = run_training(config(), report=Quiet())
-    used = {(k["pipelined"], k["check_every"], k["max_batch"]) for k in seen if k["num_generations"] == 4}
-    assert used == {(True, 4, 8)}
+    used = {k["decoding"] for k in seen if k["num_generations"] == 4}
+    assert used == {g.Decoding(pipelined=True, check_every=4, max_batch=8)}
     resolved = json.loads((result.folder / "config.resolved.json").read_text(encoding="utf-8"))
     assert of(
         RolloutConfig(**{k: resolved["rollout"][k] for k in ("launch", "check_every", "max_batch")})
@@ -236,7 +234,7 @@ def test_a_run_uses_and_keeps_the_choice(config, monkeypatch):
         8,
     )
     [entry] = json.loads(cache_file().read_text())["answers"].values()
-    assert recall(cache_file(), entry["facts"])[0] == Decoding("async", 4, 8)
+    assert recall(cache_file(), entry["facts"])[0] == DecodeChoice("async", 4, 8)
     assert entry["facts"]["backend"] == "cpu" and entry["facts"]["device"]
     other = config('rollout.launch="eval"', "rollout.check_every=8", "rollout.max_batch=16", "run.name=b")
     assert completions_of(run_training(other, report=Quiet())) == completions_of(result)

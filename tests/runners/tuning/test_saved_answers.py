@@ -9,10 +9,10 @@ import pytest
 
 from runners.files import durable
 from runners.tuning import saved_answers
-from runners.tuning.saved_answers import Decoding, cache_file, recall, remember
+from runners.tuning.saved_answers import DecodeChoice, cache_file, recall, remember
 
 FACTS = {"device": "one", "prompts": 4}
-ANSWER = Decoding("async", 16, 24)
+ANSWER = DecodeChoice("async", 16, 24)
 
 
 def test_an_answer_comes_back(tmp_path):
@@ -20,7 +20,7 @@ def test_an_answer_comes_back(tmp_path):
     file = tmp_path / "deep" / "tuning.json"
     assert recall(file, FACTS) == (None, None)
     assert remember(file, FACTS, ANSWER) is None
-    assert remember(file, {**FACTS, "prompts": 8}, Decoding("eval", 4, 0)) is None
+    assert remember(file, {**FACTS, "prompts": 8}, DecodeChoice("eval", 4, 0)) is None
     assert recall(file, FACTS) == (ANSWER, None)
     assert recall(file, {**FACTS, "device": "two"}) == (None, None)
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
@@ -89,7 +89,7 @@ def test_the_oldest_answers_go(tmp_path, monkeypatch):
     monkeypatch.setattr(saved_answers, "MOST_ANSWERS", 2)
     file = tmp_path / "tuning.json"
     for number in (1, 2, 1, 3):
-        remember(file, {"n": number}, Decoding("eval", number, 0))
+        remember(file, {"n": number}, DecodeChoice("eval", number, 0))
     found = [recall(file, {"n": number})[0] for number in (1, 2, 3)]
     assert [answer and answer.check_every for answer in found] == [1, None, 3]
 
