@@ -97,6 +97,7 @@ class StopSignals(Interrupts):
         super().__enter__()
         if self._before:
             self._reader, self._writer = os.pipe()
+            self._pipe = os.fstat(self._reader)
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
@@ -105,8 +106,7 @@ class StopSignals(Interrupts):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
-            with suppress(OSError):  # a reward may have closed it
-                os.close(self._writer)  # ends the thread
+            self._close(self._writer)  # ends the thread
         super().__exit__(kind, error, trace)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -114,7 +114,7 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         asked = False
-        while number := _read(self._reader):
+        while self._is_open(self._reader) and (number := _read(self._reader)):
             if number[0] not in self.signals:
                 continue
             if asked:
@@ -124,5 +124,14 @@ class StopSignals(Interrupts):
             asked = True
             # A display that is stuck, as after Ctrl-S, must not keep the second signal from being read.
             threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
+        self._close(self._reader)
+
+    def _is_open(self, descriptor: int) -> bool:
+        """Whether it is an end of the pipe still: a reward may close it, and open a file in its place."""
         with suppress(OSError):
-            os.close(self._reader)
+            return os.path.samestat(os.fstat(descriptor), self._pipe)
+        return False
+
+    def _close(self, descriptor: int) -> None:
+        if self._is_open(descriptor):
+            os.close(descriptor)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -192,9 +194,15 @@ def test_a_hangup_that_nohup_has_turned_off_stays_off():
     assert Stopped(signal.SIGHUP).exit_code == 129
 
 
-def test_closed_descriptors_are_survived():
-    """A reward may close every one that it finds."""
-    with StopSignals() as signals:
-        os.close(signals._reader)
-        os.close(signals._writer)
-    assert not signals.stopped
+def test_closed_descriptors_are_survived(tmp_path):
+    """A reward may close every one that it finds, and open files in their place."""
+    with ExitStack() as opened, StopSignals() as signals:
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "signals"]
+        others = [opened.enter_context(open(tmp_path / name, "w")) for name in ("a", "b")]
+        os.dup2(others[0].fileno(), signals._reader)
+        os.dup2(others[1].fileno(), signals._writer)
+        thread.join(60)
+        assert not thread.is_alive()
+        signals.__exit__(None, None, None)
+        for number in (signals._reader, signals._writer):
+            os.close(number)  # OSError, had the run closed it
