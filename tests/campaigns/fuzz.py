@@ -6,7 +6,8 @@
 Whatever a file holds, reading it gives a value or a UserError: any other exception, a crash, more than ten
 seconds, or a file touched outside of the input's own folder is a failure. Each kind of file is read in a
 process of its own, so that one which MLX or Python cannot survive is found too, with the input that did it.
-The long form has 100,000 inputs; those of chat templates need a process each, and so some hours.
+The long form has 100,000 inputs. Those of chat templates need a process each, and so some hours, which
+`--jobs` shares out among cores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -455,20 +457,27 @@ def _instrumented() -> contextlib.AbstractContextManager[None]:
     return atheris.instrument_imports(include=["runners", "tomllib"])
 
 
-def fuzz(groups: list[list[str]], inputs: int, number: int, tell: Callable[[str], None] = print) -> list[str]:
-    """Each group of targets in a process of its own, so many inputs a target; the failures, a text each."""
-    failures = []
-    for group in groups:
+def fuzz(
+    groups: list[list[str]], inputs: int, number: int, tell: Callable[[str], None] = print, jobs: int = 1
+) -> list[str]:
+    """Each group of targets in a process of its own, so many inputs a target; the failures, a text each.
+
+    `jobs`: processes side by side. A group's inputs are then shared out among as many, with a seed each.
+    """
+    failures: list[str] = []
+    share = -(-inputs // jobs)
+
+    def run(group: list[str], number: int) -> None:
         folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         command = [sys.executable, "-m", "tests.campaigns.fuzz", "--inside", str(folder)]
         chosen = [part for name in group for part in ("--target", name)]
         try:
             done = subprocess.run(
-                [*command, *chosen, "--inputs", str(inputs), "--seed", str(number)],
+                [*command, *chosen, "--inputs", str(share), "--seed", str(number)],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=600 + inputs * sum(TARGETS.get(name, Target).patience for name in group),
+                timeout=600 + share * sum(TARGETS.get(name, Target).patience for name in group),
             )
             died, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired:
@@ -479,6 +488,11 @@ def fuzz(groups: list[list[str]], inputs: int, number: int, tell: Callable[[str]
             failures.append(f"{group}: exit code {died}; last input {said}\n{output[-6000:]}")
         tell(failures[-1] if died else output.strip())
         shutil.rmtree(folder, ignore_errors=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = [pool.submit(run, group, number + job) for group in groups for job in range(jobs)]
+    for part in parts:
+        part.result()
     return failures
 
 
@@ -490,6 +504,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=10_000, help="in all, shared out among the targets")
     parser.add_argument("--target", choices=TARGETS, action="append", help="one or more; all if left out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--atheris", action="store_true", help="let atheris choose the inputs of one target")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     values = parser.parse_args()
@@ -503,7 +518,8 @@ def main() -> int:
     if values.atheris:
         folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         run_target(targets[0], values.inputs, values.seed, folder, guided=True)
-    return bool(fuzz([[name] for name in targets], -(-values.inputs // len(targets)), values.seed))
+    inputs = -(-values.inputs // len(targets))
+    return bool(fuzz([[name] for name in targets], inputs, values.seed, jobs=values.jobs))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,19 @@ of the user's, of many shapes, lie around all targets and have to be untouched a
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import click
 
+import grpo_fn  # noqa: F401 (before MLX)
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.snapshot import LATEST, checkpoint_folders
 from runners.errors import UserError
@@ -166,14 +169,27 @@ def _comparable(checkpoint: dict) -> dict:
     return {**checkpoint, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
 
 
-def hunt(folder: Path, kills: int, *, kinds=ALL, seed: int = 0, most: int = 12, say=print) -> Tally:
-    """Kills so many processes, spread over the kinds; each run or folder sees up to `most` of them."""
+def hunt(
+    folder: Path,
+    kills: int,
+    *,
+    kinds=ALL,
+    seed: int = 0,
+    most: int = 12,
+    seconds: float = math.inf,
+    say=print,
+) -> Tally:
+    """Kills so many processes, spread over the kinds; each run or folder sees up to `most` of them.
+
+    No run begins after so many `seconds`.
+    """
+    end = time.monotonic() + seconds
     chance, tally, rounds = random.Random(seed), Tally(), 0
     harnesses = [
         (Harness if kind in KINDS else Conversions)(kind, folder / kind, chance)
         for kind in dict.fromkeys(kinds)
     ]
-    while tally.kills < kills:
+    while tally.kills < kills and time.monotonic() < end:
         harness = harnesses[rounds % len(harnesses)]
         share = -(-(kills - tally.kills) // max(len(harnesses) - rounds, 1))
         harness.run(f"run-{rounds}", min(share, most, kills - tally.kills), tally)
@@ -190,14 +206,31 @@ def hunt(folder: Path, kills: int, *, kinds=ALL, seed: int = 0, most: int = 12, 
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(ALL), help="[all]")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the runs, which then stay.")
-def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None) -> None:
+@click.option("--jobs", default=1, show_default=True, help="Side by side; with six and more one kind each.")
+@click.option("--minutes", default=math.inf, help="Ends after this time, whatever the kills [never].")
+def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None, jobs: int, minutes: float) -> None:
     """Kill runs, conversions and exports again and again, and compare.
 
     Exit code 1 where anything was lost, differs, or was touched.
     """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        tally = hunt(keep or Path(folder), kills, kinds=kinds or ALL, seed=seed, say=click.echo)
+    kinds = kinds or ALL
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder, ProcessPoolExecutor(jobs) as pool:
+        hunts = [
+            pool.submit(
+                hunt,
+                (keep or Path(folder)) / f"job-{job}",
+                kills // jobs + (job < kills % jobs),
+                kinds=kinds if jobs < len(kinds) else kinds[job % len(kinds) :][:1],
+                seed=seed + job,
+                seconds=60 * minutes,
+                say=click.echo,
+            )
+            for job in range(jobs)
+        ]
+        tally = Tally()
+        for done in hunts:
+            tally.add(done.result())
     for problem in tally.problems:
         click.echo(problem)
     lost = sum(": lost" in problem for problem in tally.problems)

@@ -32,6 +32,11 @@ class Tally:
     unmarked: int = 0  # empty staging folders, of processes killed before their marker or after it
     problems: list[str] = attrs.field(factory=list)
 
+    def add(self, other: Tally) -> None:
+        """What another hunt has seen, too."""
+        for name in attrs.fields_dict(Tally):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class Surroundings:
     """Decoys in folders, and staging folders among them."""
