@@ -10,11 +10,11 @@ from grpo_fn.learner.logprob_step import make_logprob_step
 from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape
-from grpo_fn.learner.rounding import stochastic_round
 from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.learner.token_logprobs import Head, chunk_rows, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.learner.update_step import UpdateStats, make_update_step
+from grpo_fn.rounding import stochastic_round
 
 __all__ = [
     "SCHEDULES",

@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.learner.optimizer import Optimizer
-from grpo_fn.learner.rounding import storing
 from grpo_fn.prng import REFERENCE_ROUNDING, stream_key
+from grpo_fn.rounding import storing
 from grpo_fn.trees import Tree, map_arrays
 
 

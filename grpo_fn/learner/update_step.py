@@ -9,9 +9,9 @@ from mlx.utils import tree_map
 
 from grpo_fn.compile import compiled
 from grpo_fn.learner.optimizer import Optimizer
-from grpo_fn.learner.rounding import storing
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, stream_key
+from grpo_fn.rounding import storing
 from grpo_fn.trees import Tree, arrays_of
 
 

@@ -4,29 +4,38 @@
 
 Three products for one: in a small model, launching them is most of a decoding step. In a large one reading
 its weights is, and the merged ones would be in memory beside them: it stays as it is.
+
+Weights of bfloat16 are rounded stochastically. To the nearest, a young adapter would be rounded away: what it
+adds is smaller than half the distance between two such numbers. This way it is there on average, and an
+adapter of zeros leaves every weight as it is. The draws are the same ones each time.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends import number
 from grpo_fn.layers import NamedLayers, is_linear, replaced_layers
+from grpo_fn.rounding import stochastic_round
 
-MOST_BYTES = 256e6  # of merged weights
+MOST_BYTES = 256e6  # of merged weights in float32
 
 
 @contextmanager
 def merged_adapters(module: nn.Module) -> Iterator[None]:
     """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
 
-    Only over weights of float32, where it changes nothing but rounding: in 16 bits most of a young adapter
-    would be rounded away, and packed weights would have to be packed again.
+    Only over weights of float32 and bfloat16: packed ones would have to be packed again.
     """
     adapted = mergeable(module)
-    merged = [(name, layer.fuse()) for name, layer in adapted]
-    mx.eval([layer.parameters() for _, layer in merged])
+    merged = []
+    for place, (name, layer) in enumerate(adapted):
+        plain = _plain(layer, mx.random.key(place))
+        mx.eval(plain.parameters())  # one by one: each is float32 on the way
+        merged.append((name, plain))
     with replaced_layers(module, merged, adapted):
         yield
 
@@ -36,12 +45,29 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
+    most = {mx.float32: MOST_BYTES, mx.bfloat16: number("merged_16_bits")}
     found = [
-        (name, layer)
+        (name, layer, compute or layer.linear.weight.dtype)
         for name, layer in module.named_modules()
-        if type(layer) in (LoRALinear, DoRALinear)
-        and is_linear(layer.linear)  # not packed
-        and (compute or layer.linear.weight.dtype) == mx.float32
+        if type(layer) in (LoRALinear, DoRALinear) and is_linear(layer.linear)  # not packed
     ]
-    nbytes = sum(layer.linear.weight.size for _, layer in found) * mx.float32.size
-    return found if nbytes <= MOST_BYTES else []
+    dtypes = {dtype for _, _, dtype in found}
+    nbytes = sum(layer.linear.weight.size * dtype.size for _, layer, dtype in found)
+    if len(dtypes) != 1 or nbytes > most.get(dtypes.pop(), 0):
+        return []
+    return [(name, layer) for name, layer, _ in found]
+
+
+def _plain(layer: Any, key: mx.array) -> nn.Linear:
+    """A linear layer that computes what one with an adapter does."""
+    weight = layer.linear.weight
+    delta = (layer.scale * layer.lora_b.T).astype(mx.float32) @ layer.lora_a.T.astype(mx.float32)
+    whole = weight.astype(mx.float32) + delta
+    if "m" in layer:  # DoRA: a length of its own for each row
+        whole = (layer.m / mx.linalg.norm(whole, axis=1))[:, None].astype(mx.float32) * whole
+    plain: Any = nn.Linear.__new__(nn.Linear)  # whose own constructor would draw from the global random state
+    nn.Module.__init__(plain)
+    plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key)
+    if "bias" in layer.linear:
+        plain.bias = layer.linear.bias
+    return plain

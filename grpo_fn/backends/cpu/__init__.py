@@ -29,6 +29,7 @@ MECHANISMS = {
 }
 NUMBERS = {
     "unpack_rows": 4,
+    "merged_16_bits": 0,
     "shares_prompts": 1,
     "logits": 2**22,
     "logit_rows": 96,

@@ -17,6 +17,7 @@ MECHANISMS = {
 }
 NUMBERS = {
     "unpack_rows": 8,  # from rates at 1, 16 and 128 rows
+    "merged_16_bits": 2**32,
     "shares_prompts": 1,
     "logits": 2**27,
     "logit_rows": 2**31,

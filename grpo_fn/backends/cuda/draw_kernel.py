@@ -24,6 +24,7 @@ _SOURCE = """
     __shared__ int chosen;
 
     float top = -INFINITY;
+    #pragma unroll 2
     for (int at = me * N; at < V; at += TILE) {
         const Numbers numbers = *reinterpret_cast<const Numbers*>(from + at);
         for (int i = 0; i < N; i++) top = fmaxf(top, float(numbers.at[i]) * INVERSE);
@@ -34,6 +35,7 @@ _SOURCE = """
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, of_warps[w]);
     __syncthreads();
 
+    #pragma unroll 1
     for (int tile = 0; tile < TILES; tile++) {
         const int at = tile * TILE + me * N;
         float sum = 0;
@@ -52,17 +54,21 @@ _SOURCE = """
         __syncthreads();
     }
     float total = 0;
+    #pragma unroll 4
     for (int block = 0; block < BLOCKS; block++) total += of_blocks[block];
 
     // The first whose cumulative count lies above the word's share of all; as categorical._inverted.
     auto place = [](const float* weights, int number, unsigned int word) {
         float sum = 0;
+        #pragma unroll 4
         for (int n = 0; n < number; n++) sum += weights[n];
         const float scale = sum > 0 ? 1073741824.0f / sum : 0.0f;
         auto count = [&](int n) { return weights[n] > 0 ? (unsigned int)(weights[n] * scale) + 1 : 0u; };
         unsigned int all = 0, upto = 0;
+        #pragma unroll 4
         for (int n = 0; n < number; n++) all += count(n);
         const unsigned int wanted = ((unsigned long long)all * word) >> 32;
+        #pragma unroll 4
         for (int n = 0; n < number; n++) {
             upto += count(n);
             if (upto > wanted) return n;

@@ -1,12 +1,50 @@
-"""CUDA kernels of our own, by MLX's way of making them from source."""
+"""CUDA kernels of our own: NVRTC compiles their source, and MLX launches what it gives.
 
+`mx.fast.cuda_kernel` would do both, and takes 1.3 s for each kernel in each process: it reads MLX's own
+headers before each. These sources need none of them, and take a small part of that.
+"""
+
+import ctypes
 import functools
+import re
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from grpo_fn.backends.mechanisms import has_cuda
+
+_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_TYPES = {
+    mx.float32: "float",
+    mx.float16: "float16",
+    mx.bfloat16: "bfloat16",
+    mx.int32: "int",
+    mx.uint32: "unsigned int",
+}
+# The numbers of 16 bits, rounded to nearest, and what C++ has from a header.
+_PRELUDE = """
+#define INFINITY __int_as_float(0x7f800000)
+struct float16 {
+    unsigned short bits;
+    float16() = default;
+    __device__ float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ operator float() const { float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); return x; }
+};
+struct bfloat16 {
+    unsigned short bits;
+    bfloat16() = default;
+    __device__ bfloat16(float x) {
+        const unsigned int whole = __float_as_uint(x);
+        const bool is_nan = (whole & 0x7fffffff) > 0x7f800000;
+        bits = is_nan ? 0x7fff : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
+    }
+    __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
+};
+"""
+# A size of an input, in a kernel's source: handed over as a number.
+_SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
@@ -21,12 +59,122 @@ def literal(number: float) -> str:
     return f"({number:.9e}f)"
 
 
+class CudaKernel:
+    """A kernel whose source is the body of a function of its inputs' and outputs' names."""
+
+    def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> None:
+        """`source` may name sizes of inputs, as in `x_shape[0]`."""
+        self._name, self._inputs, self._outputs = name, inputs, outputs
+        self._sizes = tuple(dict.fromkeys((found[1], int(found[2])) for found in _SIZE.finditer(source)))
+        self._body = _SIZE.sub(r"\1_shape_\2", source)
+        self._compiled: dict[Any, tuple[str, bytes]] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """The outputs of one launch.
+
+        Args:
+            inputs: arrays in the order of their names; they are copied where their rows do not lie in order.
+            template: names in the source, and the dtype, number or bool that each stands for.
+            grid: threads.
+            threadgroup: threads of a block.
+            output_shapes, output_dtypes: of what is written.
+        """
+        key = (*template, *(a.dtype for a in inputs), *output_dtypes)
+        if key not in self._compiled:
+            types = [a.dtype for a in inputs], list(output_dtypes)
+            name, source = self.source(template, *types)
+            self._compiled[key] = name, compiled_source(source, str(mx.device_info()["architecture"]))
+        name, code = self._compiled[key]
+        by_name = dict(zip(self._inputs, inputs, strict=True))
+        return mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=code,
+            inputs=list(inputs),
+            output_shapes=list(output_shapes),
+            output_dtypes=list(output_dtypes),
+            scalars=[by_name[name].shape[axis] for name, axis in self._sizes],
+            grid=grid,
+            threadgroup=threadgroup,
+            ensure_row_contiguous=True,
+        )
+
+    def source(
+        self, template: Sequence[tuple[str, Any]], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    ) -> tuple[str, str]:
+        """A name of its own for the kernel with these types, and its whole source.
+
+        MLX keeps programs by their names: this one holds a checksum of the source.
+        """
+        arguments = [f"const {_TYPES[t]}* {n}" for n, t in zip(self._inputs, inputs, strict=True)]
+        arguments += [f"{_TYPES[t]}* {n}" for n, t in zip(self._outputs, outputs, strict=True)]
+        arguments += [f"const int {name}_shape_{axis}" for name, axis in self._sizes]
+        constants = [
+            f"using {name} = {_TYPES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr {type(value).__name__} {name} = {str(value).lower()};"
+            for name, value in template
+        ]
+        body = "\n".join([", ".join(arguments) + ") {", *constants, self._body, "}"])
+        name = f"{self._name}_{zlib.crc32(body.encode()):08x}"
+        return name, f'{_PRELUDE}extern "C" __global__ void {name}({body}\n'
+
+
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """The kernel, as `mx.fast.cuda_kernel` gives it.
-
-    MLX keeps what it compiled in a folder, from one process to the next, under the kernel's name alone: the
-    name given to it holds a checksum of the source, or a later version would run an earlier one's kernel.
-    """
+    """The kernel: `CudaKernel`, or where NVRTC is not found `mx.fast.cuda_kernel`, which is called alike."""
+    if _nvrtc() is not None:
+        return CudaKernel(name, inputs, outputs, source)
+    # MLX keeps what it compiled under the kernel's name alone.
     name = f"{name}_{zlib.crc32(source.encode()):08x}"
     return mx.fast.cuda_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL | None:
+    """CUDA's compiler: the library that MLX has loaded."""
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def compiled_source(source: str, architecture: str) -> bytes:
+    """The machine code of CUDA source for an architecture such as "sm_90".
+
+    Raises:
+        RuntimeError: NVRTC refuses the source; with its message.
+    """
+    library = _nvrtc()
+    assert library is not None
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(function: str, *arguments: Any) -> int:
+        return getattr(library, function)(*arguments)
+
+    def text(size_of: str, content: str) -> bytes:
+        call(size_of, program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        call(content, program, found)
+        return found.raw
+
+    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+        raise RuntimeError("NVRTC could not begin a program")
+    try:
+        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+        if call("nvrtcCompileProgram", program, len(options), options):
+            said = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{said}")
+        return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+    finally:
+        call("nvrtcDestroyProgram", ctypes.byref(program))

@@ -33,6 +33,7 @@ _SOURCE = """
     }
 
     auto visit = [&](const T* keys, const T* values, int length) {
+        #pragma unroll 1
         for (int first = 0; first < length; first += SLOTS) {
             const int j = first + slot;
             const bool there = j < length;
@@ -62,11 +63,14 @@ _SOURCE = """
         }
     };
     const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * D;
-    visit(prompt_keys + at, prompt_values + at, prompt_length);
     const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * D;
-    visit(own_keys + own_at, own_values + own_at, own_length[0]);
     const size_t new_at = (size_t)(row * HEADS + head) * D;
-    visit(new_keys + new_at, new_values + new_at, 1);
+    #pragma unroll 1  // three copies of the code would take three times as long to compile
+    for (int part = 0; part < 3; part++) {
+        visit(part == 0 ? prompt_keys + at : part == 1 ? own_keys + own_at : new_keys + new_at,
+              part == 0 ? prompt_values + at : part == 1 ? own_values + own_at : new_values + new_at,
+              part == 0 ? prompt_length : part == 1 ? own_length[0] : 1);
+    }
     const size_t kept_at = own_at + (size_t)own_length[0] * D;
     for (int i = threadIdx.x; i < D; i += THREADS) {
         const_cast<T*>(own_keys)[kept_at + i] = new_keys[new_at + i];

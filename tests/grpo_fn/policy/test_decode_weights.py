@@ -4,6 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_unflatten
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
@@ -57,7 +59,7 @@ def test_merged_adapters_compute_the_same_and_come_back(name, dora):
 
 
 def test_adapters_over_few_bits_are_left_alone():
-    """16 bits would round an adapter away, and packed weights would have to be packed anew."""
+    """16 bits where a backend does not ask for it, and packed weights, which would have to be packed anew."""
     for change in (
         lambda module: module.set_dtype(mx.bfloat16),
         lambda module: nn.quantize(module, 32, 8, class_predicate=fits),
@@ -67,6 +69,32 @@ def test_adapters_over_few_bits_are_left_alone():
         with merged_adapters(module):
             assert "LoRALinear" in kinds(module)
     assert decode_weights_bytes(adapted(), mx.bfloat16) == 0
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, monkeypatch):
+    """An adapter far below bfloat16's steps moves the mean of the weights; one of zeros moves none."""
+    monkeypatch.setattr(merging, "number", lambda name: {"merged_16_bits": 1e9}[name])
+    kind = DoRALinear if dora else LoRALinear
+    linear = nn.Linear(256, 256, bias=True)
+    linear.weight = (1.5 + 0.25 * mx.random.uniform(shape=(256, 256), key=mx.random.key(3))).astype(
+        mx.bfloat16
+    )
+    module = nn.Sequential(kind.from_base(linear, r=4, scale=1.0))
+    [layer] = module.layers
+    with merged_adapters(module):
+        unmoved = module.layers[0].weight
+        assert unmoved.dtype == mx.bfloat16 and "bias" in module.layers[0]
+    if not dora:  # its row lengths are rounded
+        assert mx.array_equal(unmoved, linear.weight)
+    layer.lora_a, layer.lora_b = mx.ones((256, 4)), mx.full((4, 256), 1e-4 / 4)
+    with merged_adapters(module):
+        moved = module.layers[0].weight.astype(mx.float32)
+    step = mx.abs(moved - linear.weight.astype(mx.float32)).max().item()
+    assert step <= 2**-7  # a neighbour
+    if not dora:
+        # The mean of 65,536 draws, each 1/64 or so of a step of 2^-7 apart from its expectation.
+        assert abs((moved - linear.weight.astype(mx.float32)).mean().item() - 1e-4) < 2e-5
 
 
 def test_large_adapted_weights_are_left_alone(monkeypatch):

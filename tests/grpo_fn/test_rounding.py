@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner.rounding import _random_16, stochastic_round, storing
+from grpo_fn.rounding import _random_16, stochastic_round, storing
 
 KEY = mx.random.key(11)
 LARGEST = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]

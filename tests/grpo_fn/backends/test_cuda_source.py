@@ -1,0 +1,92 @@
+"""The whole source of a CUDA kernel; where NVRTC is installed, that it takes each."""
+
+import mlx.core as mx
+import pytest
+
+from grpo_fn.backends.cuda import (
+    draw_kernel,
+    kernels,
+    logit_kernels,
+    norm_kernels,
+    prefix_attention,
+    rope_kernels,
+)
+from grpo_fn.backends.cuda.kernels import CudaKernel
+
+needs_nvrtc = pytest.mark.skipif(kernels._nvrtc() is None, reason="needs CUDA's compiler")
+
+
+def test_a_source_has_types_constants_and_sizes():
+    """In the order in which MLX hands them over: inputs, outputs, numbers."""
+    kernel = CudaKernel(
+        "twice", ("x", "y"), ("out",), "out[0] = T(y[0] * x_shape[1] + x_shape[0] + shape[0]);"
+    )
+    template = [("T", mx.bfloat16), ("N", 4), ("BACK", True)]
+    name, source = kernel.source(template, [mx.bfloat16, mx.int32], [mx.float32])
+    head, body = source[source.index("extern") :].split("{", 1)
+    wanted = "const bfloat16* x, const int* y, float* out, const int x_shape_1, const int x_shape_0) "
+    assert head == f'extern "C" __global__ void {name}({wanted}'
+    lines = body.split("\n")[1:4]
+    assert lines == ["using T = bfloat16;", "constexpr int N = 4;", "constexpr bool BACK = true;"]
+    assert "x_shape_1 + x_shape_0 + shape[0]" in body
+
+
+def test_each_source_has_a_name_of_its_own():
+    """Types, constants and text count: MLX keeps programs by their names."""
+
+    def name(text="out[0] = x[0];", n=1, dtype=mx.float32):
+        return CudaKernel("copy", ("x",), ("out",), text).source([("N", n)], [dtype], [dtype])[0]
+
+    names = {name(), name(n=2), name(dtype=mx.float16), name(text="out[0] = x[1];")}
+    assert len(names) == 4 and name() in names
+
+
+def test_a_kernel_is_launched_with_sizes_and_compiled_once(monkeypatch):
+    launched, compiled = [], []
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    monkeypatch.setattr(kernels, "compiled_source", lambda *given: compiled.append(given) or b"code")
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda **given: launched.append(given) or ["out"])
+    kernel = CudaKernel("sum", ("x",), ("out",), "out[0] = x_shape[0] * x_shape[2];")
+    given = {"template": [("T", mx.float32)], "grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    for rows in (3, 5):
+        x = mx.zeros((rows, 2, 7))
+        found = kernel(inputs=[x], output_shapes=[(1,)], output_dtypes=[mx.float32], **given)
+        assert found == ["out"] and launched[-1]["scalars"] == [rows, 7]
+    assert len(compiled) == 1 and compiled[0][1] == "sm_90" and launched[0]["ensure_row_contiguous"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
+    """Without a GPU, too: it compiles for one that it is told."""
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    launched = []
+
+    def launch(**given):
+        launched.append(given)
+        return [mx.zeros(s, d) for s, d in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
+    rows, heads = mx.ones((4, 64), dtype), mx.ones((2, 3, 5, 64), dtype)
+    norm_kernels._rows_of("unit_rms", norm_kernels._FORWARD, 1e-6, rows)
+    norm_kernels._rows_of("unit_rms_gradient", norm_kernels._BACKWARD, 1e-6, rows, rows)
+    rope_kernels._turned(heads, 1e4, False)
+    rope_kernels._turned(heads, mx.ones((32,)), True)
+    draw_kernel.draw_rows(rows, mx.ones((4, 3), mx.uint32), 1.0, 32)
+    targets, ones = mx.zeros((4,), mx.int32), mx.ones((4,))
+    logit_kernels.row_logprobs(rows, targets, (1.0, None), 1.0)
+    logit_kernels.row_gradients(rows, targets, (ones, ones), (ones, ones), (0.5, 30.0), 1.0)
+    queries, new, own = (
+        mx.ones((6, 4, 1, 64), dtype),
+        mx.ones((6, 2, 1, 64), dtype),
+        mx.ones((6, 2, 8, 64), dtype),
+    )
+    numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
+    prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
+    assert len(launched) == 8 and all(len(given["compiled_source"]) > 1000 for given in launched)
+
+
+@needs_nvrtc
+def test_a_source_that_is_refused_says_why():
+    with pytest.raises(RuntimeError, match="undefined_name"):
+        kernels.compiled_source('extern "C" __global__ void f() { undefined_name(); }', "sm_90")
