@@ -79,7 +79,7 @@ class Loop:
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._log_fault: str | None = None  # what was last said of the log
-        self.started = self.update_started = time.perf_counter()
+        self.started = time.perf_counter()
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Goes on with what a checkpoint's facts say of budgets, warnings and skipped updates.
@@ -98,6 +98,7 @@ class Loop:
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._check_signals()
+        steps.times.restart()
         while steps.update_due() or (at.batch_step < self.run.length.batch_steps and not self.watch.reached):
             self._step()
             self._check_numbers()
@@ -164,7 +165,7 @@ class Loop:
         """One optimizer update, its log line, and the evaluation that may be due."""
         at = self.at
         stats, update = self.steps.update(self._wait_for_memory)
-        metrics = self._metrics(stats, update, time.perf_counter() - self.update_started)
+        metrics = self._metrics(stats, update)
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
         last = at.update == self.run.length.updates or self.watch.reached
@@ -176,18 +177,19 @@ class Loop:
         every = self.config.eval.every
         if every and at.update % every == 0:
             self._evaluate(f"after update {at.update}")
-        self.update_started = time.perf_counter()
+        self.steps.times.restart()
         self.steps.finish_update()
 
     def _wait_for_memory(self) -> None:
         """Before new weights are made: a checkpoint that memory has no room for beside them is waited for."""
         self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
 
-    def _metrics(self, stats: g.LossStats, update: g.UpdateStats, seconds: float) -> dict[str, Any]:
+    def _metrics(self, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
         at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
-        timed = {
-            f"time/{name}": sum(tally.seconds[name] for tally in at.tallies) for name in ("rollout", "reward")
-        }
+        sampled = sum(tally.sampled_tokens for tally in at.tallies)
+        sampling = sum(tally.seconds["rollout"] for tally in at.tallies)
+        self.steps.times.add("checkpoint", self.saver.stopped_seconds())
+        times = self.steps.times.take()
         memory, warning = self.memory.read()
         if warning:
             self.report.note(warning)
@@ -200,11 +202,9 @@ class Loop:
             **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
             **self.steps.role.metrics(),
             "num_tokens": at.sampled_tokens,
-            "step_time": seconds,
-            "tokens_per_second": sum(tally.sampled_tokens for tally in at.tallies)
-            / max(timed["time/rollout"], 1e-9),
-            **timed,
-            "time/checkpoint": self.saver.stopped_seconds(),
+            **times,
+            "tokens_per_second": sampled / max(sampling, 1e-9),
+            "tokens_per_second/step": sampled / max(times["step_time"], 1e-9),
             **memory,
         }
 

@@ -12,6 +12,7 @@ from grpo_fn.learner import shape_of
 from grpo_fn.prng import ROLLOUTS, stream_key
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
+from runners.telemetry.part_times import PartTimes
 from runners.telemetry.run_statistics import Tally
 from runners.training.gradients import Gradients
 from runners.training.loop_state import LoopState
@@ -32,6 +33,7 @@ class TrainSteps:
         )
         self.uses = optim.num_iterations * optim.minibatches  # updates that each rollout serves
         self.experiences: list[Experience] = []  # of the batch steps since the last update; not saved
+        self.times = PartTimes()
 
     def update_due(self) -> bool:
         """Whether the batch steps gathered are as many as an update takes."""
@@ -50,6 +52,8 @@ class TrainSteps:
             experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
         finally:
             self._follow_role()
+        for part in ("rollout", "reward"):
+            self.times.add(part, experience.seconds[part])
         at.batch_step += 1
         at.position = stream.position
         at.sampled_tokens += experience.sampled_tokens
@@ -59,11 +63,12 @@ class TrainSteps:
 
     def learn(self, experience: Experience) -> None:
         """The gradient of a rollout; kept for later where the rollout serves several updates."""
-        parts = self._micro_batches(experience)
-        if self.uses > 1:
-            self.at.waiting.append(parts)
-        else:
-            self._grad(parts[0])
+        with self.times.timing("learner"):
+            parts = self._micro_batches(experience)
+            if self.uses > 1:
+                self.at.waiting.append(parts)
+            else:
+                self._grad(parts[0])
 
     def update(self, before_update: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
         """One optimizer update of the batch steps gathered, which `finish_update` has to follow.
@@ -74,11 +79,13 @@ class TrainSteps:
         if self._syncs():
             # The next rollout takes the new weights: the old ones need not live through the update.
             self.state, self.role.anchor = attrs.evolve(self.state, old_params=None), None
-        for parts in at.waiting:
-            self._grad(parts[at.reused % len(parts)])
+        with self.times.timing("learner"):
+            for parts in at.waiting:
+                self._grad(parts[at.reused % len(parts)])
         before_update()
-        self.state, update = self.run.learner.update_step(self.state)
-        g.materialize(self.state, update)
+        with self.times.timing("update"):
+            self.state, update = self.run.learner.update_step(self.state)
+            g.materialize(self.state, update)
         self.gradients.applied()
         at.update += 1
         stats, at.stats = g.merge_stats(at.stats), []
@@ -96,8 +103,9 @@ class TrainSteps:
         self.experiences = []
         self._follow_role()
         if sync:
-            self.state = self.role.sync(self.state)
-            g.materialize(self.state.old_params)
+            with self.times.timing("sync"):
+                self.state = self.role.sync(self.state)
+                g.materialize(self.state.old_params)
             at.synced_at = at.batch_step
         every = loss.ref_sync_every
         if every and self.state.ref_params is not None and at.batch_step - at.ref_synced_at >= every:
