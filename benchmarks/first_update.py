@@ -1,0 +1,207 @@
+"""`grpo-run` from the command to its first update, and the steps after it, as a new user has them.
+
+cold    every cache is empty: what MLX and this project compile is compiled
+warm    the same command once more
+
+Each run is a process of its own on a model folder with random weights, at the sizes of a real run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from benchmarks.command import benchmark, say
+from benchmarks.machine import backend
+from benchmarks.quickstart import command_line
+from benchmarks.record import Figure
+from benchmarks.shapes import write_folder
+from runners.errors import UserError
+
+COLD_TARGET, WARM_TARGET = 20.0, 6.0  # seconds after the model is loaded
+REWARD = """
+def letters(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+"""
+TRAIN = """
+[run]
+output_dir = "out"
+[model]
+path = "model"
+[data]
+source = "rows.jsonl"
+[reward]
+functions = ["letters.py:letters"]
+[optim]
+batch_size = {prompts}
+max_steps = {updates}
+learning_rate = 1e-6
+[rollout]
+num_generations = {generations}
+max_new_tokens = {new}
+[eval]
+at_start = false
+every = 0
+samples = 1
+[checkpoint]
+every = 0
+"""
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A run: a shape with random weights, or the quickstart where `model` is empty."""
+
+    model: str = ""
+    settings: tuple[str, ...] = ()
+    prompts: int = 16
+    generations: int = 8
+    new: int = 256
+    updates: int = 4
+    cold_at_most: float | None = COLD_TARGET
+    warm_at_most: float | None = WARM_TARGET
+
+
+LORA = ("model.tune=lora", "model.lora={rank=16}")
+GPU_CASES = {
+    "qwen2.5-0.5b, full": Case(model="qwen2.5-0.5b"),
+    "qwen2.5-0.5b, LoRA": Case(model="qwen2.5-0.5b", settings=LORA),
+    "nanochat-d20, full": Case(model="nanochat-d20"),
+}
+CPU_CASES = {
+    "quickstart": Case(cold_at_most=WARM_TARGET),
+    "6 × 256, 4 × 8 × 64": Case(model="qwen2-6x256", prompts=4, new=64, cold_at_most=None, warm_at_most=None),
+}
+QUICK_CASES = {"quick": Case(model="tiny", prompts=2, generations=2, new=8, updates=2)}
+
+
+@attrs.frozen
+class Seen:
+    """What one run showed, seconds since its command but for `steps`."""
+
+    loaded: float  # the model and the data are there
+    first: float  # the first update is done
+    steps: tuple[dict[str, Any], ...]  # the log's lines of updates
+
+
+def run_once(folder: Path, case: Case, name: str) -> Seen:
+    """One run in `folder`, whose caches are as they were left. UserError where it does not end well."""
+    if case.model:
+        config, settings = "train.toml", case.settings
+    else:
+        config, settings = "quickstart", (f"optim.max_steps={case.updates}", "eval.at_start=false")
+    settings = (*settings, f"run.name={name}", f"run.output_dir={folder / 'out'}")
+    caches = {"GRPO_FN_CACHE": folder / "cache", "TMPDIR": folder / "tmp"}
+    for path in caches.values():
+        path.mkdir(exist_ok=True)
+    environment = {**os.environ, **{key: str(path) for key, path in caches.items()}, "PYTHONUNBUFFERED": "1"}
+    environment.pop("MLX_PTX_CACHE_DIR", None)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]
+    )
+    options = [word for setting in settings for word in ("--set", setting)]
+    started, loaded, first, printed = time.perf_counter(), 0.0, 0.0, []
+    with subprocess.Popen(
+        [*command_line(), config, *options],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            now = time.perf_counter() - started
+            printed.append(f"{now:6.1f} {line}")
+            loaded = loaded or now * line.startswith("run ")
+            first = first or now * line.startswith("update 1/")
+    text = "".join(printed)
+    if process.returncode or not first:
+        raise UserError(f"grpo-run ended with {process.returncode}:\n{text[-4000:]}")
+    say(text)
+    lines = (folder / "out" / name / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = tuple(step for step in map(json.loads, lines) if "loss" in step)
+    return Seen(loaded, first, steps)
+
+
+def write_run(folder: Path, case: Case) -> None:
+    """The files of a run on random weights: model, data, reward and config."""
+    if not case.model:
+        return
+    write_folder(folder / "model", case.model)
+    chance = random.Random(0)
+    question = "Ida has {} cards. She sells {} and buys {}. How many are left?"
+    rows = [
+        {"question": question.format(*(chance.randint(2, 99) for _ in range(3))), "answer": "3"}
+        for _ in range(400)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "letters.py").write_text(REWARD)
+    sizes = attrs.asdict(case)
+    (folder / "train.toml").write_text(TRAIN.format(**sizes))
+
+
+def measure(title: str, case: Case, folder: Path) -> list[Figure]:
+    """Cold, then warm, and the steps of the warm run."""
+    write_run(folder, case)
+    say(f"{title}: cold")
+    cold = run_once(folder, case, "cold")
+    say(f"{title}: warm")
+    warm = run_once(folder, case, "warm")
+    figures = []
+    for name, seen, target in (("cold", cold, case.cold_at_most), ("warm", warm, case.warm_at_most)):
+        after = f"{title}: first update after loading, {name}"
+        figures += [
+            Figure(name=after, value=seen.first - seen.loaded, unit="s", at_most=target),
+            Figure(name=f"{title}: first update after the command, {name}", value=seen.first, unit="s"),
+        ]
+    later = warm.steps[1:]
+
+    def median(key: str) -> float:
+        return statistics.median(step[key] for step in later)
+
+    parts = ("rollout", "reward", "learner", "update", "sync", "rest")
+    figures.append(Figure(name=f"{title}: step", value=median("step_time"), unit="s", samples=len(later)))
+    figures += [Figure(name=f"{title}: {part}", value=median(f"time/{part}"), unit="s") for part in parts]
+    return [
+        *figures,
+        Figure(name=f"{title}: rollout's tokens", value=median("tokens_per_second"), unit="tokens/s"),
+        Figure(
+            name=f"{title}: peak", value=1e3 * max(step["memory/peak_gb"] for step in warm.steps), unit="MB"
+        ),
+    ]
+
+
+@benchmark("first_update", parts="chosen")
+@click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
+def main(quick: bool, chosen: Sequence[str]) -> Sequence[Figure]:
+    """A run's first update with empty caches and with full ones, and the steps after it."""
+    cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
+    unknown = [name for name in chosen if name not in cases]
+    if unknown:
+        raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
+    figures = []
+    for title in chosen or cases:
+        folder = Path(tempfile.mkdtemp(prefix="first-update-"))
+        try:
+            figures += measure(title, cases[title], folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return figures
+
+
+if __name__ == "__main__":
+    main()
