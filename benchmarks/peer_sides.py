@@ -1,6 +1,6 @@
 """One side of `peers`, in a process of its own: a trainer's own loop, held before each step until told to go.
 
-    python -m benchmarks.peer_sides ours|theirs SETTINGS.json
+    python -m benchmarks.peer_sides ours|mlx-lm-lora|trl SETTINGS.json
 
 Each line on stdin lets one step happen; after it, a line of JSON on stdout says what it took. The first line
 on stdout, before any step, says that all is loaded. What the trainers print goes to stderr.
@@ -37,6 +37,7 @@ class Settings:
     beta: float
     learning_rate: float = 1e-5
     overrides: list[str] = attrs.field(factory=list)  # SECTION.KEY=VALUE, of our config
+    peer: dict[str, Any] = attrs.field(factory=dict)  # settings of TRL's GRPOConfig
     prompts: list[list[int]] = attrs.field(factory=list)  # token ids
 
 
@@ -44,11 +45,19 @@ class Done(Exception):
     """There will be no further step."""
 
 
+@attrs.frozen
+class Memory:
+    """How a side tells the most memory that its arrays have taken on the device since the last reset."""
+
+    peak: Callable[[], int] = mx.get_peak_memory  # bytes
+    reset: Callable[[], None] = mx.reset_peak_memory
+
+
 class Gate:
     """Stands between two steps: reports the one that has ended, and waits for the word to begin the next."""
 
-    def __init__(self, out: int, ready: dict[str, Any]) -> None:
-        self._out, self._message = out, ready
+    def __init__(self, out: int, ready: dict[str, Any], memory: Memory | None = None) -> None:
+        self._out, self._message, self._memory = out, ready, memory or Memory()
         self._started = self.rollout = 0.0  # seconds
         self.rollout_peak = 0  # bytes
         self.tokens = self.rows = 0  # of the step's completions
@@ -66,15 +75,15 @@ class Gate:
                 "rollout": self.rollout,
                 "tokens": self.tokens,
                 "rows": self.rows,
-                "peak": max(self.rollout_peak, mx.get_peak_memory()),
+                "peak": max(self.rollout_peak, self._memory.peak()),
                 "rollout_peak": self.rollout_peak,
-                "rest_peak": mx.get_peak_memory(),
+                "rest_peak": self._memory.peak(),
                 "resident": usage * (1 if sys.platform == "darwin" else 1024),
             }
         os.write(self._out, (json.dumps(self._message) + "\n").encode())
         if not sys.stdin.readline():
             raise Done
-        mx.reset_peak_memory()
+        self._memory.reset()
         self.rollout, self.tokens, self.rows, self.rollout_peak = 0.0, 0, 0, 0
         self._started = time.perf_counter()
 
@@ -85,8 +94,8 @@ class Gate:
             started = time.perf_counter()
             result = generate(*args, **kwargs)
             self.rollout += time.perf_counter() - started
-            self.rollout_peak = max(self.rollout_peak, mx.get_peak_memory())
-            mx.reset_peak_memory()
+            self.rollout_peak = max(self.rollout_peak, self._memory.peak())
+            self._memory.reset()
             found = lengths(result)
             self.tokens += sum(found)
             self.rows += len(found)
@@ -168,7 +177,7 @@ def ours(settings: Settings, out: int) -> None:
     train.run_training(load_config(str(config), settings.overrides))
 
 
-def theirs(settings: Settings, out: int) -> None:
+def mlx_lm_lora(settings: Settings, out: int) -> None:
     """mlx-lm-lora's `train_grpo` on a model as its command line loads it, its batches behind the gate."""
     import mlx.optimizers as optim
     from mlx_lm_lora.trainer import grpo_trainer  # pyright: ignore
@@ -221,6 +230,76 @@ def theirs(settings: Settings, out: int) -> None:
     )
 
 
+def trl(settings: Settings, out: int) -> None:
+    """TRL's GRPOTrainer with transformers' own generation, float32 weights, and bfloat16 products on a GPU.
+
+    Eight rows at a time in the learner; one optimizer step a rollout.
+    """
+    import torch  # pyright: ignore
+    from datasets import Dataset
+    from peft import LoraConfig  # pyright: ignore
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
+    on_gpu = torch.cuda.is_available()
+    memory = Memory(torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats) if on_gpu else None
+    gate = Gate(out, {"ready": True}, memory or Memory(lambda: 0, lambda: None))
+    tokenizer = AutoTokenizer.from_pretrained(settings.folder)
+    texts = [tokenizer.decode(tokens) for tokens in settings.prompts]
+    model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=torch.float32)
+    rows = settings.batch_size * settings.generations
+    together = min(8, rows)
+
+    class Held(TrainerCallback):
+        """Waits at the gate before each step."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            gate.turn()
+
+    options = {
+        "output_dir": settings.work,
+        "per_device_train_batch_size": together,
+        "gradient_accumulation_steps": rows // together,
+        "num_generations": settings.generations,
+        "max_completion_length": settings.max_new_tokens,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant",
+        "beta": settings.beta,
+        "max_steps": 1_000_000,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        **settings.peer,
+    }
+    adapters = LoraConfig(r=RANK, lora_alpha=int(RANK * SCALE), target_modules="all-linear")
+    trainer = GRPOTrainer(
+        model=model,
+        args=GRPOConfig(**options),
+        reward_funcs=letters,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        peft_config=adapters if settings.tune == "lora" else None,
+        callbacks=[Held()],
+    )
+
+    def lengths(result: Any) -> list[int]:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [len(completion) for completion in result[0]]
+
+    trainer._generate_single_turn = gate.timed(trainer._generate_single_turn, lengths)
+    trainer.train()
+
+
+SIDES = {"ours": ours, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
+
+
 def main() -> None:
     """Runs the side that the command line names."""
     side, path = sys.argv[1:]
@@ -228,7 +307,7 @@ def main() -> None:
     os.dup2(2, 1)  # stdout is for the reports alone
     settings = Settings(**json.loads(Path(path).read_text()))
     with contextlib.suppress(Done):
-        {"ours": ours, "theirs": theirs}[side](settings, out)
+        SIDES[side](settings, out)
 
 
 if __name__ == "__main__":

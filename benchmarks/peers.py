@@ -1,7 +1,8 @@
-"""A whole GRPO step against the package mlx-lm-lora, on one model folder: rollout, learner, peak memory.
+"""A whole GRPO step against mlx-lm-lora and TRL's GRPOTrainer, on one model folder: rollout, learner, memory.
 
-Each side runs its own training loop in a process of its own; the steps are taken in turn. Same prompts, same
-number of tokens, temperature 1, AdamW, no KL term; its batch_size is the number of prompts.
+Each side runs its own training loop in a process of its own. Same prompts, same number of tokens, temperature
+1, AdamW, no KL term. TRL generates by transformers' own `generate`, or with its continuous batching; vLLM,
+which takes a GPU or a large part of one for itself, is not compared.
 """
 
 from __future__ import annotations
@@ -19,27 +20,54 @@ import attrs
 import click
 
 from benchmarks.command import benchmark, say
+from benchmarks.machine import backend
 from benchmarks.measure import Timing
 from benchmarks.peer_sides import Settings
 from benchmarks.record import Figure, ratio_figure, time_figure
 from benchmarks.shapes import write_folder
 from runners.errors import UserError
 
-PACKAGE, VERSION = "mlx-lm-lora", "5.10.2"
-TIMES_TARGET = 3.0  # as fast
+VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@attrs.frozen
+class Peer:
+    """Another trainer, with its settings, and the targets."""
+
+    title: str
+    side: str  # of `peer_sides`
+    more: dict[str, Any] = attrs.field(factory=dict)
+    times: float | None = None  # as fast
+    peak: float | None = None  # ours over its
+
+
+_CHECKPOINTING = {"gradient_checkpointing": True}
+_CONTINUOUS = {"use_transformers_continuous_batching": True}
+PEERS = {
+    "cpu": (
+        Peer("mlx-lm-lora", "mlx-lm-lora", times=3.0, peak=1.0),
+        Peer("TRL", "trl", times=1.8, peak=1.0),
+    ),
+    "cuda": (
+        Peer("TRL", "trl", times=2.5),
+        Peer("TRL, checkpointing", "trl", _CHECKPOINTING, times=2.5, peak=1.2),
+        Peer("TRL, continuous batching", "trl", _CONTINUOUS),
+        Peer("mlx-lm-lora", "mlx-lm-lora", times=5.0),
+    ),
+}
 
 
 class Side:
     """A process of `benchmarks.peer_sides`."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
-        self.name, self.steps = name, []
-        path = Path(settings.work) / f"{name}.json"
+    def __init__(self, title: str, side: str, settings: Settings) -> None:
+        self.name, self.steps = title, []
+        path = Path(settings.work) / f"{title}.json"
         path.write_text(json.dumps(attrs.asdict(settings)))
         self._log = open(path.with_suffix(".log"), "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peer_sides", name, str(path)],
+            [sys.executable, "-m", "benchmarks.peer_sides", side, str(path)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,67 +112,87 @@ class Side:
         return max(step[key] for step in self.steps)
 
 
-def compare(settings: Settings, *, repeats: int, judged: bool) -> list[Figure]:
-    """Both sides' steps in turn, after two of each to warm up."""
-    tune = settings.tune
-    say(f"peers: {tune}, {settings.batch_size} × {settings.generations} × {settings.max_new_tokens} tokens")
+def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: bool) -> list[Figure]:
+    """All sides' steps, after two of each to warm up: in turn on a CPU; on a GPU one side after another, as
+    one that waits holds memory and a part of the device."""
+    say(
+        f"peers: {settings.tune}, {settings.batch_size} × {settings.generations} × "
+        f"{settings.max_new_tokens} tokens"
+    )
     sides: list[Side] = []
     try:
-        sides.append(Side("ours", settings))
-        sides.append(Side("theirs", attrs.evolve(settings, prompts=sides[0].ready["prompts"])))
-        for round_ in range(repeats + 2):
-            for side in sides if round_ % 2 else sides[::-1]:
-                side.step()
-            if round_ == 1:
-                for side in sides:
-                    side.steps.clear()
+        for title, side, more in (("ours", "ours", {}), *((p.title, p.side, p.more) for p in peers)):
+            prompts = sides[0].ready["prompts"] if sides else []
+            sides.append(Side(title, side, attrs.evolve(settings, prompts=prompts, peer=more)))
+            if backend() != "cpu":
+                _steps(sides[-1:], repeats)
+                sides[-1].close()
+                say(f"{title}: {sides[-1].timing().median:.2f} s")
+        if backend() == "cpu":
+            _steps(sides, repeats)
     finally:
         for side in sides:
             side.close()
-    mine, other = sides
+    mine, *others = sides
+    figures = [figure for side in sides for figure in _figures(settings, side)]
+    for other, peer in zip(others, peers, strict=True):
+        figures += _ratios(
+            settings, mine, other, peer if judged else attrs.evolve(peer, times=None, peak=None)
+        )
+    return figures
+
+
+def _steps(sides: list[Side], repeats: int) -> None:
+    for round_ in range(repeats + 2):
+        for side in sides if round_ % 2 else sides[::-1]:
+            side.step()
+        if round_ == 1:
+            for side in sides:
+                side.steps.clear()
+
+
+def _figures(settings: Settings, side: Side) -> list[Figure]:
+    tune, title = settings.tune, side.name
     wanted = settings.batch_size * settings.generations * settings.max_new_tokens
-    figures = []
-    for side, title in ((mine, "ours"), (other, PACKAGE)):
-        tokens = [step["tokens"] for step in side.steps]
-        figures += [
-            time_figure(f"{tune}: step, {title}", side.timing()),
-            time_figure(f"{tune}: rollout, {title}", side.timing(rollout=True)),
-            time_figure(f"{tune}: the rest, {title}", side.timing(without_rollout=True)),
-            Figure(
-                name=f"{tune}: tokens a step, {title}",
-                value=sum(tokens) / len(tokens),
-                note=f"{min(tokens)} to {max(tokens)}",
-                at_least=0.99 * wanted,  # a sampled end of text, once in hundreds of thousands, costs less
-            ),
-            *(
-                Figure(name=f"{tune}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
-                for key, part in (
-                    ("peak", "MLX's arrays"),
-                    ("rollout_peak", "rollouts"),
-                    ("rest_peak", "the rest"),
-                )
-            ),
-            Figure(name=f"{tune}: resident memory, {title}", value=side.most("resident") / 1e6, unit="MB"),
-        ]
+    tokens = [step["tokens"] for step in side.steps]
+    parts = (("peak", "its arrays"), ("rollout_peak", "rollouts"), ("rest_peak", "the rest"))
     return [
-        *figures,
-        ratio_figure(
-            f"{tune}: step, {PACKAGE} / ours",
-            other.timing() / mine.timing(),
-            at_least=TIMES_TARGET if judged else None,
-        ),
-        ratio_figure(
-            f"{tune}: rollout, {PACKAGE} / ours", other.timing(rollout=True) / mine.timing(rollout=True)
-        ),
-        ratio_figure(
-            f"{tune}: the rest, {PACKAGE} / ours",
-            other.timing(without_rollout=True) / mine.timing(without_rollout=True),
-        ),
+        time_figure(f"{tune}: step, {title}", side.timing()),
+        time_figure(f"{tune}: rollout, {title}", side.timing(rollout=True)),
+        time_figure(f"{tune}: the rest, {title}", side.timing(without_rollout=True)),
         Figure(
-            name=f"{tune}: peak, ours / {PACKAGE}",
-            value=mine.most("peak") / other.most("peak"),
+            name=f"{tune}: tokens a step, {title}",
+            value=sum(tokens) / len(tokens),
+            note=f"{min(tokens)} to {max(tokens)}",
+            at_least=0.99 * wanted,  # a sampled end of text, once in hundreds of thousands, costs less
+        ),
+        *(
+            Figure(name=f"{tune}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
+            for key, part in parts
+            if side.most(key)  # PyTorch does not tell on a CPU
+        ),
+        Figure(name=f"{tune}: resident memory, {title}", value=side.most("resident") / 1e6, unit="MB"),
+    ]
+
+
+def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Figure]:
+    tune, title = settings.tune, other.name
+    key = "peak" if other.most("peak") else "resident"
+
+    def ratio(part: str, at_least: float | None = None, **of: bool) -> Figure:
+        return ratio_figure(
+            f"{tune}: {part}, {title} / ours", other.timing(**of) / mine.timing(**of), at_least=at_least
+        )
+
+    return [
+        ratio("step", peer.times),
+        ratio("rollout", rollout=True),
+        ratio("the rest", without_rollout=True),
+        Figure(
+            name=f"{tune}: {'peak' if key == 'peak' else 'resident memory'}, ours / {title}",
+            value=mine.most(key) / other.most(key),
             unit="x",
-            at_most=1.0 if judged else None,
+            at_most=peer.peak,
         ),
     ]
 
@@ -162,38 +210,73 @@ def write_data(folder: Path, prompts: int) -> None:
 
 @benchmark("peers", parts="tunes")
 @click.option("--tune", "tunes", multiple=True, type=click.Choice(["lora", "full"]), help="Only this one.")
-@click.option("--model", default="qwen2-6x256", show_default=True, help="Shape of the model.")
-@click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on both sides.")
+@click.option("--peer", "names", multiple=True, help="Only this one, such as TRL.")
+@click.option("--model", default="", help="Shape of the model [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
+@click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on all sides.")
 @click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, for our config.")
-@click.option("--repeats", default=7, show_default=True, help="Steps that are timed.")
+@click.option("--repeats", default=0, help="Steps that are timed [7 on a CPU, 3 on a GPU].")
 def main(
-    quick: bool, tunes: Sequence[str], model: str, beta: float, overrides: Sequence[str], repeats: int
+    quick: bool,
+    tunes: Sequence[str],
+    names: Sequence[str],
+    model: str,
+    beta: float,
+    overrides: Sequence[str],
+    repeats: int,
 ) -> Sequence[Figure]:
-    """A whole GRPO step against mlx-lm-lora, LoRA and full: rollout, learner and peak memory."""
-    try:
-        found = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != VERSION:
-        raise UserError(f"{PACKAGE} {VERSION} is wanted, found {found}: pip install -e '.[peers]'")
+    """A whole GRPO step against mlx-lm-lora and TRL, LoRA and full: rollout, learner and peak memory."""
+    on_cpu = backend() == "cpu"
+    peers = _installed(PEERS["cpu" if on_cpu else "cuda"], names)
+    batch_size, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
+    shape = "tiny" if quick else model or ("qwen2-6x256" if on_cpu else "qwen2.5-0.5b")
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
-        write_folder(folder / "model", "tiny" if quick else model)
-        write_data(folder, 2 if quick else 4)
+        write_folder(folder / "model", shape)
+        write_data(folder, batch_size)
         for tune in tunes or (["lora"] if quick else ["lora", "full"]):
             settings = Settings(
                 folder=str(folder / "model"),
                 work=name,
                 tune=tune,
-                batch_size=2 if quick else 4,
-                generations=2 if quick else 8,
-                max_new_tokens=4 if quick else 64,
+                batch_size=batch_size,
+                generations=generations,
+                max_new_tokens=new,
                 beta=beta,
                 overrides=list(overrides),
             )
-            figures += compare(settings, repeats=1 if quick else repeats, judged=not quick and beta == 0)
+            steps = repeats or (1 if quick else 7 if on_cpu else 3)
+            figures += compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
     return figures
+
+
+def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:
+    """Those of these names that are installed, in the versions that the figures are for.
+
+    Raises:
+        UserError: there is no such name, or none is installed.
+    """
+    titles = [peer.title for peer in peers]
+    unknown = [name for name in names if name not in titles]
+    if unknown:
+        raise UserError(f"peer {unknown[0]!r}: wanted one of {', '.join(titles)}")
+    found = {package: _version(package) for package in VERSIONS}
+    for package, version in VERSIONS.items():
+        if found[package] != version:
+            say(f"{package} {version} is not here (found {found[package]}): pip install -e '.[peers]'")
+    kept = [
+        peer for peer in peers if found[peer.side] == VERSIONS[peer.side] and peer.title in (names or titles)
+    ]
+    if not kept:
+        raise UserError("there is nothing to compare with: pip install -e '.[peers]'")
+    return kept
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 if __name__ == "__main__":

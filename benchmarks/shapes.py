@@ -23,7 +23,8 @@ LOGIT_STD = (
 )
 _QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 SHAPES: dict[str, dict[str, Any]] = {
-    "nanochat-d20": {"model_type": "nanochat"},  # the defaults: 20 layers of 1280, 10 heads, 65,536 words
+    # The defaults: 20 layers of 1280, 10 heads.
+    "nanochat-d20": {"model_type": "nanochat", "vocab_size": 65536},
     "nanochat-d32": {
         "model_type": "nanochat",
         "hidden_size": 2048,

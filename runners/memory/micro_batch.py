@@ -14,6 +14,8 @@ from runners.memory.passes import ModelShape, Pass
 CPU_ACTIVATIONS = 75e6  # bytes that the backward pass waits for
 CPU_COMPLETIONS = 3  # with their prompt are taken together, whatever they need
 GPU_TOKENS = 2560  # an H200 takes as long for 16384 at a time, and 34 GB in place of 14 for a 0.5B model
+# With adapters there are more and smaller kernels, whose launches take the time; gradients take no memory.
+GPU_ADAPTER_TOKENS = 8192
 MOST_TOKENS = 16384
 LEAST_TOKENS, USUAL_TOKENS = 256, 4096  # USUAL: a model whose sizes are not known
 
@@ -28,15 +30,19 @@ def resolve_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platf
     if isinstance(sizes, str):
         tokens = USUAL_TOKENS if platform.backend == "cpu" else GPU_TOKENS
     else:
-        new = config.rollout.max_new_tokens
-        tokens = usual_tokens(sizes.shape, sizes.weights.compute, prompt, new, platform.backend)
+        new, adapters = config.rollout.max_new_tokens, config.model.tune != "full"
+        tokens = usual_tokens(
+            sizes.shape, sizes.weights.compute, prompt, new, platform.backend, adapters=adapters
+        )
     return attrs.evolve(config, system=attrs.evolve(config.system, micro_batch_tokens=tokens))
 
 
-def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
+def usual_tokens(
+    shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str, *, adapters: bool = False
+) -> int:
     """Tokens whose activations, in rows of prompt + new, are CPU_ACTIVATIONS on a CPU; in steps of 64."""
     if backend != "cpu":
-        return GPU_TOKENS
+        return GPU_ADAPTER_TOKENS if adapters else GPU_TOKENS
     length = prompt + new
     row = Pass(rows=1, length=length, attended=length)
     nbytes = shape.layers * row.nbytes(shape, shape.kept, itemsize) / length
