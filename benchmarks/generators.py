@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -48,7 +48,13 @@ def as_a_run() -> Options:
 
 
 def ours(
-    policy: g.Policy, prompts: Prompts, case: Case, *, find_stop: FindStop | None = None, **options: Any
+    policy: g.Policy,
+    prompts: Prompts,
+    case: Case,
+    *,
+    find_stop: FindStop | None = None,
+    eos_ids: Sequence[int] = (),
+    **options: Any,
 ) -> Callable[[], g.Rollout]:
     """A call that samples the case's completions of these prompts."""
     decoding = g.Decoding(**{**as_a_run(), **options})
@@ -60,6 +66,7 @@ def ours(
         num_generations=case.generations,
         max_new_tokens=case.new,
         find_stop=find_stop,
+        eos_ids=eos_ids,
         decoding=decoding,
     )
 

@@ -38,11 +38,28 @@ GPU_CASES = {
         kind="ragged", model="nanochat-d20", prompt=128, new=128, generations=8, prompts=16, at_least=(0.8,)
     ),
     "compaction": Case(kind="compaction", model="nanochat-d20", prompt=128, new=256, generations=256),
+    **{
+        f"{prompts} × {generations}, {name}": Case(
+            kind="batches",
+            model=model,
+            prompt=48,
+            new=256,
+            prompts=prompts,
+            generations=generations,
+            repeats=3,
+            at_least=(0.9,),
+        )
+        for model, name in (("nanochat-d20", "d20"), ("qwen2.5-0.5b", "0.5B"))
+        for prompts, generations in ((16, 8), (8, 16), (64, 8))
+    },
     "qwen2.5-0.5b": Case(kind="peers", model="qwen2.5-0.5b", prompt=128, new=128, generations=128),
 }
 QUICK_CASES = {
     "quick": Case(kind="peers", model="tiny", prompt=32, new=8, generations=4, repeats=1),
     "quick compaction": Case(kind="compaction", model="tiny", prompt=16, new=16, generations=8, repeats=1),
+    "quick batches": Case(
+        kind="batches", model="tiny", prompt=16, new=8, generations=2, prompts=3, repeats=1
+    ),
     "quick ragged": Case(kind="ragged", model="tiny", prompt=16, new=8, generations=2, prompts=3, repeats=1),
 }
 
@@ -180,6 +197,31 @@ def ragged(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figur
     return [*figures, relative]
 
 
+def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
+    """A run's batch against one prompt with as many rows: prompts of unequal length, a look for stop strings
+    and end tokens, rows dropped; nothing ends. Target: the ratio of their rates."""
+    policy = g.Policy.from_module(module)
+    vocabulary = vocabulary_of(module)
+    real = make_prompts(case.prompts, case.prompt, vocabulary, spread=case.prompt // 2)
+    alone = attrs.evolve(case, prompts=1, generations=case.rows)
+
+    def no_stop(tokens: Sequence[int], start: int) -> int | None:
+        return None
+
+    calls = {
+        "the batch": ours(policy, real, case, find_stop=no_stop, eos_ids=(vocabulary,)),
+        "one prompt": ours(policy, make_prompts(1, case.prompt, vocabulary), alone),
+    }
+    times = interleaved(calls, repeats=case.repeats)
+    figures = [rate_figure(f"{title}: {name}", case.tokens, timing) for name, timing in times.items()]
+    relative = ratio_figure(
+        f"{title}: the batch over one prompt",
+        times["one prompt"] / times["the batch"],
+        at_least=case.at_least[0],
+    )
+    return [*figures, relative]
+
+
 def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
     """Time over the ways to launch, the steps between looks, and the rows decoded together."""
     policy = g.Policy.from_module(module)
@@ -194,7 +236,7 @@ def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
     return [rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()]
 
 
-KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged}
+KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged, "batches": batches}
 
 
 @benchmark("rollout", parts="chosen")
