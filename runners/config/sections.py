@@ -40,14 +40,6 @@ RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3"
 Storage = Literal["dequantized", "packed"]
 Launch = Literal["auto", "eval", "async", "split"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
-Preset = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"]
-Level = Literal["token", "sequence"]
-Correction = Literal[
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mask_weighted"
-]
-SequenceRatio = Literal["geometric", "product"]
-Kl = Literal["k1", "k2", "k3"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum_norm"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
 Scale = Literal["group", "batch", "none"]
 ScheduleName = Literal["cosine", "linear", "constant"]
@@ -154,25 +146,26 @@ class OverlongConfig:
 class LossConfig:
     """[loss]: a preset and what differs from it. None: as the preset has it (`Config.check` fills it in)."""
 
-    preset: Preset = "grpo"
-    level: Level | None = None
-    surrogate: str | None = field(default=None, validator=optional(rules.text()))  # LossSpec knows them
+    # LossSpec knows these names.
+    preset: str = field(default="grpo", validator=rules.text())
+    level: str | None = field(default=None, validator=optional(rules.text()))
+    surrogate: str | None = field(default=None, validator=optional(rules.text()))
     epsilon_low: float | None = field(default=None, validator=optional(rules.share(one=False)))
     epsilon_high: float | None = field(default=None, validator=optional(rules.not_negative()))
     delta: float | None = field(default=None, validator=optional(rules.above(1)))
     dual_clip: float | None = field(default=None, validator=optional(rules.above(1)))
     sapo_tau_pos: float | None = field(default=None, validator=optional(rules.above(0)))
     sapo_tau_neg: float | None = field(default=None, validator=optional(rules.above(0)))
-    correction: Correction | None = None
+    correction: str | None = field(default=None, validator=optional(rules.text()))
     correction_cap: float | None = field(default=None, validator=optional(rules.above(0)))
     correction_floor: float | None = field(default=None, validator=optional(rules.not_negative()))
     correction_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
     sequence_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
-    sequence_ratio: SequenceRatio | None = None
+    sequence_ratio: str | None = field(default=None, validator=optional(rules.text()))
     beta: float | None = field(default=None, validator=optional(rules.not_negative()))
-    kl: Kl | None = None
+    kl: str | None = field(default=None, validator=optional(rules.text()))
     kl_bias_corrected: bool | None = None
-    aggregation: Aggregation | None = None
+    aggregation: str | None = field(default=None, validator=optional(rules.text()))
     entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
     baseline: Baseline | None = None
     scale: Scale | None = None

@@ -16,6 +16,7 @@ import click
 import pytest
 
 import grpo_fn as g
+from grpo_fn.algorithm import CHOICES
 from runners import cli
 from runners.config import rules
 from runners.config.flat_keys import FLAT_KEYS, translate
@@ -194,6 +195,12 @@ ROWS = {
     if table.heading.strip("[]") in SECTIONS
     for row in table.rows
 }
+
+
+def test_the_reference_names_every_choice_of_the_loss():
+    """The section takes any text: LossSpec knows the names, and the meaning lists them."""
+    for key, names in {**CHOICES, "preset": tuple(g.PRESETS)}.items():
+        assert set(names) <= set(codes(ROWS["loss", key][-1])), key
 
 
 def test_the_reference_has_every_key_in_order():

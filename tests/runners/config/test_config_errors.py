@@ -281,6 +281,8 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
             (),
             "train.toml: loss.surrogate: surrogate = 'cipso' is not one of clip",
         ),
+        ("loss.kl = 'K3'", (), "train.toml: loss.kl: kl = 'K3' is not one of k1, k2, k3"),
+        ("loss.preset = 'dpao'", (), "train.toml: loss.preset: "),
         ("loss.correction = 'sequence_mask'", (), "train.toml: loss.correction: "),
         ("loss.aggregation = 'sequence_sum_norm'", (), "train.toml: loss.aggregation: "),
         (
@@ -305,5 +307,5 @@ def test_values_are_checked_without_a_file_too():
     """A section that is built by hand obeys the same ranges, and the error names the field."""
     with pytest.raises(Mismatch, match="num_generations: found 1, want an integer of at least 2"):
         sections.RolloutConfig(num_generations=1)
-    with pytest.raises(Mismatch, match=r"kl: found .K3., want one of k1, k2, k3; did you mean k3?"):
-        attrs.evolve(sections.LossConfig(), kl="K3")
+    with pytest.raises(Mismatch, match=r"scale: found .Group., want one of group, batch, none; did you mean"):
+        attrs.evolve(sections.LossConfig(), scale="Group")
