@@ -12,12 +12,14 @@ ALLOWED = {
     "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
     "math", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
-# Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone; a process
+# Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone; CUDA kernels
+# call the compiler that MLX has loaded; a process
 # asks for its own number; the package imports its names at their first use.
 EFFECTS = {
     "__init__.py": {"importlib"},
     "process_check.py": {"os"},
     "backends/mechanisms.py": {"importlib"},  # imports the submodules of a backend when they are asked for
+    "backends/cuda/kernels.py": {"ctypes"},
     "backends/cpu/blas.py": {"ctypes", "glob", "importlib", "os", "pathlib", "sys", "warnings"},
 }  # fmt: skip
 KEYED = {
