@@ -37,8 +37,10 @@ WAYS = (
 
 
 def usable(backend: str, gigabytes: float) -> float:
-    """What a run may use of a machine's memory: macOS leaves the GPU two thirds, of large Macs three quarters;
-    on Linux an eighth is left to the system."""
+    """What a run may use of a machine's memory.
+
+    macOS leaves the GPU two thirds, of large Macs three quarters; on Linux an eighth is left to the system.
+    """
     if backend == "cpu":
         return gigabytes * 7 / 8
     return gigabytes * (2 / 3 if gigabytes <= 36 else 3 / 4)

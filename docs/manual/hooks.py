@@ -1,4 +1,4 @@
-"""What mkdocs runs while it builds the manual: pages from outside of docs/, and parts that are made from the code."""
+"""What mkdocs runs while it builds the manual: adds pages from outside of docs/, and parts from the code."""
 
 from __future__ import annotations
 

@@ -50,11 +50,8 @@ def _command(command: click.Command, group: click.Context, name: str) -> str:
 
 def _codes(option: click.Option) -> str:
     """Its spellings, with what it takes."""
-    value = (
-        ""
-        if option.is_flag
-        else f" {option.metavar or option.make_metavar(click.Context(click.Command('')))}"
-    )
+    takes = option.metavar or option.make_metavar(click.Context(click.Command("")))
+    value = "" if option.is_flag else f" {takes}"
     return ", ".join(f"`{spelling}{value}`" for spelling in option.opts)
 
 

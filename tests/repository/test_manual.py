@@ -72,7 +72,7 @@ def test_every_key_is_in_the_whole_config():
 
 @pytest.mark.skipif(not HAS_MKDOCS, reason="the extra docs is not installed: `make docs` builds the manual")
 def test_the_manual_is_built_without_a_warning(tmp_path):
-    """`mkdocs build --strict`: every link and anchor leads somewhere; a config key has an anchor of its own."""
+    """`mkdocs build --strict`: links and anchors lead somewhere; a config key has an anchor of its own."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
