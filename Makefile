@@ -60,7 +60,7 @@ lint: $(VENV)/.ready-dev
 # A link that leads nowhere, or a page that the navigation lacks, ends it with an error.
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
-	@echo "open build/manual/index.html"
+	@echo "open build/manual/index.html, or, with the search: $(BIN)/mkdocs serve"
 
 bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
