@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import click
 
-from benchmarks.shapes import SHAPES
+from benchmarks.harness.shapes import SHAPES
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.machine.startup import Platform, prepare

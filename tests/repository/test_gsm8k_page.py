@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.forecast import PAGE, rendered
-from benchmarks.record import RESULTS, load_records
+from benchmarks.harness.record import RESULTS, load_records
 from runners.errors import UserError
 
 SENT = sorted((RESULTS / "metal").glob("*/*.json"))
