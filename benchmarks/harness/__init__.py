@@ -1,1 +1,1 @@
-"""What the measurements share: clocks, models and their work, records, tables, charts. It measures nothing."""
+"""What measurements share: clocks, models and their work, records, tables, charts. It measures nothing."""
