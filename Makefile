@@ -4,6 +4,7 @@
 ## make test         set up, and run the tests, on up to four cores
 ## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
 ## make lint         ruff, pyright and import-linter
+## make docs         the manual, as a website in build/manual
 ## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
@@ -36,7 +37,7 @@ HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sy
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint bench setup constraints clean
+.PHONY: help quickstart test test-fast lint docs bench setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +57,11 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 
+# A link that leads nowhere, or a page that the navigation lacks, ends it with an error.
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "open build/manual/index.html, or, with the search: $(BIN)/mkdocs serve"
+
 bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 	$(BIN)/python -m benchmarks.report
@@ -66,7 +72,7 @@ constraints:
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && python="$$scratch/bin/python" && \
 	echo "installing the newest versions for $$($(OLDEST) --version): a few minutes" && \
 	$(OLDEST) -m venv "$$scratch" && \
-	"$$python" -m pip install --quiet --editable '.[cpu,math,vlm,dashboards,bench,peers,dev]' '$(TORCH)' && \
+	"$$python" -m pip install --quiet --editable '.[cpu,math,vlm,dashboards,bench,docs,peers,dev]' '$(TORCH)' && \
 	"$$python" -m pip freeze --exclude-editable > "$$scratch/all" && \
 	{ echo "# What the tests run with, on every platform: made by \`make constraints\`, used by make and CI."; \
 		grep -Ev '^($(ONE_PLATFORM))' "$$scratch/all" | sed 's/+.*//'; } > constraints.txt
@@ -104,6 +110,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(VENV)/.ready-bench: $(VENV)/.ready
 	@echo "installing what the measurements are drawn and compared with"
 	@$(INSTALL) --editable ".[bench,peers]"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	@echo "installing what the manual is built with"
+	@$(INSTALL) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 import runners.checkpoints.saving
-from benchmarks.command import benchmark, say
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.record import Figure
 from benchmarks.memory import CASES, Case, write_case
-from benchmarks.record import Figure
 from grpo_fn.trees import arrays_of
 from runners.config.loading import Config, load_config
 from runners.telemetry.report import Quiet

@@ -22,8 +22,8 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.record import Figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.record import Figure
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.policy.quantized_role import quantized_role
 from grpo_fn.trees import Tree, map_arrays, named_leaves

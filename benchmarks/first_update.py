@@ -24,11 +24,11 @@ from typing import Any
 import attrs
 import click
 
-from benchmarks.command import benchmark, say
-from benchmarks.machine import backend
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import Figure
+from benchmarks.harness.shapes import write_folder
 from benchmarks.quickstart import command_line
-from benchmarks.record import Figure
-from benchmarks.shapes import write_folder
 from runners.errors import UserError
 
 COLD_TARGET, WARM_TARGET = 20.0, 6.0  # seconds after the model is loaded

@@ -12,9 +12,9 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.sample_utils import make_sampler
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.measure import interleaved
-from benchmarks.record import Figure, ratio_figure, time_figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.measure import interleaved
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples

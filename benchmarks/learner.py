@@ -14,12 +14,12 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.machine import backend, rates
-from benchmarks.measure import Timing, interleaved, largest_error, peak_bytes
-from benchmarks.record import Figure, ratio_figure, time_figure
-from benchmarks.rooflines import Work
-from benchmarks.shapes import make_module, make_prompts, vocabulary_of
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend, rates
+from benchmarks.harness.measure import Timing, interleaved, largest_error, peak_bytes
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
+from benchmarks.harness.rooflines import Work
+from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from grpo_fn.learner import can_share
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import arrays_of, map_arrays, nbytes

@@ -19,10 +19,10 @@ import attrs
 import click
 import mlx.core as mx
 
-from benchmarks.command import benchmark, say
-from benchmarks.measure import Timing, interleaved
-from benchmarks.record import Figure, time_figure
-from benchmarks.shapes import SHAPES, make_module
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.measure import Timing, interleaved
+from benchmarks.harness.record import Figure, time_figure
+from benchmarks.harness.shapes import SHAPES, make_module
 from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
 from runners.config.sections import EMBEDDED, ModelConfig

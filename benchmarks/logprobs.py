@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.machine import rates
-from benchmarks.measure import interleaved, largest_error, peak_bytes
-from benchmarks.record import Figure, ratio_figure, time_figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import rates
+from benchmarks.harness.measure import interleaved, largest_error, peak_bytes
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from grpo_fn.learner import chunk_rows
 
 PEAK_TARGET, TIME_TARGET = 0.5, 1.15  # of the naive way

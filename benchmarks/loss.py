@@ -9,10 +9,10 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.machine import rates
-from benchmarks.measure import interleaved
-from benchmarks.record import Figure, ratio_figure, time_figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import rates
+from benchmarks.harness.measure import interleaved
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from grpo_fn.algorithm import LossArrays, loss_sum
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.machine.startup import prepare

@@ -13,8 +13,8 @@ import attrs
 import click
 import mlx.core as mx
 
-from benchmarks.command import benchmark, say
-from benchmarks.record import Figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
 from runners.memory.footprint import MemoryPhase

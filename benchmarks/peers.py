@@ -19,12 +19,12 @@ from typing import Any
 import attrs
 import click
 
-from benchmarks.command import benchmark, say
-from benchmarks.machine import backend
-from benchmarks.measure import Timing
-from benchmarks.peer_sides import Settings
-from benchmarks.record import Figure, ratio_figure, time_figure
-from benchmarks.shapes import write_folder
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.measure import Timing
+from benchmarks.harness.peer_sides import Settings
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
+from benchmarks.harness.shapes import write_folder
 from runners.errors import UserError
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
@@ -59,7 +59,7 @@ PEERS = {
 
 
 class Side:
-    """A process of `benchmarks.peer_sides`."""
+    """A process of `benchmarks.harness.peer_sides`."""
 
     def __init__(self, title: str, side: str, settings: Settings) -> None:
         self.name, self.steps = title, []
@@ -67,7 +67,7 @@ class Side:
         path.write_text(json.dumps(attrs.asdict(settings)))
         self._log = open(path.with_suffix(".log"), "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peer_sides", side, str(path)],
+            [sys.executable, "-m", "benchmarks.harness.peer_sides", side, str(path)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -13,12 +13,12 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.generators import as_a_run
-from benchmarks.machine import backend
-from benchmarks.measure import peak_bytes, run_once
-from benchmarks.record import Figure
-from benchmarks.shapes import MODELS, make_module, make_prompts, vocabulary_of
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.generators import as_a_run
+from benchmarks.harness.machine import backend
+from benchmarks.harness.measure import peak_bytes, run_once
+from benchmarks.harness.record import Figure
+from benchmarks.harness.shapes import MODELS, make_module, make_prompts, vocabulary_of
 from grpo_fn.policy.quantized_layers import unpack_rows
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host

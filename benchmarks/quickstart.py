@@ -15,9 +15,9 @@ from pathlib import Path
 import attrs
 import click
 
-from benchmarks.command import benchmark, say
-from benchmarks.headlines import TRANSCRIPT
-from benchmarks.record import Figure, Measured
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.headlines import TRANSCRIPT
+from benchmarks.harness.record import Figure, Measured
 from runners.errors import UserError
 
 SECONDS_TARGET = 120.0

@@ -13,13 +13,13 @@ import click
 import mlx.nn as nn
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.generators import Case, Options, ours, theirs
-from benchmarks.machine import backend, rates
-from benchmarks.measure import Timing, interleaved, peak_bytes
-from benchmarks.record import Figure, ratio_figure
-from benchmarks.rooflines import Work, decode_seconds
-from benchmarks.shapes import make_module, make_prompts, vocabulary_of
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.generators import Case, Options, ours, theirs
+from benchmarks.harness.machine import backend, rates
+from benchmarks.harness.measure import Timing, interleaved, peak_bytes
+from benchmarks.harness.record import Figure, ratio_figure
+from benchmarks.harness.rooflines import Work, decode_seconds
+from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from runners.machine.launch_modes import launch_keywords
 
 CPU_CASES = {

@@ -10,10 +10,10 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.machine import rates
-from benchmarks.measure import Timing, peak_bytes
-from benchmarks.record import Figure, time_figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import rates
+from benchmarks.harness.measure import Timing, peak_bytes
+from benchmarks.harness.record import Figure, time_figure
 from grpo_fn.trees import nbytes
 from runners.config.loading import load_config
 from runners.data.prompts import Example

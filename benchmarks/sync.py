@@ -9,11 +9,11 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.command import benchmark, say
-from benchmarks.machine import backend, rates
-from benchmarks.measure import interleaved, peak_bytes
-from benchmarks.record import Figure, time_figure
-from benchmarks.shapes import MODELS, make_module
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend, rates
+from benchmarks.harness.measure import interleaved, peak_bytes
+from benchmarks.harness.record import Figure, time_figure
+from benchmarks.harness.shapes import MODELS, make_module
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, map_arrays, nbytes
 from runners.config.sections import EMBEDDED

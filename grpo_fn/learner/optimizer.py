@@ -45,7 +45,9 @@ def adamw(
 
     Args:
         learning_rate: a number, or a schedule of the update's number.
-        betas, eps, weight_decay: as in the paper.
+        betas: the paper's β1 and β2.
+        eps: the paper's ε, beside the root of the second moment.
+        weight_decay: the paper's λ; it is multiplied by the learning rate.
         moment_dtype: in which the two moments are kept, float32 or bfloat16.
 
     Raises:

@@ -44,7 +44,8 @@ def generate(
     """Sample G completions of each prompt.
 
     Args:
-        policy, params: what samples.
+        policy: the model that samples.
+        params: its trainable leaves.
         prompts: token ids of each prompt, at least one token each.
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
         num_generations: G.

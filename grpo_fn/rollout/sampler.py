@@ -29,7 +29,9 @@ def sample(
         logits_bv: [B,V], any floating dtype.
         keys_b2: a PRNG key for each row, uint32 [B,2].
         temperature: divides the logits; 0 takes the most likely token.
-        top_p, top_k, min_p: which tokens to keep; see `truncate`. 1.0, 0 and 0.0 keep everything.
+        top_p: which tokens to keep, see `truncate`; 1.0 keeps all.
+        top_k: the same; 0 keeps all.
+        min_p: the same; 0.0 keeps all.
 
     Returns:
         (token_b int32, logp_b float32): the log-probability is that of the distribution drawn from (tempered,

@@ -52,16 +52,17 @@ class ModelSizes:
     lanes: bool = False  # whether they may be decoded in lanes
 
 
-def model_sizes(config: Config, platform: Platform) -> ModelSizes:
+def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | None = None) -> ModelSizes:
     """The sizes of the model that [model] names, in the roles that the config gives it.
 
     From the headers of the weight files in a local folder, and from config.json alone for a model on the Hub,
-    whose weights are not fetched. `config` is checked ([loss] complete).
+    whose weights are not fetched. `config` is checked ([loss] complete). `stated` is the content of
+    config.json where it is at hand: nothing is looked up then.
 
     Raises UserError as `load_model` does for what can be seen without the weights.
     """
     settings = config.model
-    module, stated = _unloaded(settings, config.folders)
+    module, stated = _unloaded(settings, config.folders) if stated is None else (_from_config(stated), stated)
     shape = _shape(stated, settings.path)
     compute = choose_dtype(settings.dtype, platform, module)
     master = getattr(mx, settings.master)

@@ -3,11 +3,11 @@
 import mlx.core as mx
 import pytest
 
-from benchmarks import plots
-from benchmarks.machine import Rates
-from benchmarks.record import Figure, grid, make_record
-from benchmarks.rooflines import Work, decode_seconds
-from benchmarks.shapes import make_module, make_prompts
+from benchmarks.harness import plots
+from benchmarks.harness.machine import Rates
+from benchmarks.harness.record import Figure, grid, make_record
+from benchmarks.harness.rooflines import Work, decode_seconds
+from benchmarks.harness.shapes import make_module, make_prompts
 
 
 def made(name, figures):

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import measure, record, report
-from benchmarks.command import benchmark
+from benchmarks.harness import measure, record, report
+from benchmarks.harness.command import benchmark
+from benchmarks.harness.record import Figure, Measured
 from benchmarks.quickstart import read_log
-from benchmarks.record import Figure, Measured
+from benchmarks.report import main as report_command
 from runners.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,20 +136,20 @@ def test_report_fills_the_place_between_the_markers(tmp_path):
     readme.write_text(f"above\n{places}\nbelow\n")
     record.save_record(tmp_path, "cpu", made(Figure(name="the figure", value=3.0, unit="ms", at_most=2)))
     options = ["--results", str(tmp_path), "--readme", str(readme)]
-    assert CliRunner().invoke(report.main, [*options, "--check"]).exit_code == 1
-    result = CliRunner().invoke(report.main, options)
+    assert CliRunner().invoke(report_command, [*options, "--check"]).exit_code == 1
+    result = CliRunner().invoke(report_command, options)
     assert result.exit_code == 0 and "MISS  loss on cpu: the figure: 3 ms" in result.output
     text = readme.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert "the figure" in text and text.count("Not measured yet") == len(report.NAMES) - 1
-    assert CliRunner().invoke(report.main, [*options, "--check"]).exit_code == 0
+    assert CliRunner().invoke(report_command, [*options, "--check"]).exit_code == 0
     readme.write_text(text.replace(report.END.format("loss"), ""))
-    assert CliRunner().invoke(report.main, options).exit_code == 2
+    assert CliRunner().invoke(report_command, options).exit_code == 2
 
 
 def test_the_readme_shows_the_results():
     """benchmarks/README.md and README.md have what benchmarks/results holds as it is."""
-    result = CliRunner().invoke(report.main, ["--check"])
+    result = CliRunner().invoke(report_command, ["--check"])
     assert result.exit_code == 0, result.output
 
 

@@ -116,7 +116,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
             assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line), line
             name, _, version = line.partition("==")
             pins[canonicalize_name(name)] = version
-    wanted = declared() | declared(*FOR_USERS, "dev", "bench", "peers")
+    wanted = declared() | declared(*FOR_USERS, "dev", "bench", "docs", "peers")
     assert [
         name
         for name, requirement in wanted.items()
@@ -135,4 +135,4 @@ def test_make_and_ci_install_with_the_constraints():
     # What makes constraints.txt works in a scratch folder; PyTorch, of one version, comes after all else.
     others = ("install --quiet mkl", "$$scratch", "install --quiet torch==")
     assert [line for line in free if not any(other in line for other in others)] == []
-    assert text.count("$(INSTALL) --editable") == 3
+    assert text.count("$(INSTALL) --editable") == 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import headlines, record
-from benchmarks.record import Figure
+from benchmarks.harness import headlines, record
+from benchmarks.harness.record import Figure
 from runners.errors import UserError
 
 PAGE = """above

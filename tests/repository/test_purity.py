@@ -12,9 +12,9 @@ ALLOWED = {
     "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
     "math", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
-# Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone; CUDA kernels
-# call the compiler that MLX has loaded; a process
-# asks for its own number; the package imports its names at their first use.
+# Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone. CUDA
+# kernels call the compiler that MLX has loaded, a process asks for its own number, and the package imports
+# its names at their first use.
 EFFECTS = {
     "__init__.py": {"importlib"},
     "process_check.py": {"os"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import mlx.nn as nn
 
-from benchmarks.machine import Rates
+from benchmarks.harness.machine import Rates
 from grpo_fn.trees import named_leaves, nbytes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.record import Figure, Record
+from benchmarks.harness.record import Figure, Record
 
 COLOURS = ("#3b6ea8", "#d9822b", "#4f9d69", "#8c5fa8", "#b04a4a", "#7a7a7a")
 SPREAD = 30  # largest over smallest bar from which on an axis is logarithmic

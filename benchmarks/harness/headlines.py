@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.record import Record, load_records
+from benchmarks.harness.record import Record, load_records
 from runners.errors import UserError
 
-FRONT = Path(__file__).resolve().parent.parent / "README.md"
+FRONT = Path(__file__).resolve().parents[2] / "README.md"
 TRANSCRIPT = "quickstart.txt"
 _PATHS = re.compile(r"(run|writes to|log) .*|model .*/.*")  # lines that name this machine's folders
 Line = Callable[[Record], str]

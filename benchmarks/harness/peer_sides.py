@@ -1,6 +1,6 @@
 """One side of `peers`, in a process of its own: a trainer's own loop, held before each step until told to go.
 
-    python -m benchmarks.peer_sides ours|mlx-lm-lora|trl SETTINGS.json
+    python -m benchmarks.harness.peer_sides ours|mlx-lm-lora|trl SETTINGS.json
 
 Each line on stdin lets one step happen; after it, a line of JSON on stdout says what it took. The first line
 on stdout, before any step, says that all is loaded. What the trainers print goes to stderr.
@@ -148,7 +148,7 @@ def ours(settings: Settings, out: int) -> None:
         num_generations = {settings.generations}
         max_new_tokens = {settings.max_new_tokens}
         [reward]
-        functions = ["benchmarks.peer_sides:letters"]
+        functions = ["benchmarks.harness.peer_sides:letters"]
         [loss]
         beta = {settings.beta}
         [optim]

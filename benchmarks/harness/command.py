@@ -12,9 +12,9 @@ import attrs
 import click
 from click.core import ParameterSource
 
-from benchmarks.machine import backend, machine, rates
-from benchmarks.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
-from benchmarks.report import README, draw_chart, refresh
+from benchmarks.harness.machine import backend, machine, rates
+from benchmarks.harness.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
+from benchmarks.harness.report import README, draw_chart, refresh
 from runners.errors import UserError
 from runners.machine import startup
 

@@ -15,7 +15,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn
-from benchmarks.measure import timed
+from benchmarks.harness.measure import timed
 from grpo_fn.backends.elementwise import exp
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory

@@ -15,10 +15,10 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Ratio, Timing
+from benchmarks.harness.measure import Ratio, Timing
 from runners.errors import UserError
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @attrs.frozen(kw_only=True)

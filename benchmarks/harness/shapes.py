@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.machine import backend
+from benchmarks.harness.machine import backend
 from grpo_fn.trees import from_names, named_leaves
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, did_you_mean

@@ -1,0 +1,66 @@
+"""docs/faq.md: each message that it shows is one that the code writes."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.pages import ROOT, snippets
+
+PAGE = ROOT / "docs" / "faq.md"
+MESSAGES = [
+    (f"line {block.line}: {line[:40]}", line)
+    for block in snippets(PAGE)
+    if block.language == "text"
+    for line in block.text.splitlines()
+]
+
+
+def texts_of(source):
+    """The texts in a module's code, with … for each value in them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+            found.add("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def written():
+    """All texts of the code."""
+    files = [file for name in ("grpo_fn", "runners") for file in (ROOT / name).rglob("*.py")]
+    return set().union(*(texts_of(file.read_text(encoding="utf-8")) for file in files))
+
+
+def plain(text):
+    """With one … where several values follow one another."""
+    return re.sub(r"…(?:\s*…)+", "…", text)
+
+
+def shown(message, texts):
+    """Whether one text has the message in it: its … stands for anything, at its ends too."""
+    pattern = ".*".join(re.escape(part) for part in plain(message).split("…"))
+    return any(re.search(pattern, plain(text), re.DOTALL) for text in texts)
+
+
+@pytest.mark.parametrize("message", [line for _, line in MESSAGES], ids=[name for name, _ in MESSAGES])
+def test_the_message_exists(message, written):
+    """A text of the code is this message."""
+    assert shown(message, written)
+
+
+def test_a_message_that_is_not_written_is_found(written):
+    """A word changed, or a part from another message, is no message of the code."""
+    message = "…: config.json is missing; wanted an mlx-lm model folder"
+    assert shown(message, written)
+    assert not shown(message.replace("wanted", "want"), written)
+    assert not shown("…: config.json is missing; …: there are no weights", written)
+
+
+def test_there_are_messages():
+    """The page has a fair number, and none is only a …"""
+    assert len(MESSAGES) >= 25
+    assert all(len(re.sub(r"[…:;,. ]", "", line)) >= 9 for _, line in MESSAGES)

@@ -1,0 +1,39 @@
+"""docs/gsm8k.md: its forecasts are those of today's code; what users send in from Macs is a result."""
+
+import re
+
+import pytest
+
+from benchmarks.forecast import PAGE, rendered
+from benchmarks.harness.record import RESULTS, load_records
+from runners.errors import UserError
+
+SENT = sorted((RESULTS / "metal").glob("*/*.json"))
+
+
+def test_the_forecasts_are_up_to_date():
+    """The table is what `python -m benchmarks.forecast --write` would write."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text) == text
+
+
+def test_the_forecasts_agree_with_the_preset():
+    """The peak of the preset's own settings is what the preset's comment states, to a tenth of a GB."""
+    (row,) = re.findall(r"^\| all weights \|.*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    stated = (RESULTS.parent.parent / "configs" / "gsm8k_qwen.toml").read_text(encoding="utf-8")
+    rounded_up = [float(n) for n in re.search(r"Memory: ([\d.]+) GB .*?, ([\d.]+) GB", stated).groups()]
+    shown = [float(number) for number in re.findall(r"([\d.]+) GB \|", row) if "." in number]
+    assert all(0 <= up - near <= 0.11 for up, near in zip(rounded_up, shown, strict=True))
+
+
+def test_a_page_without_the_place_is_refused():
+    """Nothing is written where the markers are missing."""
+    with pytest.raises(UserError, match="forecast:begin"):
+        rendered("# A page")
+
+
+@pytest.mark.parametrize("file", SENT, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_what_was_sent_in_is_a_result_of_metal(file):
+    """It loads, is of the backend metal alone, and names no folder of the sender's machine."""
+    assert set(load_records(file)) == {"metal"}
+    assert not re.search(r"/(Users|home|private)/", file.read_text(encoding="utf-8"))

@@ -1,0 +1,80 @@
+"""The manual: its navigation has every page, and the parts that are made from the code are whole."""
+
+import importlib.util
+import re
+import runpy
+import subprocess
+import sys
+
+import click
+import pytest
+
+import grpo_fn as g
+from runners import cli
+from runners.config.loading import KEYS
+from tests.support.pages import ROOT
+
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+NAVIGATION = re.findall(r"^ +- .*: (\S+\.md)$", CONFIG, re.MULTILINE)
+LATER = re.search(r"^  later: \[(.*)\]$", CONFIG, re.MULTILINE)[1].split(", ")
+PARTS = runpy.run_path(str(ROOT / "docs" / "manual" / "parts.py"))["PARTS"]
+HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None and importlib.util.find_spec("mkdocstrings")
+
+
+def test_the_navigation_has_every_page_once():
+    """A page of docs/ that is in no menu is found by nobody."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert len(NAVIGATION) == len({*NAVIGATION})
+    assert pages - {*NAVIGATION} == set()
+
+
+def test_a_page_of_the_navigation_is_there():
+    """In docs/, or one of those from outside of it, or one that may come later."""
+    outside = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks.md", "metal-results.md"}
+    missing = {name for name in NAVIGATION if not (ROOT / "docs" / name).is_file()}
+    assert missing - outside - {*LATER} == set()
+
+
+def test_the_marked_places_are_known():
+    """`<!-- made: NAME -->` names a part, and each part has a place."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    found = [name for text in texts for name in re.findall(r"^<!-- made: (\w+) -->$", text, re.MULTILINE)]
+    assert sorted(found) == sorted(PARTS)
+
+
+def test_every_public_function_is_in_the_reference():
+    """With the module that defines it, once."""
+    names = re.findall(r"^::: grpo_fn\.(\S+)$", PARTS["functions"](), re.MULTILINE)
+    assert sorted(name.rpartition(".")[2] for name in names) == sorted(g.__all__)
+    assert not [name for name in names if "." not in name]
+
+
+def test_every_command_and_option_is_in_the_reference():
+    """With its help text."""
+    text = PARTS["commands"]()
+    with click.Context(cli.main) as group:
+        for name in cli.COMMANDS:
+            command = cli.main.get_command(group, name)
+            assert f"## grpo {name}\n" in text
+            section = text.partition(f"## grpo {name}\n")[2].partition("\n## grpo ")[0]
+            for option in command.params:
+                if isinstance(option, click.Option):
+                    assert f"`{option.opts[0]}" in section
+
+
+def test_every_key_is_in_the_whole_config():
+    """Those that are not set by default, such as loss.delta, need no line."""
+    text = PARTS["every_key"]()
+    assert text.startswith("```toml\n") and text.endswith("\n```")
+    shown = {line.split(" = ")[0] for line in text.splitlines() if " = " in line}
+    assert len({path[-1] for path in KEYS} & shown) > 0.85 * len({path[-1] for path in KEYS})
+
+
+@pytest.mark.skipif(not HAS_MKDOCS, reason="the extra docs is not installed: `make docs` builds the manual")
+def test_the_manual_is_built_without_a_warning(tmp_path):
+    """`mkdocs build --strict`: links and anchors lead somewhere; a config key has an anchor of its own."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 'id="rollout.temperature"' in (tmp_path / "config.html").read_text(encoding="utf-8")
+    assert "<!-- made" not in "".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html"))

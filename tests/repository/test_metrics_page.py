@@ -1,0 +1,76 @@
+"""docs/metrics.md: its names are those that real runs log, no more and no fewer."""
+
+import json
+import re
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from runners.config.conditions import METRICS
+from runners.config.loading import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.pages import ROOT, codes, tables
+from tests.support.resuming import LETTERS
+from tests.support.tiny_runs import BY_LETTERS, small
+
+ROWS = {
+    codes(row[0])[0]: row[1:]
+    for table in tables(ROOT / "docs" / "metrics.md")
+    if table.header[0] == "name"
+    for row in table.rows
+}
+# Together these log every name that the page has.
+RUNS = {
+    "a reference, a reward per completion": ["loss.beta=0.1", "loss.preset=grpo"],
+    "cispo, with a length penalty": ["loss.preset=cispo", "loss.overlong={buffer=4, penalty=0.5}"],
+    "dynamic sampling of flat rewards": [
+        "loss.dynamic_sampling=true",
+        "loss.max_resample=1",
+        'reward.functions=["correctness_reward_func"]',
+    ],
+    "quantized rollouts that fall back": ["rollout.quantization=affine-8", "rollout.mismatch_limit=1e-9"],
+}
+
+
+def logged(folder, name, overrides):
+    """The names in the log of a run of two updates; `{name}` in place of a reward's."""
+    config = folder / "small.toml"
+    rollout = {"num_generations": 4, "max_new_tokens": 8, "temperature": 1.5}
+    run = {"name": name, "output_dir": str(folder)}
+    config.write_text(small(reward=BY_LETTERS, run=run, rollout=rollout))
+    (folder / "letters.py").write_text(LETTERS)
+    run_training(load_config(str(config), overrides), report=Quiet())
+    lines = (folder / name / "training_log.jsonl").read_text().splitlines()
+    names = {key for line in lines for key in json.loads(line)}
+    return {re.sub(r"^rewards/[^/]+/", "rewards/{name}/", key) for key in names}
+
+
+def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
+    """Four runs and one whose gradient is NaN log exactly the names of the page's tables."""
+    found = set()
+    for number, overrides in enumerate(RUNS.values()):
+        found |= logged(tmp_path, f"run{number}", overrides)
+
+    real = g.GradStep.__call__
+
+    def spoiled(self, state, batch):
+        state, stats = real(self, state, batch)
+        grads = g.trees.map_arrays(lambda a: a * mx.nan, state.accum_grads)
+        return attrs.evolve(state, accum_grads=grads), stats
+
+    monkeypatch.setattr(g.GradStep, "__call__", spoiled)
+    found |= logged(tmp_path, "bad", [])
+    assert found - {*ROWS} == set(), "logged, and not on the page"
+    assert {*ROWS} - found - {"memory/swap_gb"} == set(), "on the page, and never logged"
+
+
+def test_the_page_has_what_a_condition_may_name():
+    """All of METRICS, for `stop.when`."""
+    assert {*METRICS} - {*ROWS} == set()
+
+
+def test_every_row_is_filled_in():
+    """Each has a unit, a meaning, what is normal, and a dash or advice."""
+    assert [name for name, row in ROWS.items() if len(row) != 4 or not all(row) or len(row[1]) < 9] == []
