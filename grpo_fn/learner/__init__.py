@@ -53,6 +53,7 @@ __all__ = [
     "shape_of",
     "share",
     "split_batch",
+    "stochastic_round",
     "sync_old",
     "sync_ref",
     "token_logprobs",
