@@ -162,7 +162,7 @@ def make_sharded_update_step(
     ranks = sharding.ranks
 
     def squared(grads: dict[str, mx.array]) -> mx.array:
-        return mx.stack([mx.square(part).sum() for part in arrays_of(grads)]).sum()
+        return mx.stack([_sum(mx.square(part)) for part in arrays_of(grads)]).sum()
 
     def apply(
         grads: Tree, opt_state: Tree, squares: mx.array, accum_weight: mx.array, update_step: mx.array
@@ -213,6 +213,11 @@ def make_sharded_update_step(
         return state, UpdateStats(norm, rate, failed)
 
     return update_step
+
+
+def _sum(x: mx.array) -> mx.array:
+    """The sum of a vector, by columns first: on a CPU one long sum loses digits."""
+    return mx.pad(x, [(0, -x.size % 1024)]).reshape(-1, 1024).sum(axis=0).sum()
 
 
 def _moment(state: TrainState, name: str) -> Tree:

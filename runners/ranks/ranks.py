@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from runners.errors import UserError, error_line, text_of
+from runners.machine.signals import Stopped
 from runners.ranks.launched import Place
 from runners.ranks.messages import Message, decode, encode
 from runners.ranks.scoreboard import ENDED, WAITING, WORKING, Scoreboard
@@ -28,6 +32,7 @@ class RankError(UserError):
 
     exit_code = EXIT_CODE
     told = False
+    seen = False  # by each rank for itself: no meeting has told it
 
 
 class Ranks:
@@ -50,6 +55,7 @@ class Ranks:
         self._seconds = {"waiting": 0.0, "reducing": 0.0}
         self._over = False  # whether the ranks have agreed to end
         self._moving = False
+        self._signal = 0  # that came while nobody else handled it; 0: none
         self._board: Scoreboard | None = None
         self._watchdog: Watchdog | None = None
         self._inner: Any = None
@@ -164,9 +170,15 @@ class Ranks:
             if not self._over:
                 error = self._tell(error)
             self._part(error)
-            if not self.first and isinstance(error, UserError | KeyboardInterrupt):
-                error.told = True  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(error, UserError | KeyboardInterrupt):
+                error.told = not self._speaks(error)  # pyright: ignore[reportAttributeAccessIssue]
             raise error
+
+    def _speaks(self, error: BaseException) -> bool:
+        """Whether this rank says why the run ends: rank 0, or the lowest one left of a host."""
+        if isinstance(error, RankError) and error.seen and self._watchdog:
+            return self._watchdog.speaks()
+        return self.first
 
     def _tell(self, error: BaseException) -> BaseException:
         """Tells the others of a fault of this rank, and returns what is to be raised."""
@@ -244,9 +256,11 @@ class Ranks:
         except RuntimeError as error:
             if not any(sign in str(error) for sign in _LOST):
                 raise
-            line = self._who_is_gone(str(error))
+            lost = RankError(self._who_is_gone(str(error)))
+            lost.seen = True
             self.agreed_to_end()
-            raise RankError(line) from error
+            self._watchdog.on_fault(str(lost))
+            raise lost from error
         finally:
             self._watchdog.ends()
             now = time.monotonic()
@@ -266,11 +280,20 @@ class Ranks:
         others = watchdog.elsewhere or "all of them are on this host, and are still there"
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM, with which the launcher ends all ranks when one has ended: no end within the end."""
+        if self._over:
+            return
+        self._signal = number
+        raise Stopped(number)
+
     def _join(self, place: Place, timeout: float) -> None:
         import mlx.core as mx
 
         from grpo_fn.learner import MlxCollectives
 
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._receive)
         self._watchdog = watchdog = Watchdog(f"rank {place.rank} ({self.host})", timeout)
         watchdog.rank = place.rank
         watchdog.start()
@@ -308,7 +331,7 @@ class Ranks:
         watchdog.here = [rank for rank in mine if rank != self.number]
         elsewhere = [rank for rank in range(self.count) if rank not in (*mine, self.number)]
         watchdog.elsewhere = ", ".join(self.name(rank) for rank in elsewhere)
-        watchdog.asked = lambda: self.wishes()[0] > 0
+        watchdog.asked = lambda: max(self.wishes()[0], self._signal) > 0
         watchdog.board = self._board
 
 

@@ -15,6 +15,7 @@ import tempfile
 from contextlib import suppress
 
 _SLOT = 512  # bytes
+_PID = _SLOT - 8  # where in a slot the process's number is
 _HEAD = struct.Struct("<BQd")  # state, collectives begun, time of the last change
 WORKING, WAITING, ENDED = 0, 1, 2
 
@@ -28,6 +29,7 @@ class Scoreboard:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._map = mmap.mmap(self._file, size * _SLOT)
         self._number = 0
+        struct.pack_into("<q", self._map, mine * _SLOT + _PID, os.getpid())
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine * _SLOT)
 
     @staticmethod
@@ -47,7 +49,7 @@ class Scoreboard:
     def write(self, state: int, time: float, words: str = "") -> None:
         """This rank's slot: with `WAITING` one more collective has begun."""
         self._number += state == WAITING
-        text = words.encode("utf-8", "replace")[: _SLOT - _HEAD.size - 2]
+        text = words.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
         slot = _HEAD.pack(state, self._number, time) + len(text).to_bytes(2, "little") + text
         self._map[self._mine * _SLOT : self._mine * _SLOT + len(slot)] = slot
 
@@ -58,6 +60,10 @@ class Scoreboard:
         length = int.from_bytes(slot[_HEAD.size : _HEAD.size + 2], "little")
         text = slot[_HEAD.size + 2 : _HEAD.size + 2 + length]
         return state, number, time, text.decode("utf-8", "replace")
+
+    def process(self, rank: int) -> int:
+        """A rank's process number; 0 before it has opened the file."""
+        return struct.unpack_from("<q", self._map, rank * _SLOT + _PID)[0]
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of another rank has ended."""

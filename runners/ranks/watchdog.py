@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -88,7 +89,8 @@ class Watchdog:
             if now - since > self.timeout:
                 self._end(
                     f"no end of {self._what} after {now - since:.0f} s (system.collective_timeout): "
-                    f"{self._missing()}"
+                    f"{self._missing()}",
+                    self._late(),
                 )
             if self.asked():
                 self._asked_at = self._asked_at or now
@@ -97,6 +99,14 @@ class Watchdog:
 
     def _missing(self) -> str:
         """Who is waited for."""
+        if late := self._late():
+            return f"waited for {', '.join(self.names[rank] for rank in late)}"
+        if not self.names:
+            return "not all ranks have joined"
+        return f"waited for {self.elsewhere or 'the network between the ranks'}"
+
+    def _late(self) -> list[int]:
+        """The ranks of this host that are not at the collective in which this one is."""
         late: list[int] = []
         if self.board is not None:
             number = self.board.read(self.rank)[1]
@@ -104,13 +114,10 @@ class Watchdog:
                 state, begun, _, _ = self.board.read(rank)
                 if begun < number or state != WAITING:
                     late.append(rank)
-        if late:
-            return f"waited for {', '.join(self.names[rank] for rank in late)}"
-        if not self.names:
-            return "not all ranks have joined"
-        return f"waited for {self.elsewhere or 'the network between the ranks'}"
+        return late
 
-    def _end(self, line: str) -> None:
+    def _end(self, line: str, hanging: Sequence[int] = ()) -> None:
+        """Ends this process, and those of this host that may not be able to end themselves."""
         if self._off.is_set():
             return
         if self.speaks():
@@ -119,4 +126,8 @@ class Watchdog:
                 os.write(2, f"{text}\n".encode())
         with suppress(Exception):
             self.on_fault(line)
+        for rank in hanging:
+            if self.board and not self.board.is_gone(rank) and (process := self.board.process(rank)):
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
         os._exit(EXIT_CODE)
