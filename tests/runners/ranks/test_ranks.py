@@ -86,7 +86,7 @@ def test_three_ranks_train_as_one(one, three):
                 assert right.get(key) == pytest.approx(left.get(key), rel=1e-3, abs=1e-6), key
     last = lines(three, "training_log.jsonl")[-2]
     assert last["ranks/number"] == 3
-    assert {f"time/rollout/rank_{rank}" for rank in range(3)} <= last.keys()
+    assert {f"ranks/rollout_seconds/{rank}" for rank in range(3)} <= last.keys()
     assert 0 <= last["ranks/slowest"] < 3
 
 
