@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Ranks:
         Raises UserError where the ranks cannot meet.
         """
         self.number, self.count = (place.rank, place.size) if place else (0, 1)
-        self.host = socket.gethostname()
+        self.host = os.uname().nodename
         self.hosts: list[str] = [self.host]
         self.asked = 0  # the signal that asked a rank to stop, as of the last meeting; 0: none
         self.lost: str | None = None  # why nobody reads rank 0's output, as of the last meeting
@@ -342,4 +342,4 @@ def _host_key() -> str:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()}/{boot}"
+    return f"{os.uname().nodename}/{boot}"

@@ -21,6 +21,7 @@ from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
+from runners.evaluation.rank_evaluation import evaluate_on_ranks
 from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
@@ -35,7 +36,6 @@ from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
-from runners.training.rank_evaluation import evaluate_on_ranks
 from runners.training.rank_rollout import skew_metrics
 from runners.training.setup import Run
 from runners.training.steps import TrainSteps
