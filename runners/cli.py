@@ -5,11 +5,13 @@ Only click is imported before a command runs, so that --help answers at once.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +20,10 @@ from runners.commands.base import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
 from runners.machine.signals import Stopped
 from runners.machine.terminal import echo
+
+if TYPE_CHECKING:
+    from runners.config.loading import Config
+    from runners.ranks.ranks import Ranks
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -137,14 +143,25 @@ def _run(
     name: str,
     overrides: Sequence[str],
     dry_run: bool,
-    *,
-    resume: str | None,
-    allow_config_change: bool,
-    overwrite: bool,
+    **how: Any,
 ) -> None:
     from runners.config.loading import load_config, write_resolved
     from runners.machine import startup
+    from runners.ranks.launched import launched, share_cores
 
+    place = launched()
+    if place and dry_run and place.rank > 0:
+        return  # rank 0 shows it
+    if place and not dry_run:
+        share_cores(place, os.environ)
+        notices = startup.prepare().notices
+
+        from runners.ranks.ranks import Ranks
+
+        ranks = Ranks(place)
+        with ranks.ending_together():
+            _train(name, overrides, ranks, notices if ranks.first else (), **how)
+        return
     config = load_config(name, overrides)
     for notice in config.notices:
         echo(notice, err=True)
@@ -158,11 +175,28 @@ def _run(
     # The BLAS has to be in place before anything imports MLX.
     for notice in startup.prepare(config.system.memory_limit_gb).notices:
         echo(notice, err=True)
+    _run_training(config, None, **how)
 
+
+def _train(name: str, overrides: Sequence[str], ranks: Ranks, notices: Sequence[str], **how: Any) -> None:
+    """One of several ranks, from its config on: a fault of any ends all."""
+    from runners.config.loading import load_config
+
+    config = load_config(name, overrides)
+    for notice in (*config.notices, *notices) if ranks.first else ():
+        echo(notice, err=True)
+    _run_training(config, ranks, **how)
+
+
+def _run_training(
+    config: Config, ranks: Ranks | None, *, resume: str | None, allow_config_change: bool, overwrite: bool
+) -> None:
     from runners.training.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite)
+    run_training(
+        config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite, ranks=ranks
+    )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ NAMES = (
     "memory",
     "checkpoint",
     "depth",
+    "ranks",
 )
 GRIDS = ("quant", "sync", "depth")  # with the same columns for many rows
 

@@ -10,6 +10,9 @@ from grpo_fn.learner.logprob_step import make_logprob_step
 from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape
+from grpo_fn.learner.rank_shares import deal, own_pieces
+from grpo_fn.learner.reduce import Collectives, MlxCollectives, all_reduce, collectives, kept_by_first, share
+from grpo_fn.learner.sharding import Sharding, make_sharded_update_step
 from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.learner.token_logprobs import Head, chunk_rows, token_logprobs, token_logprobs_and_entropy
@@ -19,26 +22,36 @@ from grpo_fn.rounding import stochastic_round
 __all__ = [
     "SCHEDULES",
     "Batch",
+    "Collectives",
     "GradStep",
     "Head",
+    "MlxCollectives",
     "Optimizer",
     "Packer",
     "Row",
     "Shape",
+    "Sharding",
     "TrainState",
     "UpdateStats",
     "adamw",
+    "all_reduce",
     "can_share",
     "chunk_rows",
+    "collectives",
+    "deal",
     "drop_inactive",
     "halved",
     "init_state",
+    "kept_by_first",
     "make_batch",
     "make_grad_step",
     "make_logprob_step",
+    "make_sharded_update_step",
     "make_update_step",
     "minibatches",
+    "own_pieces",
     "shape_of",
+    "share",
     "split_batch",
     "stochastic_round",
     "sync_old",

@@ -39,6 +39,7 @@ def generate(
     eos_ids: Iterable[int] = (),
     find_stop: FindStop | None = None,
     first_prompt: int = 0,
+    prompt_stride: int = 1,
     decoding: Decoding | None = None,
 ) -> Rollout:
     """Sample G completions of each prompt.
@@ -55,6 +56,7 @@ def generate(
         find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
             seen the first `start` and found no end: how many of them to keep if it has ended, else None.
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
+        prompt_stride: in steps of this: N where these are every N-th prompt, from the `first_prompt`-th on.
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
 
     Raises:
@@ -68,7 +70,11 @@ def generate(
     if not sampler.repetition_penalty > 0:
         raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
     check_token_ids(prompts, policy.vocabulary)
-    for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
+    for name, value in (
+        ("num_generations", num_generations),
+        ("max_new_tokens", max_new_tokens),
+        ("prompt_stride", prompt_stride),
+    ):
         if value < 1:
             raise ValueError(f"{name} = {value}: wanted at least 1")
     wanted = decoding.share_prefix
@@ -81,7 +87,7 @@ def generate(
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,
-                mx.array([first_prompt + row // num_generations for row in rows]),
+                mx.array([first_prompt + prompt_stride * (row // num_generations) for row in rows]),
                 mx.array([row % num_generations for row in rows]),
             )
             these = [prompts[p] for p in part]

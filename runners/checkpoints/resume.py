@@ -31,8 +31,10 @@ HARMLESS = (
     "watch",
     "stop",
     "optim.max_bad_updates",
+    "optim.shard",
     "reward.stop_if_all_fail",
     "system.memory_limit_gb",
+    "system.collective_timeout",
 )
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
 MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")

@@ -137,3 +137,12 @@ class Saver:
             self.wait(strict=kind is None and self._settings.on_error == "stop")
         finally:
             self._pool.shutdown()
+
+
+class NoSaver(Saver):
+    """For a rank that writes nothing: rank 0 has what it would save."""
+
+    def save(
+        self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
+    ) -> None:
+        """Nothing."""

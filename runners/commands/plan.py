@@ -20,8 +20,14 @@ Exit codes: 0 the run fits, 2 it does not, or something in the config, the data 
 @click.argument("config")
 @SET
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON, in bytes.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    default=1,
+    help="The memory of each of so many processes of mlx.launch.",
+)
 @ends_with_a_line
-def plan_command(config: str, overrides: Sequence[str], as_json: bool) -> None:
+def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
     """Predict the memory that a run will take.
 
     Shows, for every phase of a step, the bytes of weights, moments, activations, caches and logits, the peak
@@ -39,7 +45,7 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool) -> None:
 
     from runners.memory.plan import make_plan
 
-    plan = make_plan(loaded.check(), found, as_json=as_json)
+    plan = make_plan(loaded.check(), found, as_json=as_json, ranks=ranks)
     echo(plan.text)
     if plan.problem:
         raise UserError(plan.problem)

@@ -31,6 +31,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
             result[name] = check(built[name], found)
     _lengths(built, found)
     _roles(built, found)
+    _sharding(built, found)
     _conditions(built, found)
     return result
 
@@ -154,6 +155,24 @@ def _roles(built: dict[str, Any], found: Settings) -> None:
             f"found {show(loss.ref_mixup)} with loss.ref_quantization = {show(loss.ref_quantization)}, which "
             "keeps no full-precision reference to mix with; want 1.0, or loss.ref_sync_every = 0",
         )
+
+
+def _sharding(built: dict[str, Any], found: Settings) -> None:
+    """What optim.shard cannot be together with: it would not give the same numbers."""
+    optim, model, rollout, loss = built["optim"], built["model"], built["rollout"], built["loss"]
+    if not (optim and optim.shard and model and rollout and loss):
+        return
+    others = {
+        "model.master": (model.master, "float32"),
+        "optim.moments": (optim.moments, "float32"),
+        "rollout.quantization": (rollout.quantization, "none"),
+        "loss.ref_quantization": (loss.ref_quantization, "none"),
+    }
+    for key, (value, want) in others.items():
+        if value != want:
+            _problem(found, key, f"found {show(value)} with optim.shard = true, want {show(want)}")
+    if loss.ref_sync_every and loss.ref_mixup < 1:
+        _problem(found, "loss.ref_mixup", f"found {show(loss.ref_mixup)} with optim.shard = true, want 1.0")
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

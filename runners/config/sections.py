@@ -200,6 +200,7 @@ class OptimConfig:
     num_iterations: int = field(default=1, validator=rules.at_least(1))  # passes over one rollout
     minibatches: int = field(default=1, validator=rules.at_least(1))  # updates a pass
     max_bad_updates: int = field(default=10, validator=rules.at_least(0))  # in a row; 0: without end
+    shard: bool = False  # over the ranks: masters and moments, for full fine-tuning
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -261,3 +262,4 @@ class SystemConfig:
     memory_limit_gb: float = field(default=0.0, validator=rules.not_negative())  # 0: MLX's own
     micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
+    collective_timeout: float = field(default=600.0, validator=rules.above(0))  # seconds that ranks wait

@@ -26,21 +26,25 @@ class Weights:
     reference: int = 0  # bytes of a reference (beta > 0)
     embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
     sampling: int = 0  # bytes of weights that are made anew for each rollout: `decode_weights`
+    ranks: int = 1  # that a run goes over
+    sharded: bool = False  # over the ranks: masters and moments
 
     @property
     def masters(self) -> int:
-        """Bytes of the learner's weights."""
+        """Bytes of the learner's weights; sharded, all in the compute dtype and a part of the masters."""
+        if self.sharded:
+            return self.trained * self.compute + self.trained * self.master // self.ranks
         return self.trained * self.master
 
     @property
     def moments(self) -> int:
         """Bytes of the optimizer's state."""
-        return 2 * self.trained * self.moment
+        return 2 * self.trained * self.moment // (self.ranks if self.sharded else 1)
 
     @property
     def copy(self) -> int:
         """Bytes of the weights in the computation's dtype, 0 where that is the masters' own."""
-        return 0 if self.compute == self.master else self.trained * self.compute
+        return 0 if self.sharded or self.compute == self.master else self.trained * self.compute
 
     @property
     def gradients(self) -> int:
@@ -246,7 +250,15 @@ def _update(shape: ModelShape, weights: Weights) -> dict[str, float]:
     """Gradients, and what is in flight of new values beside the old ones: a block and the embedding."""
     ahead = (weights.trained - weights.embedding) / shape.layers + weights.embedding
     each = _UPDATED + (_RANDOM_BITS if weights.master < FLOAT else 0)
-    return {"accumulated gradients": weights.gradients, "working set": each * ahead}
+    if weights.sharded:
+        # This rank's part of the summed gradients, its new masters and moments, and the gathered weights.
+        part = 4 * FLOAT * weights.trained / weights.ranks
+        return {
+            "accumulated gradients": weights.gradients,
+            "working set": part + weights.trained * weights.compute,
+        }
+    sums = {"sums over the ranks": weights.gradients} if weights.ranks > 1 else {}
+    return {"accumulated gradients": weights.gradients, **sums, "working set": each * ahead}
 
 
 def _largest(found: Sequence[MemoryPhase]) -> MemoryPhase:

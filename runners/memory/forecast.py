@@ -37,6 +37,7 @@ class Forecast:
     prompt_source: str  # where that number is from
     total: int  # bytes that the run may use
     phases: tuple[MemoryPhase, ...]
+    ranks: int = 1  # of which each takes so much
 
     @property
     def peak(self) -> MemoryPhase:
@@ -61,13 +62,17 @@ def forecast(
     *,
     prompt: int | None = None,
     sizes: ModelSizes | None = None,
+    ranks: int = 1,
 ) -> Forecast:
     """The phases of the run that a checked config describes.
 
     `prompt` is the longest prompt's length; left out, `data.max_prompt_length` stands for it. `total` is the
-    machine's memory, of which `system.memory_limit_gb` may leave less. Raises UserError as `model_sizes`.
+    machine's memory, of which `system.memory_limit_gb` may leave less. With several `ranks` it is the memory
+    of one of them. Raises UserError as `model_sizes`.
     """
     sizes = sizes or model_sizes(config, platform)
+    weights = attrs.evolve(sizes.weights, ranks=ranks, sharded=config.optim.shard and ranks > 1)
+    sizes = attrs.evolve(sizes, weights=weights)
     limit = config.system.memory_limit_gb * 1e9
     total = int(min(total, limit)) if limit else total
     source = "data.max_prompt_length" if prompt is None else "the longest prompt of the data"
@@ -81,7 +86,9 @@ def forecast(
         and system.share_prompts != "never"
         and (system.share_prompts == "always" or platform.backend == "cpu")
     )
-    pieces = _pieces(config, prompt, shares)
+    own = attrs.evolve(optim, batch_size=-(-optim.batch_size // ranks))
+    each = attrs.evolve(config, optim=own)  # what one rank has of a batch step
+    pieces = _pieces(each, prompt, shares)
     reused = optim.num_iterations * optim.minibatches > 1
     lags = config.loss.sync_every > optim.gradient_accumulation_steps
     return Forecast(
@@ -89,12 +96,13 @@ def forecast(
         sizes=sizes,
         prompt=prompt,
         prompt_source=source,
+        ranks=ranks,
         total=total,
         phases=tuple(
             phases(
                 sizes.shape,
                 sizes.weights,
-                rollout=_decoded(_rollout(config, prompt), sizes),
+                rollout=_decoded(_rollout(each, prompt), sizes),
                 evaluation=_decoded(_evaluation(config, prompt), sizes),
                 micro_batches=list(dict.fromkeys(pieces)),
                 accumulates=len(pieces) > 1 or optim.gradient_accumulation_steps > 1,

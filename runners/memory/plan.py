@@ -27,12 +27,12 @@ class MemoryPlan:
     problem: str | None  # one line where the run does not fit
 
 
-def make_plan(config: Config, platform: Platform, *, as_json: bool = False) -> MemoryPlan:
-    """The plan of a checked config; nothing of the model is loaded but its shapes.
+def make_plan(config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1) -> MemoryPlan:
+    """The plan of a checked config, for each of so many ranks; nothing of the model is loaded but its shapes.
 
     Raises UserError for a model or data that cannot be used.
     """
-    found = forecast(config, platform, read_memory().total, prompt=longest_prompt(config))
+    found = forecast(config, platform, read_memory().total, prompt=longest_prompt(config), ranks=ranks)
     facts = _facts(found, platform)
     text = json.dumps(facts, indent=1) if as_json else _table(found, facts)
     problem = None if found.fits else (too_large_line(found) or over_memory_line(found, platform))
@@ -77,7 +77,7 @@ class MemoryOutlook:
     notices: tuple[str, ...]
 
 
-def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
+def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
     """The model's sizes, or, for a model that is not described as they need it, a line that says so.
 
     Raises UserError where weights, moments and gradients alone exceed the memory.
@@ -86,17 +86,19 @@ def sizes_if_it_can_fit(config: Config, platform: Platform) -> ModelSizes | str:
         sizes = model_sizes(config, platform)
     except UserError as error:  # what ails the model itself is told when it is loaded
         return f"memory: not predicted: {error}"
-    line = too_large_line(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes))
+    line = too_large_line(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes, ranks=ranks))
     if line:
         raise UserError(line)
     return sizes
 
 
-def memory_outlook(config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int) -> MemoryOutlook:
+def memory_outlook(
+    config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, ranks: int = 1
+) -> MemoryOutlook:
     """What a run with prompts of at most so many tokens should be told."""
     if isinstance(sizes, str):
         return MemoryOutlook("system.micro_batch_tokens", (sizes,))
-    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes)
+    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes, ranks=ranks)
     line = over_memory_line(found, platform)
     return MemoryOutlook(key_to_turn(found), (f"memory: {line}",) if line else ())
 
@@ -105,6 +107,7 @@ def _facts(found: Forecast, platform: Platform) -> dict[str, Any]:
     config = found.config
     return {
         "model": config.model.path,
+        "ranks": found.ranks,
         "parameters_trained": found.sizes.weights.trained,
         "prompt_tokens": found.prompt,
         "prompt_tokens_from": found.prompt_source,
@@ -137,6 +140,7 @@ def _table(found: Forecast, facts: dict[str, Any]) -> str:
     for name, value in {
         "peak": f"{gigabytes(found.peak.total)} of {gigabytes(found.total)}{_limit(found)}",
         "largest batch": f"optim.batch_size = {prompts} (now {config.optim.batch_size})",
+        **({"ranks": f"{found.ranks}; the figures are of one of them"} if found.ranks > 1 else {}),
         "assumes": f"prompts of {found.prompt} tokens ({found.prompt_source}), completions of "
         f"{config.rollout.max_new_tokens}",
     }.items():

@@ -65,4 +65,4 @@ def key_to_turn(found: Forecast) -> str:
 
 def _with(found: Forecast, platform: Platform, section: str, **changes: object) -> Forecast:
     config = attrs.evolve(found.config, **{section: attrs.evolve(getattr(found.config, section), **changes)})
-    return forecast(config, platform, found.total, prompt=found.prompt, sizes=found.sizes)
+    return forecast(config, platform, found.total, prompt=found.prompt, sizes=found.sizes, ranks=found.ranks)

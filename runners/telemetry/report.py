@@ -114,6 +114,13 @@ class Quiet:
     def __exit__(self, *error: object) -> None: ...
 
 
+class Silent(Quiet):
+    """Shows nothing at all: for a rank whose run another one shows."""
+
+    def alert(self, text: str) -> None:
+        """Nothing: the rank that shows the run says so."""
+
+
 class PlainReport:
     """Lines without colour or cursor movement: one every `every` updates, at most 100 columns wide."""
 

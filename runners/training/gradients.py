@@ -6,15 +6,17 @@ MLX says so by an exception on Metal and CUDA. On a CPU the system ends the proc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 import grpo_fn as g
-from grpo_fn.learner import halved
+from grpo_fn.learner import halved, own_pieces
 from grpo_fn.trees import Tree
 from runners.errors import UserError, count_in, is_out_of_memory
+from runners.ranks.ranks import Ranks
 
 _Result = TypeVar("_Result")
 _Pieces = Sequence[g.Batch]
@@ -40,8 +42,11 @@ class Gradients:
         logprob_step: Callable[[Tree, g.Batch], mx.array],
         max_tokens: int,
         note: Callable[[str], None],
+        ranks: Ranks | None = None,
     ) -> None:
-        """The learner's steps, the budget (system.micro_batch_tokens), and who is told that it shrank."""
+        """The learner's steps, the budget (system.micro_batch_tokens), who is told that it shrank, and the
+        ranks, of which each takes its part of the micro-batches and all shrink the budget together."""
+        self._ranks = ranks or Ranks()
         self.max_tokens = self._asked = max_tokens
         self._grad_step, self._logprob_step, self._note = grad_step, logprob_step, note
         self._taken: list[_Pieces] = []  # since the update before
@@ -54,7 +59,7 @@ class Gradients:
         """
 
         def act(pieces: _Pieces) -> g.LossStats:
-            holder.state, stats = self._grad_step(holder.state, pieces)
+            holder.state, stats = self._grad_step(holder.state, self._own(pieces))
             g.materialize(holder.state.accum_grads, holder.state.accum_weight, stats)
             return stats
 
@@ -72,15 +77,29 @@ class Gradients:
         start = self._start
         stats, taken = self._or_in_halves(pieces, act, again)
         self._taken.append(taken)
-        return stats
+        return stats if self._ranks.alone else self._merged(stats)
 
     def with_old_logp(self, params: Tree, pieces: _Pieces) -> list[g.Batch]:
         """The micro-batches with the log-probs that these parameters give their tokens."""
 
-        def act(pieces: _Pieces) -> list[g.Batch]:
-            return [self._logged(params, piece) for piece in pieces]
+        rank, count = self._ranks.number, self._ranks.count
 
-        return self._or_in_halves(pieces, act, act)[0]
+        def act(pieces: _Pieces) -> dict[int, mx.array]:
+            return {
+                number: self._logp(params, piece)
+                for number, piece in enumerate(pieces)
+                if number % count == rank and piece.mask_bt.shape[0]
+            }
+
+        found, pieces = self._or_in_halves(pieces, act, act)
+        if count > 1:  # all ranks keep all of them: a checkpoint has them for any number of ranks
+            arrays = {str(number): np.array(old_logp_bt) for number, old_logp_bt in found.items()}
+            for message in self._ranks.meet("the old log-probs", None, arrays):
+                found |= {int(number): mx.array(array) for number, array in message.arrays.items()}
+        return [
+            attrs.evolve(piece, old_logp_bt=found[number]) if number in found else piece
+            for number, piece in enumerate(pieces)
+        ]
 
     def applied(self) -> None:
         """The update has been taken: what had gathered is gone."""
@@ -104,23 +123,40 @@ class Gradients:
             pieces = [half for p in pieces for half in (halved(p) if id(p) in large else [p])]
         return pieces
 
-    def _logged(self, params: Tree, piece: g.Batch) -> g.Batch:
-        if piece.mask_bt.shape[0] == 0:
-            return piece
+    def _own(self, pieces: _Pieces) -> _Pieces:
+        return own_pieces(pieces, self._ranks.number, self._ranks.count)
+
+    def _merged(self, stats: g.LossStats) -> g.LossStats:
+        """Of all ranks' parts, the same on all of them."""
+        row = np.array([value.item() for value in stats], np.float32)
+        messages = self._ranks.meet("the statistics", None, {"stats": row})
+        parts = [g.LossStats(*map(mx.array, message.arrays["stats"].tolist())) for message in messages]
+        merged = g.merge_stats(parts)
+        g.materialize(merged)
+        return merged
+
+    def _logp(self, params: Tree, piece: g.Batch) -> mx.array:
         old_logp_bt = self._logprob_step(params, piece)
         mx.eval(old_logp_bt)
-        return attrs.evolve(piece, old_logp_bt=old_logp_bt)
+        return old_logp_bt
 
     def _or_in_halves(
         self, pieces: _Pieces, act: Callable[[_Pieces], _Result], again: Callable[[_Pieces], _Result]
     ) -> tuple[_Result, _Pieces]:
         """What `act` gives, or `again` with the pieces cut in halves, and the pieces that were taken."""
+        reason, result = None, None
         try:
-            return act(pieces), pieces
+            result = act(pieces)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error)
+        if not self._ranks.alone:
+            messages = self._ranks.meet("the gradients", reason)
+            reason = next((message.value for message in messages if message.value is not None), None)
+        if reason is None:
+            return cast(_Result, result), pieces
+        del result
         # Outside of the handler the failed step's arrays, which its traceback holds, are gone.
         mx.clear_cache()
         halves = [half for piece in pieces for half in halved(piece)]

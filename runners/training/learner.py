@@ -8,15 +8,16 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import can_share
+from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
 from grpo_fn.policy import checkpoint_layers
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
 from runners.models.reading import vocabulary_rows
+from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 
 
@@ -34,12 +35,22 @@ class Learner:
     state: g.TrainState | None  # before the first step; None once the loop has taken it over
     share_prompts: bool  # whether a group's prompt is computed once
     notices: tuple[str, ...] = ()
+    sharding: Sharding | None = None  # None: each rank has all of the state
+    outline: g.TrainState | None = None  # of the whole first state where it is sharded: its shapes, in zeros
 
 
 def build_learner(
-    config: Config, spec: g.LossSpec, loaded: LoadedModel, length: RunLength, platform: Platform
+    config: Config,
+    spec: g.LossSpec,
+    loaded: LoadedModel,
+    length: RunLength,
+    platform: Platform,
+    ranks: Ranks | None = None,
 ) -> Learner:
-    """Policies, steps and the first state; the loaded module is emptied of its trainable weights."""
+    """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
+
+    With several `ranks` and optim.shard the state is this rank's part.
+    """
     share_prompts = _shares_prompts(config, loaded, platform)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
@@ -66,6 +77,10 @@ def build_learner(
         key=mx.random.key(config.run.seed),
         ref_params=reference.params(params) if spec.beta > 0 else None,
     )
+    sharding, outline = None, None
+    if optim.shard and ranks is not None and not ranks.alone:
+        sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
+        state = sharding.shard(state)
     # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
     compile_steps = config.system.compile and platform.backend != "cuda"
     temperature = config.rollout.temperature
@@ -84,12 +99,23 @@ def build_learner(
         ),
         update_step=g.make_update_step(
             optimizer, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
+        )
+        if sharding is None
+        else make_sharded_update_step(
+            optimizer, sharding, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
         ),
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
         state=role.sync(state),
         share_prompts=share_prompts,
         notices=(*notices, *reference.notices),
+        sharding=sharding,
+        outline=outline,
     )
+
+
+def _zeros(array: mx.array) -> mx.array:
+    """An array of that shape and dtype that takes no memory."""
+    return mx.broadcast_to(mx.array(0, array.dtype), array.shape)
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:

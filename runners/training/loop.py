@@ -15,12 +15,13 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
+from grpo_fn.trees import Tree
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
-from runners.evaluation.exact_match import evaluate
+from runners.evaluation.rank_evaluation import evaluate_on_ranks
 from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
@@ -35,6 +36,7 @@ from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
+from runners.training.rank_rollout import skew_metrics
 from runners.training.setup import Run
 from runners.training.steps import TrainSteps
 
@@ -79,6 +81,11 @@ class Loop:
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._log_fault: str | None = None  # what was last said of the log
+        self.ranks = run.ranks
+        self.ranks.wishes = self._wishes
+        self.ranks.on_fault(
+            lambda line: log.log({"update": at.update, "batch_step": at.batch_step, "fault": line})
+        )
         self.started = time.perf_counter()
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -104,7 +111,7 @@ class Loop:
             self._check_numbers()
             every = config.checkpoint.every
             if every and at.batch_step % every == 0 and not steps.update_due():
-                self.saver.save(self._snapshot, self._place())
+                self._save()
             self._check_signals()
         if self.watch.reached:
             self.report.note(f"the run ends early: {self.watch.reached}")
@@ -112,13 +119,18 @@ class Loop:
             self._evaluate("at the end")
         self.saver.wait()
         self.report.status("saving the final model")
+        whole, _ = steps.whole()
+        final, fault = run.folder / "final", None
         try:
-            final = self._save_final()
-        except UserError:
+            final = self._save_final(whole) if self.ranks.first else final
+        except UserError as error:
+            fault = error
+        if self.ranks.agree("the final model", fault is not None):
             # Other programs have filled the disk. A checkpoint may be smaller, or go where room was made.
             with suppress(UserError):
                 self._save_to_stop("the final model was not saved, but the training is: ")
-            raise
+        if fault is not None:
+            raise fault
         first = at.scores[0] if config.eval.at_start and at.scores else None
         last = at.scores[-1] if at.scores else None
         shown = run_summary(
@@ -135,7 +147,7 @@ class Loop:
         if self.bad_updates.total:
             shown["updates skipped"] = self.bad_updates.total
         self.report.finish(shown)
-        return RunResult(final.parent, steps.state, first, last, at.update, self._elapsed())
+        return RunResult(final.parent, whole, first, last, at.update, self._elapsed())
 
     def _step(self) -> None:
         """An update where one is due, else a batch step."""
@@ -166,6 +178,7 @@ class Loop:
         at = self.at
         stats, update = self.steps.update(self._wait_for_memory)
         metrics = self._metrics(stats, update)
+        metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's decide for all
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
         last = at.update == self.run.length.updates or self.watch.reached
@@ -205,14 +218,28 @@ class Loop:
             **times,
             "tokens_per_second": sampled / max(sampling, 1e-9),
             "tokens_per_second/step": sampled / max(times["step_time"], 1e-9),
+            **self._rank_metrics(),
             **memory,
+        }
+
+    def _rank_metrics(self) -> dict[str, Any]:
+        """What several ranks cost: seconds in meetings and sums, and each rank's rollouts."""
+        if self.ranks.alone:
+            return {}
+        seconds = self.ranks.seconds()
+        return {
+            "ranks/number": self.ranks.count,
+            "ranks/waiting_seconds": seconds["waiting"],
+            "ranks/reducing_seconds": seconds["reducing"],
+            **skew_metrics([tally.seconds for tally in self.at.tallies]),
         }
 
     def _evaluate(self, name: str) -> None:
         """Exact match of the learner's weights, in the log and on the display."""
         config, at = self.config, self.at
         self.report.status("evaluating")
-        result = evaluate(
+        result = evaluate_on_ranks(
+            self.ranks,
             self.run.learner.policy,
             self.steps.state.params,
             self.run.data.evaluation,
@@ -231,7 +258,14 @@ class Loop:
         self.watch.see({name: record[name] for name in ("em", "time/eval")})
         self.report.eval(name, result.score, result.correct, result.total, result.seconds)
 
-    def _snapshot(self) -> Snapshot:
+    def _save(self, why: str = "", *, strict: bool = False) -> None:
+        """A checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
+        whole, anchor = self.steps.whole()
+        self.saver.save(lambda: self._snapshot(whole, anchor), self._place(), why, strict=strict)
+        if strict:
+            self.ranks.meet("the save")  # whoever ended before would take the others with it
+
+    def _snapshot(self, state: g.TrainState, anchor: Tree) -> Snapshot:
         """All that the run is now. UserError where the log is not on the disk as far as this."""
         at = self.at
         facts = {
@@ -245,10 +279,8 @@ class Loop:
             "logs": self.log.positions(),
             "loop": {**at.plain(), "elapsed": self._elapsed()},
         }
-        trees = {**at.trees(), "anchor": self.steps.role.anchor}
-        return take_snapshot(
-            at.batch_step, self.steps.state, self.run.loaded, facts, trees, prompt=self.prompt
-        )
+        trees = {**at.trees(), "anchor": anchor}
+        return take_snapshot(at.batch_step, state, self.run.loaded, facts, trees, prompt=self.prompt)
 
     def _check_numbers(self) -> None:
         """Where too many updates in a row were skipped: saves, and raises NumbersError."""
@@ -256,27 +288,35 @@ class Loop:
             self.bad_updates.check()
         except NumbersError:
             self.report.status("saving")
-            self.saver.save(self._snapshot, self._place(), "the last good state: ", strict=True)
+            self._save("the last good state: ", strict=True)
             raise
 
     def _check_signals(self) -> None:
         """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
         OutputLost."""
-        fault, number = getattr(self.report, "fault", None), self.signals.received
-        end = Stopped(number) if number is not None else OutputLost(fault) if fault is not None else None
-        if end is None:
+        number, lost = (self.ranks.asked, self.ranks.lost) if not self.ranks.alone else self._wishes()
+        if not number and lost is None:
             return
+        fault = getattr(self.report, "fault", None) or BrokenPipeError(lost)
+        end = Stopped(number) if number else OutputLost(fault)
         if isinstance(end, OutputLost):
             self.report.note(f"{end}: the run ends")
         self._save_to_stop("interrupted: ")
+        self.ranks.agreed_to_end()
         raise end
+
+    def _wishes(self) -> tuple[int, str | None]:
+        """The signal that asks this process to stop, 0 for none, and why nobody reads its display."""
+        fault = getattr(self.report, "fault", None)
+        return self.signals.received or 0, None if fault is None else str(fault)
 
     def _save_to_stop(self, why: str) -> None:
         """Saves what has been done since the last checkpoint, before the run ends early."""
         self.saver.wait()
-        if self.at.batch_step and self.saver.done != self._place():
+        missing = bool(self.at.batch_step) and self.saver.done != self._place()
+        if self.ranks.meet("what is saved", missing)[0].value:
             self.report.status("saving")
-            self.saver.save(self._snapshot, self._place(), why, strict=True)
+            self._save(why, strict=True)
 
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update
@@ -295,12 +335,12 @@ class Loop:
                 self.report.note(f"{self._here} was renamed to {here}; the run goes on there")
                 self._here = here
 
-    def _save_final(self) -> Path:
+    def _save_final(self, state: g.TrainState) -> Path:
         """Writes the final model; where the run's folder is gone, into a new one."""
-        steps, loaded = self.steps, self.run.loaded
+        loaded = self.run.loaded
 
         def save(folder: Path, held: int) -> Path:
-            return save_final(folder, steps.state, loaded, self.prompt, within=held)
+            return save_final(folder, state, loaded, self.prompt, within=held)
 
         try:
             return self.folder.write(save)

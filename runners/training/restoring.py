@@ -36,13 +36,18 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
             f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
             "--allow-config-change goes on with it"
         )
-    first = run.learner.state
+    first = run.learner.outline or run.learner.state
     assert first is not None
     _check_same_model(origin, first, state)
     role = run.learner.role
     role.restore(origin.facts)
     role.anchor = anchor
     if changed:
+        if run.learner.sharding is not None and (state.ref_params is None) != (first.ref_params is None):
+            raise UserError(
+                f"{origin.folder}: loss.beta begins or ends a reference, which optim.shard = true cannot go "
+                "on with"
+            )
         state = _with_roles(run, state, first, anchor)
     for tree in (state.old_params, state.ref_params, anchor):
         _check_weights(origin, tree, (first.params, first.old_params, first.ref_params))

@@ -47,6 +47,7 @@ class RolloutRole:
         self.anchor: Tree = None  # the learner's weights that the role's were made from: π_old
         self.fallback: str | None = None
         self._news: list[str] = []
+        self.agree: Callable[[str | None], str | None] = lambda fault: fault  # on a fault that any rank has
 
     @property
     def quantization(self) -> str:
@@ -78,7 +79,7 @@ class RolloutRole:
         """A rollout of the role's parameters; once more, in full precision, where their numbers fail."""
         if self.quantization != "none":
             rollout = sample(self.policy, params)
-            fault = self._fault(rollout)
+            fault = self.agree(self._fault(rollout))
             if fault is None:
                 return rollout
             self._give_up(f"{fault}; the rollout was sampled again")

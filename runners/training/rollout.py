@@ -15,6 +15,7 @@ from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.prompts import Example, columns_of
 from runners.errors import RewardError
+from runners.ranks.ranks import Ranks
 from runners.rewards.experience import (
     Experience,
     join_experiences,
@@ -25,8 +26,9 @@ from runners.rewards.experience import (
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
+from runners.training.rank_rollout import Part, meet_for_rollout
 
-Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
+Generate = Callable[..., g.Rollout]  # parameters, examples, key; number of the first one, and their stride
 
 
 @attrs.frozen(eq=False)
@@ -37,6 +39,7 @@ class Collector:
     scorer: Scorer
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
+    ranks: Ranks = attrs.field(factory=Ranks)
 
     def collect(
         self,
@@ -60,7 +63,9 @@ class Collector:
         failed: dict[int, str] | None = None  # rewards that have judged no completion of any round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part, failed_now = self._once(params, take(missing), stream_key(key, number), trainer_state)
+            part, failed_now = self._on_all_ranks(
+                params, take(missing), stream_key(key, number), trainer_state
+            )
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
             varied = varied_groups(part.rewards_pg)
@@ -85,12 +90,34 @@ class Collector:
         mx.eval(advantages_pg)
         return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
 
-    def _once(
+    def _on_all_ranks(
         self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> tuple[Experience, dict[int, str]]:
-        """One round, and the rewards that failed for all of its completions."""
+    ) -> Part:
+        """One round, and the rewards that failed for all of its completions; each rank does its share."""
+        if self.ranks.alone:
+            return self._once(params, examples, key, trainer_state)
+        rank, count = self.ranks.number, self.ranks.count
+        own, part, fault = examples[rank::count], None, None
+        if own:
+            try:
+                part = self._once(params, own, key, trainer_state, rank, count)
+            except RewardError as error:
+                fault = str(error)
+        else:
+            self.generate(params, own, key, rank, count)  # the role may meet the others
+        return meet_for_rollout(self.ranks, examples, part, fault)
+
+    def _once(
+        self,
+        params: Tree,
+        examples: Sequence[Example],
+        key: mx.array,
+        trainer_state: TrainerState,
+        *numbers: int,
+    ) -> Part:
+        """One round of these examples; `numbers`: the first one's and their stride, where not 0 and 1."""
         started = time.perf_counter()
-        rollout = self.generate(params, examples, key)
+        rollout = self.generate(params, examples, key, *numbers)
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations

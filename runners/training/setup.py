@@ -29,10 +29,12 @@ from runners.memory.micro_batch import resolve_micro_batch
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
+from runners.ranks.ranks import Ranks
 from runners.rewards.functions import Reward, check_columns, resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
+from runners.training.rank_rollout import empty_rollout
 from runners.training.rollout import Collector
 from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.decode_settings import resolve_decoding
@@ -69,21 +71,26 @@ class Run:
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
     trial: Trial | None  # what rollout.quantization = "auto" measured
+    ranks: Ranks  # those that share the run
 
 
 def build_run(
     config: Config,
     platform: Platform,
     say: Say = lambda text: None,
-    decided: Mapping[str, Any] | None = None,
+    decided: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Everything that `train` needs, of a config that is checked.
 
     Rewards, then data, then the model: a misspelt name costs no waiting. `say` is told what goes on.
-    `decided` has what an earlier process measured for [rollout]: nothing is measured then.
+    `decided` has what an earlier process, or another rank, measured for [rollout]: nothing is measured then.
+    `ranks`: those that share the run; None: this process alone.
 
     Raises UserError or ConfigError, in one line, for whatever is wrong.
     """
+    ranks = ranks or Ranks()
     spec = config.loss_spec()
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
     say("reading the data")
@@ -91,32 +98,33 @@ def build_run(
     check_columns(rewards, reward_columns(rows[0]))
     with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
         say(f"loading the model {config.model.path}")
-        sizes = sizes_if_it_can_fit(config, platform)
+        sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
         say("compiling GPU programs")
         uncompiled = programs.wait()
     data = _examples(config, rows, loaded)
     longest = max(len(example.tokens) for example in data.train)
     config = resolve_micro_batch(config, sizes, platform, longest)
-    expected = memory_outlook(config, platform, sizes, longest)
+    expected = memory_outlook(config, platform, sizes, longest, ranks.count)
     decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
     stream, trial = PromptStream(data.train, config.run.seed), None
+    decided = decided() if callable(decided) else decided
     if decided is not None:
         config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
     if config.rollout.quantization == "auto":
         say("measuring quantized samplers")
         first = attrs.evolve(stream).take(config.optim.batch_size)
         config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
-    learner = build_learner(config, spec, loaded, length, platform)
+    learner = build_learner(config, spec, loaded, length, platform, ranks)
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()
     if decided is None:
         config, choice = resolve_decoding(
             config,
-            Workload.of(config, learner.role.policy, state.old_params, data.train),
+            Workload.of(_of_one_rank(config, ranks), learner.role.policy, state.old_params, data.train),
             model_config=loaded.config,
             state=state,
             batch_steps=length.batch_steps,
@@ -131,7 +139,7 @@ def build_run(
         length=length,
         stream=stream,
         learner=learner,
-        collector=_collector(config, learner, rewards, decoder, find_stop, loaded),
+        collector=_collector(config, learner, rewards, decoder, find_stop, loaded, ranks),
         decoder=decoder,
         find_stop=find_stop,
         on_gpu=platform.backend != "cpu",
@@ -146,7 +154,14 @@ def build_run(
             *choice,
         ),
         trial=trial,
+        ranks=ranks,
     )
+
+
+def _of_one_rank(config: Config, ranks: Ranks) -> Config:
+    """The config with the prompts that a rank has of a batch step."""
+    prompts = -(-config.optim.batch_size // ranks.count)
+    return attrs.evolve(config, optim=attrs.evolve(config.optim, batch_size=prompts))
 
 
 def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
@@ -172,6 +187,7 @@ def _collector(
     decoder: TextDecoder,
     find_stop: FindStop | None,
     loaded: LoadedModel,
+    ranks: Ranks,
 ) -> Collector:
     rollout, sampler = config.rollout, sampler_of(config)
     decoding = g.Decoding(
@@ -180,8 +196,12 @@ def _collector(
 
     role = learner.role  # the learner itself would keep its first state alive
 
-    def generate(params: Tree, examples: Sequence[Example], key: mx.array) -> g.Rollout:
+    def generate(
+        params: Tree, examples: Sequence[Example], key: mx.array, first: int = 0, stride: int = 1
+    ) -> g.Rollout:
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+            if not examples:
+                return empty_rollout(rollout.num_generations, with_entropy=sampler.with_entropy)
             return g.generate(
                 policy,
                 params,
@@ -192,13 +212,15 @@ def _collector(
                 sampler=sampler,
                 eos_ids=loaded.eos_ids,
                 find_stop=find_stop,
+                first_prompt=first,
+                prompt_stride=stride,
                 decoding=decoding,
             )
 
         return role.draw(sample, params)
 
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
-    return Collector(generate, scorer, decoder, config)
+    return Collector(generate, scorer, decoder, config, ranks)
 
 
 def _warnings(config: Config, learner: Learner) -> list[str]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import shape_of
+from grpo_fn.learner import all_reduce, deal, kept_by_first, shape_of
 from grpo_fn.prng import ROLLOUTS, stream_key
+from grpo_fn.trees import Tree, map_arrays
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.part_times import PartTimes
@@ -28,8 +30,9 @@ class TrainSteps:
         self.state, self.at = state, at
         self.role = run.learner.role
         learner, optim = run.learner, self.config.optim
+        self.ranks, self.sharding = run.ranks, learner.sharding
         self.gradients = Gradients(
-            learner.grad_step, learner.logprob_step, self.config.system.micro_batch_tokens, note
+            learner.grad_step, learner.logprob_step, self.config.system.micro_batch_tokens, note, run.ranks
         )
         self.uses = optim.num_iterations * optim.minibatches  # updates that each rollout serves
         self.experiences: list[Experience] = []  # of the batch steps since the last update; not saved
@@ -84,8 +87,13 @@ class TrainSteps:
                 self._grad(parts[at.reused % len(parts)])
         before_update()
         with self.times.timing("update"):
-            self.state, update = self.run.learner.update_step(self.state)
-            g.materialize(self.state, update)
+            if not self.ranks.alone:
+                self.ranks.meet("the update")
+            with self.ranks.moving_arrays():
+                if self.sharding is None:
+                    self.state = all_reduce(self.state, self.ranks)
+                self.state, update = self.run.learner.update_step(self.state)
+                g.materialize(self.state, update)
         self.gradients.applied()
         at.update += 1
         stats, at.stats = g.merge_stats(at.stats), []
@@ -130,6 +138,29 @@ class TrainSteps:
             self.note(line)
         self.state = self.role.after_fallback(self.state)
 
+    def whole(self) -> tuple[g.TrainState, Tree]:
+        """The state and the sampler's anchor as one rank alone would have them. All ranks ask together."""
+        state, anchor = self.state, self.role.anchor
+        if self.ranks.alone:
+            return state, anchor
+        self.ranks.meet("the whole state")
+        with self.ranks.moving_arrays():
+            if self.at.stats:  # sums since the update: from here on they are on rank 0
+                self.state = all_reduce(self.state, self.ranks)
+                whole = self.state
+                self.state = kept_by_first(self.state, self.ranks)
+                self.gradients.applied()
+            else:
+                whole = self.state
+            if self.sharding is None:
+                return whole, anchor
+            shared = anchor is whole.params
+            whole = self.sharding.whole(whole)
+            g.materialize(whole)
+        if shared or anchor is None:
+            return whole, whole.params if shared else None
+        return whole, map_arrays(lambda leaf: leaf.astype(mx.float32), anchor)
+
     def _grad(self, pieces: Sequence[g.Batch]) -> None:
         self.at.stats.append(self.gradients.add(self, pieces))
 
@@ -145,13 +176,17 @@ class TrainSteps:
         ready = []
         for part in g.minibatches(batch, config.optim.minibatches):
             part = g.drop_inactive(part, self.run.learner.spec)
-            pieces = g.split_batch(
-                part,
-                max_tokens=self.gradients.max_tokens,
-                share_prompts=self.run.learner.share_prompts,
-                known=self.at.shapes,
-                new_shape_tokens=self._new_shape_tokens(),
-            )
+            pieces = [
+                piece
+                for share in deal(part, self.ranks.count)
+                for piece in g.split_batch(
+                    share,
+                    max_tokens=self.gradients.max_tokens,
+                    share_prompts=self.run.learner.share_prompts,
+                    known=self.at.shapes,
+                    new_shape_tokens=self._new_shape_tokens(),
+                )
+            ]
             self.at.shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
             if self.uses > 1 or self.at.stale:
                 # By the time this is read π_θ has left π_old: its log-probs are taken now.

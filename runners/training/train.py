@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -20,19 +24,23 @@ from runners.checkpoints.resume import (
 )
 from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
-from runners.checkpoints.saving import Saver
+from runners.checkpoints.saving import NoSaver, Saver
 from runners.config.loading import Config, write_resolved
+from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
+from runners.ranks.launched import launched
+from runners.ranks.ranks import Ranks
 from runners.telemetry.dashboards import check_installed
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.report import Report, make_report
+from runners.telemetry.report import Report, Silent, make_report
 from runners.training.loop import Loop, RunResult
 from runners.training.loop_state import LoopState
+from runners.training.rank_start import check_alike, share_start
 from runners.training.restoring import restore
-from runners.training.setup import build_run
+from runners.training.setup import Run, build_run
 
 __all__ = ["RunResult", "run_training"]
 
@@ -44,6 +52,7 @@ def run_training(
     resume: Path | bool = False,
     allow_config_change: bool = False,
     overwrite: bool = False,
+    ranks: Ranks | None = None,
 ) -> RunResult:
     """Train as the config says; everything is written to OUTPUT_DIR/NAME.
 
@@ -55,17 +64,45 @@ def run_training(
         allow_config_change: go on with a config on which the weights depend, and which differs.
         overwrite: begin anew where the run's folder holds an interrupted run, too: its checkpoints go.
             run.overwrite replaces a finished run alone.
+        ranks: those that share the run; by default all that `mlx.launch` has started, this process among
+            them. Rank 0 has the folder and the display.
 
     Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
     SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
     too many updates in a row had to be skipped: each when the state is saved.
     """
     machine = startup.prepare(config.system.memory_limit_gb)
+    how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
+    if ranks is not None:  # whoever made them ends them
+        return _train(config, machine, ranks, report, **how)
+    ranks = Ranks(launched())
+    with ranks.ending_together():
+        return _train(config, machine, ranks, report, **how)
+
+
+def _train(
+    config: Config,
+    machine: startup.Platform,
+    ranks: Ranks,
+    report: Report | None,
+    *,
+    resume: Path | bool,
+    allow_config_change: bool,
+    overwrite: bool,
+) -> RunResult:
     config = config.check()
+    ranks.wait_for(config.system.collective_timeout)
     check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
-    with report or make_report(every=config.log.every) as shown, locked(folder, where) as held:
+    with ExitStack() as stack:
+        if ranks.first:
+            report = report or make_report(every=config.log.every)
+        else:  # what this rank would write goes into a folder that is thrown away
+            report, resume, overwrite = Silent(), False, True
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
+        shown = stack.enter_context(report)
+        held = stack.enter_context(locked(folder, where))
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
@@ -80,7 +117,7 @@ def run_training(
             if not allow_config_change:
                 check_differences(found, origin)
             known = earlier_decisions(config, origin)
-        run, at = build_run(config, machine, shown.status, known), LoopState()
+        run, at = _build(config, machine, ranks, shown, known), LoopState()
         state = run.learner.state
         inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
         computing = arithmetic_facts(machine)
@@ -91,15 +128,19 @@ def run_training(
             state, at = restore(run, origin, changed=allow_config_change)
             shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
             tell_differences(inputs, computing, origin, shown.note)
-        assert state is not None
+        check_alike(ranks, run, inputs)
+        state, at, origin = share_start(ranks, run, origin, state, at)
         if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
         anew = origin is None or origin.folder.resolve().parent != folder.resolve()
-        room = disk_room(folder, state, run.loaded)
-        left = run.length.batch_steps - at.batch_step
-        scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
+        room, scarce = None, []
+        if ranks.first:
+            room = disk_room(folder, run.learner.outline or state, run.loaded)
+            left = run.length.batch_steps - at.batch_step
+            scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
         keep = _make_room(held, origin, shown)
-        write_resolved(run.config)
+        if ranks.first:
+            write_resolved(run.config)
         if run.trial:
             shown.table(run.trial.title, *run.trial.table())
         for notice in (*run.notices, *scarce):
@@ -111,12 +152,13 @@ def run_training(
             "inputs": inputs,
             "arithmetic": computing,
         }
-        settings = run.config
+        settings = run.config if ranks.first else _writing_nothing(run.config)
+        keeper = Saver if ranks.first else NoSaver
         with (
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
             ) as log,
-            Saver(held, settings.checkpoint, log.names, shown.note, room) as saver,
+            keeper(held, settings.checkpoint, log.names, shown.note, room) as saver,
             StopSignals(shown.alert) as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
@@ -128,6 +170,41 @@ def run_training(
             if origin is not None:
                 loop.restore(origin.facts)
             return loop.run_to_end()
+
+
+def _build(
+    config: Config,
+    machine: startup.Platform,
+    ranks: Ranks,
+    shown: Report,
+    known: Mapping[str, Any] | None,
+) -> Run:
+    """The run of this rank: what was left open to a measurement is decided by rank 0."""
+    if ranks.alone:
+        return build_run(config, machine, shown.status, known)
+    if ranks.first:
+        run = build_run(config, machine, shown.status, known, ranks=ranks)
+        ranks.meet("the decisions", decisions(run.config))
+    else:
+        run = build_run(
+            config,
+            machine,
+            shown.status,
+            lambda: ranks.meet("the decisions")[0].value,
+            ranks=ranks,
+        )
+    budgets = ranks.meet("the budgets", run.config.system.micro_batch_tokens)
+    fewest = min(message.value for message in budgets)  # all cut a batch in the same way
+    system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
+    run.learner.role.agree = lambda fault: next(
+        (m.value for m in ranks.meet("the sampler's numbers", fault) if m.value is not None), None
+    )
+    return attrs.evolve(run, config=attrs.evolve(run.config, system=system))
+
+
+def _writing_nothing(config: Config) -> Config:
+    silent = LogConfig(every=config.log.every, jsonl=False, completions=False)
+    return attrs.evolve(config, log=silent)
 
 
 def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:

@@ -247,6 +247,7 @@ EXPECTED = {
         "2 layers, random: affine-4, product: non-finite updates",
         "3 layers, trained: bf16, ours: KL",
     },
+    "ranks": {"tiny, full, 2: efficiency", "tiny, full, 2, sharded: of unsharded bytes"},
     "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
 }
 

@@ -145,3 +145,17 @@ def test_parts_of_a_list_of_prompts_draw_as_the_whole():
     whole = roll(policy, RAGGED, eos_ids=EOS).completions()
     parts = [roll(policy, RAGGED[n : n + 2], first_prompt=n, eos_ids=EOS).completions() for n in (0, 2)]
     assert [*parts[0], *parts[1]] == whole
+
+
+def test_every_second_prompt_draws_as_in_the_whole():
+    """With `prompt_stride` 2 the parts are the even and the odd prompts of the whole."""
+    policy = tiny_policy("llama")
+    whole = roll(policy, RAGGED, eos_ids=EOS).completions()
+    for n in (0, 1):
+        part = roll(policy, RAGGED[n::2], first_prompt=n, prompt_stride=2, eos_ids=EOS)
+        size = part.num_generations
+        assert part.completions() == [
+            tokens for p in range(n, len(RAGGED), 2) for tokens in whole[p * size : (p + 1) * size]
+        ]
+    with pytest.raises(ValueError, match="prompt_stride = 0: wanted at least 1"):
+        roll(policy, RAGGED, prompt_stride=0)

@@ -1,0 +1,280 @@
+"""Several devices of one host: whole steps on 1, 2 and 4 ranks, and what sharding the optimizer saves.
+
+`python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
+the same work for any number of ranks; efficiency is the rate over N times the rate of one. One rank is
+measured without a launcher, and with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+import grpo_fn as g
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import Figure
+from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
+from runners.errors import UserError
+from runners.machine import startup
+from runners.ranks.launched import launched, share_cores
+
+EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
+OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most
+SHARDED = 0.45  # of the bytes of weights and optimizer, at four ranks, at most
+
+
+@attrs.frozen
+class Case:
+    """What each step does, on all ranks together."""
+
+    model: str
+    tune: str  # "full" | "lora"
+    prompts: int
+    generations: int
+    prompt: int  # tokens
+    new: int
+    micro_batch: int  # tokens that a rank's learner takes at a time
+    repeats: int
+
+
+def cases(quick: bool) -> list[Case]:
+    """Those of this backend."""
+    if quick or backend() == "cpu":
+        kinds = ("full",) if quick else ("full", "lora")
+        return [Case("tiny", tune, 4, 4, 16, 16, 1024, 2 if quick else 10) for tune in kinds]
+    return [
+        Case(model, tune, 64, 8, 128, 256, 12_288, 3)
+        for model in ("qwen2.5-0.5b", "nanochat-d20")
+        for tune in ("lora", "full")
+    ]
+
+
+def measure(case: Case, shard: bool) -> dict[str, Any]:
+    """This process's part of the case's steps: seconds, and bytes; run by every rank."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    from grpo_fn.learner import Sharding, deal, make_sharded_update_step, own_pieces
+    from grpo_fn.trees import map_arrays, nbytes
+    from runners.ranks.ranks import Ranks
+
+    ranks = Ranks(launched(), timeout=600)
+    with ranks.ending_together():
+        module = make_module(case.model)
+        if case.tune == "lora":
+            module.freeze()
+            mx.random.seed(0)
+            layers: Any = module.layers
+            linear_to_lora_layers(module, len(layers), {"rank": 16, "scale": 2.0, "dropout": 0.0})
+        compute = mx.float32 if backend() == "cpu" else mx.bfloat16
+        policy = g.Policy.from_module(module, compute_dtype=compute)
+        prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
+        params = map_arrays(lambda leaf: leaf.astype(mx.float32), policy.params)
+        policy = policy.skeleton()
+        optimizer = g.adamw(1e-6)
+        state = g.init_state(params, optimizer, key=mx.random.key(0))
+        del params
+        sharding = Sharding(ranks, compute) if shard else None
+        if sharding:
+            state = sharding.shard(state)
+            update_step = make_sharded_update_step(optimizer, sharding, max_grad_norm=1.0, compile=False)
+        else:
+            update_step = g.make_update_step(optimizer, max_grad_norm=1.0, compile=False)
+        grad_step = g.make_grad_step(policy, g.preset("grpo"), compile=backend() == "cpu")
+        g.materialize(state)
+        held = nbytes(state.params, state.opt_state)
+        rank, count = ranks.number, ranks.count
+        advantages_pg = mx.random.normal((case.prompts, case.generations), key=mx.random.key(1))
+        seconds: dict[str, list[float]] = {name: [] for name in ("step", "rollout", "waiting", "reducing")}
+        mx.eval(advantages_pg)
+        for number in range(case.repeats + 1):
+            if number == 1:
+                mx.reset_peak_memory()
+            ranks.meet("a step")
+            ranks.seconds()
+            started = time.perf_counter()
+            rollout = g.generate(
+                policy,
+                state.old_params,
+                prompts[rank::count],
+                key=mx.random.key(number),
+                num_generations=case.generations,
+                max_new_tokens=case.new,
+                first_prompt=rank,
+                prompt_stride=count,
+            )
+            g.materialize(rollout)
+            sampled = time.perf_counter()
+            batch = g.make_batch(rollout, advantages_pg[rank::count])
+            state, stats = grad_step(state, g.split_batch(batch, max_tokens=case.micro_batch))
+            g.materialize(state.accum_grads, state.accum_weight, stats)
+            ranks.meet("the update")
+            if sharding is None:
+                state = g.all_reduce(state, ranks)
+            state, update = update_step(state)
+            state = g.sync_old(state)
+            g.materialize(state, update)
+            ended = time.perf_counter()
+            if number:  # the first one compiles
+                spent = ranks.seconds()
+                for name, value in {"step": ended - started, "rollout": sampled - started, **spent}.items():
+                    seconds[name].append(value)
+        found = {
+            "seconds": {name: sorted(values)[len(values) // 2] for name, values in seconds.items()},
+            "held": held,
+            "peak": mx.get_peak_memory(),
+            "own_pieces": len(own_pieces(deal(batch, count), rank, count)),
+        }
+        everyone = [message.value for message in ranks.meet("the result", found)]
+    return {"ranks": everyone} if rank == 0 else {}
+
+
+def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list[dict[str, Any]]:
+    """What each of so many processes has measured. Raises UserError where they fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        own = [sys.executable, "-m", "benchmarks.ranks", "--worker", str(out)]
+        own += ["--case", json.dumps(attrs.asdict(case)), *(["--shard"] if shard else [])]
+        transport = "nccl" if backend() == "cuda" else "ring"
+        # fmt: off
+        command = [
+            str(Path(sys.executable).parent / "mlx.launch"), "-n", str(ranks), "--backend", transport,
+            "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
+        ]
+        # fmt: on
+        done = subprocess.run(
+            command if launcher else own,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=dict(os.environ),
+            check=False,
+        )
+        if not out.exists():
+            raise UserError(f"{ranks} ranks: no result: {(done.stderr or done.stdout)[-600:]}")
+        return json.loads(out.read_text())["ranks"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return min(probe.getsockname()[1], 60_000)
+
+
+def devices() -> int:
+    """GPUs of this host; on a CPU as many ranks as are tried there."""
+    if backend() != "cuda":
+        return 2
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return max(listed.count("GPU "), 1)
+
+
+def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
+    """One case on each number of ranks."""
+    title, figures = f"{case.model}, {case.tune}", []
+    tokens = case.prompts * case.generations * case.new
+    on_gpu, base, whole = backend() == "cuda", 0.0, 0
+    for count in counts:
+        say(f"ranks: {title}, {count}")
+        found = start(count, case, shard=False, launcher=count > 1)
+        step = max(each["seconds"]["step"] for each in found)
+        name = f"{title}, {count}"
+        base, whole = base or step * count, whole or found[0]["held"]
+        figures += [
+            Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
+            Figure(name=f"{name}: rate", value=tokens / step, unit="tokens/s"),
+            Figure(name=f"{name}: peak of a rank", value=max(e["peak"] for e in found) / 1e6, unit="MB"),
+        ]
+        if count > 1:
+            goal = EFFICIENCY.get(count) if on_gpu and not quick else None
+            shares = {
+                part: 100 * max(each["seconds"][part] for each in found) / step
+                for part in ("waiting", "reducing")
+            }
+            figures += [
+                Figure(name=f"{name}: efficiency", value=base / (step * count), unit="x", at_least=goal),
+                *(Figure(name=f"{name}: {part}", value=share, unit="%") for part, share in shares.items()),
+            ]
+        if count > 1 and case.tune == "full":
+            sharded = start(count, case, shard=True)
+            held = max(each["held"] for each in sharded)
+            goal = SHARDED if on_gpu and count == 4 else None
+            figures += [
+                Figure(name=f"{name}, sharded: weights and optimizer", value=held / 1e6, unit="MB"),
+                Figure(
+                    name=f"{name}, sharded: of unsharded bytes", value=held / whole, unit="x", at_most=goal
+                ),
+                Figure(
+                    name=f"{name}, sharded: step",
+                    value=max(each["seconds"]["step"] for each in sharded),
+                    unit="s",
+                ),
+                Figure(
+                    name=f"{name}, sharded: peak of a rank",
+                    value=max(e["peak"] for e in sharded) / 1e6,
+                    unit="MB",
+                ),
+            ]
+    return figures
+
+
+@benchmark("ranks")
+@click.option(
+    "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."
+)
+def main(quick: bool, counts: Sequence[int]) -> Sequence[Figure]:
+    """Whole steps on several ranks of this host, which it starts itself."""
+    most = devices()
+    counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
+    figures = [figure for case in cases(quick) for figure in figures_of(case, counts, quick)]
+    if backend() == "cpu" and not quick:
+        case = cases(quick)[0]
+        pairs = [
+            (
+                start(1, case, shard=False)[0]["seconds"]["step"],
+                start(1, case, shard=False, launcher=False)[0]["seconds"]["step"],
+            )
+            for _ in range(5)
+        ]
+        ratio = sorted(with_launcher / alone for with_launcher, alone in pairs)[len(pairs) // 2]
+        figures.append(
+            Figure(
+                name="one rank under mlx.launch over none",
+                value=ratio,
+                unit="x",
+                samples=len(pairs),
+                at_most=OVERHEAD,
+            )
+        )
+    return figures
+
+
+@click.command()
+@click.option("--worker", type=click.Path(path_type=Path), required=True)
+@click.option("--case", "text", required=True)
+@click.option("--shard", is_flag=True)
+def worker(worker: Path, text: str, shard: bool) -> None:
+    """One rank: measures, and rank 0 writes the result."""
+    place = launched()
+    if place:
+        share_cores(place, os.environ)
+    startup.prepare()
+    found = measure(Case(**json.loads(text)), shard)
+    if found:
+        worker.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    (worker if "--worker" in sys.argv else main)()

@@ -1,0 +1,99 @@
+"""Which rank computes which part of a batch's gradient. Any cut gives the same sums."""
+
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.learner.batch import Batch, take_rows
+from grpo_fn.learner.micro_batches import halved
+from grpo_fn.trees import on_host
+
+
+def deal(batch: Batch, number: int) -> list[Batch]:
+    """A batch in `number` parts with about as many tokens each; the rows of a prompt stay together.
+
+    Largest groups first, each to the part with the fewest tokens so far. The parts' counts add up to the
+    batch's: the first one also counts what was left out of it. Parts without a row are left out, but for the
+    first. Waits for the device.
+
+    Raises:
+        ValueError: number < 1.
+    """
+    if number < 1:
+        raise ValueError(f"number = {number}: wanted at least 1")
+    if number == 1:
+        return [batch]
+    rows = batch.mask_bt.shape[0]
+    groups = list(range(rows)) if batch.group_b is None else on_host(batch.group_b)
+    prompts, counted = on_host(batch.prompt_lengths_b), on_host(batch.mask_bt.sum(axis=1))
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    cost = {group: sum(prompts[row] + counted[row] for row in own) for group, own in members.items()}
+    taken: list[list[int]] = [[] for _ in range(number)]
+    loads = [0] * number
+    for group in sorted(members, key=lambda group: -cost[group]):  # stable: in order where costs are equal
+        part = loads.index(min(loads))
+        taken[part] += members[group]
+        loads[part] += cost[group]
+    parts = []
+    for own in taken:
+        if parts and not own:
+            continue
+        part = take_rows(batch, sorted(own))
+        tokens = float(sum(counted[row] for row in own))
+        parts.append(attrs.evolve(part, num_sequences=mx.array(float(len(own))), num_tokens=mx.array(tokens)))
+    left_out = {
+        "num_sequences": batch.num_sequences - rows,
+        "num_tokens": batch.num_tokens - float(sum(counted)),
+    }
+    first = {name: getattr(parts[0], name) + rest for name, rest in left_out.items()}
+    return [attrs.evolve(parts[0], **first), *parts[1:]]
+
+
+def own_pieces(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
+    """Of a batch's micro-batches those that a rank computes, the same number of tokens for each as can be.
+
+    Where there are fewer micro-batches than ranks, the largest are cut in halves. At least one is returned:
+    one without rows for a rank for which nothing is left.
+    """
+    if size == 1:
+        return list(pieces)
+    cutting = list(pieces)
+    while len(cutting) < size:
+        widest = max(range(len(cutting)), key=lambda place: _cost(cutting[place]))
+        halves = halved(cutting[widest])
+        if len(halves) == 1:
+            break
+        cutting[widest : widest + 1] = halves
+    owners: list[list[int]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for place in sorted(range(len(cutting)), key=lambda place: -_cost(cutting[place])):
+        owner = loads.index(min(loads))
+        owners[owner].append(place)
+        loads[owner] += max(_cost(cutting[place]), 1)
+    mine = [cutting[place] for place in sorted(owners[rank])]
+    return mine or [_nothing(cutting[0])]
+
+
+def _cost(piece: Batch) -> int:
+    """Tokens that the learner computes for a micro-batch."""
+    if piece.mask_bt.shape[0] == 0:
+        return 0
+    return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)
+
+
+def _nothing(piece: Batch) -> Batch:
+    """A micro-batch without rows that counts nothing."""
+    none = mx.zeros((0, *piece.targets_bt.shape[1:]), mx.int32)
+    return Batch(
+        tokens_bl=none,
+        prompt_lengths_b=mx.zeros((0,), mx.int32),
+        targets_bt=none,
+        mask_bt=none.astype(mx.bool_),
+        advantages_b=mx.zeros((0,)),
+        rollout_logp_bt=none.astype(mx.float32),
+        num_sequences=mx.array(0.0),
+        num_tokens=mx.array(0.0),
+    )

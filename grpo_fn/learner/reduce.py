@@ -1,0 +1,211 @@
+"""Many devices: sums over ranks between the grad step and the update step.
+
+Every rank adds the gradients of its own completions to its state. Before the update the sums, and the sums of
+their denominators, are added up over all ranks, so that the update divides by the whole batch's denominator.
+Nothing is averaged per rank: any cut of a batch into ranks gives the same update.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.learner.state import TrainState
+from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize
+
+BUCKET_BYTES = 128 * 2**20  # of arrays that go over the wire as one
+
+
+class Collectives(Protocol):
+    """What the functions here need of a group of ranks; `collectives` makes one of MLX's group.
+
+    Every rank calls the same methods in the same order, with arrays of the same shapes.
+    """
+
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    def size(self) -> int:
+        """N, the number of ranks."""
+        ...
+
+    def all_sum(self, x: mx.array) -> mx.array:
+        """The sum of all ranks' arrays, on all ranks, computed."""
+        ...
+
+    def all_gather(self, x: mx.array) -> mx.array:
+        """All ranks' [n] as [N·n], in the order of the ranks, computed."""
+        ...
+
+    def sum_scatter(self, x: mx.array) -> mx.array:
+        """Of the sum [N·n] of all ranks' arrays this rank's [n], computed."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class MlxCollectives:
+    """`mx.distributed` on one stream. Arrays are computed before they go out, and awaited afterwards.
+
+    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends one that
+    waits for some seconds.
+    """
+
+    group: mx.distributed.Group
+    stream: mx.Stream | mx.Device | None = None  # None: the default one
+    scatters: bool = False  # whether the backend has `sum_scatter`; ring has not
+
+    def rank(self) -> int:
+        """See `Collectives.rank`."""
+        return self.group.rank()
+
+    def size(self) -> int:
+        """See `Collectives.size`."""
+        return self.group.size()
+
+    def all_sum(self, x: mx.array) -> mx.array:
+        """See `Collectives.all_sum`."""
+        mx.eval(x)
+        total = mx.distributed.all_sum(x, group=self.group, stream=self.stream)
+        mx.eval(total)
+        return total
+
+    def all_gather(self, x: mx.array) -> mx.array:
+        """See `Collectives.all_gather`."""
+        mx.eval(x)
+        whole = mx.distributed.all_gather(x, group=self.group, stream=self.stream)
+        mx.eval(whole)
+        return whole
+
+    def sum_scatter(self, x: mx.array) -> mx.array:
+        """See `Collectives.sum_scatter`: a sum and a slice where the backend has nothing better."""
+        if self.scatters:
+            mx.eval(x)
+            part = mx.distributed.sum_scatter(x, group=self.group, stream=self.stream)
+        else:
+            size = x.shape[0] // self.size()
+            # A copy: a slice alone would keep the whole sum in memory.
+            part = mx.contiguous(self.all_sum(x)[self.rank() * size : (self.rank() + 1) * size])
+        mx.eval(part)
+        return part
+
+
+def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
+    """The group's collectives: NCCL's on the GPU where MLX is built for CUDA, all others on the CPU.
+
+    A group that is neither of the two backends' defaults (ring on a machine with CUDA) wants a
+    `MlxCollectives` with its own stream.
+    """
+    if not isinstance(group, mx.distributed.Group):
+        return cast(Collectives, group)
+    on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+    return MlxCollectives(group, None if on_cuda else cast(mx.Device, mx.cpu), scatters=on_cuda)
+
+
+def all_reduce(
+    state: TrainState,
+    group: "mx.distributed.Group | Collectives",
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> TrainState:
+    """The state with its gradients and their denominators summed over all ranks.
+
+    For between the grad step and the update step, once an update. With one rank it returns the state as it
+    is. Gradients are sent in buckets of about `bucket_bytes`, joined from small leaves; a larger leaf goes
+    alone. A loss that is not finite on one rank makes the sum of the denominators NaN on all: they skip the
+    update together.
+
+    Args:
+        state: this rank's, after its grad steps.
+        group: `mx.distributed.init()`, or other `Collectives`.
+        bucket_bytes: at least 1.
+
+    Raises:
+        ValueError: bucket_bytes < 1.
+        RuntimeError: a rank is gone; from MLX.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes = {bucket_bytes}: wanted at least 1")
+    ranks = collectives(group)
+    if ranks.size() == 1:
+        return state
+    leaves = list(arrays_of(state.accum_grads))
+    sums: list[mx.array] = []
+    for low, high in buckets([leaf.nbytes for leaf in leaves], bucket_bytes):
+        total = ranks.all_sum(_joined(leaves[low:high]))
+        sums += cut(total, [leaf.shape for leaf in leaves[low:high]])
+        mx.eval(sums[low:])
+    weight = ranks.all_sum(state.accum_weight.reshape(1)).reshape(())
+    remaining = iter(sums)
+    return attrs.evolve(
+        state, accum_grads=map_arrays(lambda _: next(remaining), state.accum_grads), accum_weight=weight
+    )
+
+
+def kept_by_first(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
+    """The state with what was summed over all ranks left on rank 0, and zeros on all others.
+
+    After `all_reduce`, where more batches follow before the update: the next sum counts nothing twice.
+    """
+    if collectives(group).rank() == 0:
+        return state
+
+    def zero(leaf: mx.array) -> mx.array:
+        return mx.broadcast_to(mx.array(0, leaf.dtype), leaf.shape)
+
+    return attrs.evolve(
+        state, accum_grads=map_arrays(zero, state.accum_grads), accum_weight=zero(state.accum_weight)
+    )
+
+
+def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
+    """Rank 0's tree on all ranks, bit for bit; the others give one of the same shapes and dtypes."""
+    ranks = collectives(group)
+    if ranks.size() == 1:
+        return tree
+    leaves = list(arrays_of(tree))
+    shared: list[mx.array] = []
+    for low, high in buckets([leaf.nbytes for leaf in leaves], BUCKET_BYTES):
+        part = leaves[low:high]
+        # Bytes as 32-bit numbers: a sum with zeros changes none of them, whatever they stand for.
+        whole = mx.concatenate([mx.contiguous(leaf).reshape(-1).view(mx.uint8) for leaf in part])
+        padded = mx.pad(whole, [(0, -whole.size % 4)]).view(mx.int32)
+        total = ranks.all_sum(padded if ranks.rank() == 0 else mx.zeros_like(padded)).view(mx.uint8)
+        at = 0
+        for leaf in part:
+            shared.append(mx.contiguous(total[at : at + leaf.nbytes]).view(leaf.dtype).reshape(leaf.shape))
+            at += leaf.nbytes
+        materialize(shared[low:])
+    remaining = iter(shared)
+    return map_arrays(lambda _: next(remaining), tree)
+
+
+def buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """Bounds [low, high) of consecutive leaves that make a bucket of at most so many bytes, or are alone."""
+    low, held = 0, 0
+    for place, size in enumerate(sizes):
+        if place > low and held + size > bucket_bytes:
+            yield low, place
+            low, held = place, 0
+        held += size
+    if low < len(sizes):
+        yield low, len(sizes)
+
+
+def cut(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    """The arrays of these shapes that lie one behind the other in `flat`; what is left is padding."""
+    leaves, at = [], 0
+    for shape in shapes:
+        size = 1
+        for length in shape:
+            size *= length
+        leaves.append(flat[at : at + size].reshape(shape))
+        at += size
+    return leaves
+
+
+def _joined(leaves: Sequence[mx.array]) -> mx.array:
+    if len(leaves) == 1:
+        return mx.contiguous(leaves[0]).reshape(-1)
+    return mx.concatenate([leaf.reshape(-1) for leaf in leaves])

@@ -1,0 +1,243 @@
+"""Sharded optimizer state (ZeRO stage 1, arXiv 1910.02054): each rank keeps and updates 1/N of it.
+
+Every rank computes with all weights in the compute dtype. Of the float32 masters and of the moments it keeps
+its part alone. An update sums the gradients so that each rank gets its part of them, updates that, and
+gathers the new weights. The functions here turn a whole state into a sharded one and back.
+
+    whole:    params: masters                     opt_state: moments of all leaves
+    sharded:  params: masters in compute dtype    opt_state: {"masters": parts, "moments": of the parts}
+
+A part is a flat vector: leaves are joined to buckets, a bucket is padded and cut into N equal parts.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from grpo_fn.compile import compiled
+from grpo_fn.learner.optimizer import Optimizer
+from grpo_fn.learner.reduce import BUCKET_BYTES, Collectives, buckets, cut
+from grpo_fn.learner.state import TrainState, zeros_like
+from grpo_fn.learner.update_step import UpdateStats
+from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize
+
+_MOMENTS = ("m", "v")
+
+
+class _Bucket(NamedTuple):
+    low: int  # bounds of its leaves
+    high: int
+    part: int  # numbers that each rank has
+
+
+@attrs.frozen(eq=False)
+class Sharding:
+    """How a parameter tree lies on the ranks; the same on all of them."""
+
+    ranks: Collectives
+    compute_dtype: mx.Dtype | None = None  # of the weights that every rank has; None: float32
+    bucket_bytes: int = BUCKET_BYTES
+
+    def shard(self, state: TrainState) -> TrainState:
+        """This rank's state, from the whole one, which all ranks have.
+
+        Raises:
+            ValueError: a leaf is not float32, or the optimizer's state is not that of `adamw`.
+        """
+        _check(state)
+        masters = self._parts(state.params)
+        moments = {name: self._parts(_moment(state, name)) for name in _MOMENTS}
+        parts = {key: {name: moments[name][key] for name in _MOMENTS} for key in masters}
+        params = self._cast(state.params)
+
+        def role(tree: Tree) -> Tree:
+            return params if tree is state.params else None if tree is None else self._cast(tree)
+
+        return attrs.evolve(
+            state,
+            params=params,
+            old_params=role(state.old_params),
+            ref_params=role(state.ref_params),
+            opt_state={"masters": masters, "moments": {"step": state.opt_state["step"], **parts}},
+        )
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The inverse of `shard`: masters and moments gathered on every rank. All ranks call it together.
+
+        Roles that are not the policy's own weights come back as float32 copies of what they computed with.
+        """
+        held = state.opt_state["moments"]
+        params = self._gathered(state.opt_state["masters"], state.params, mx.float32)
+        m, v = (
+            self._gathered({key: held[key][name] for key in state.opt_state["masters"]}, state.params, None)
+            for name in _MOMENTS
+        )
+
+        def role(tree: Tree) -> Tree:
+            if tree is None or tree is state.params:
+                return None if tree is None else params
+            return map_arrays(lambda leaf: leaf.astype(mx.float32), tree)
+
+        opt_state = {"step": held["step"], **tree_map(lambda a, b: {"m": a, "v": b}, m, v)}
+        return attrs.evolve(
+            state,
+            params=params,
+            old_params=role(state.old_params),
+            ref_params=role(state.ref_params),
+            opt_state=opt_state,
+        )
+
+    def scatter(self, grads: Tree) -> dict[str, mx.array]:
+        """This rank's part of the sum of all ranks' gradients."""
+        leaves = list(arrays_of(grads))
+        return {
+            str(number): self.ranks.sum_scatter(self._padded(leaves, bucket))
+            for number, bucket in enumerate(self._buckets(grads))
+        }
+
+    def gather(self, masters: dict[str, mx.array], like: Tree) -> Tree:
+        """The weights of all ranks' masters, in the dtypes of `like`."""
+        return self._gathered(masters, like, None)
+
+    def _gathered(self, parts: dict[str, mx.array], like: Tree, dtype: mx.Dtype | None) -> Tree:
+        leaves = list(arrays_of(like))
+        found: list[mx.array] = []
+        for number, bucket in enumerate(self._buckets(like)):
+            part, mine = parts[str(number)], leaves[bucket.low : bucket.high]
+            kinds = {leaf.dtype for leaf in mine} if dtype is None and part.dtype == mx.float32 else set()
+            sent = part.astype(kinds.pop()) if len(kinds) == 1 else part
+            flat = self.ranks.all_gather(sent)
+            found += cut(flat, [leaf.shape for leaf in mine])
+            mx.eval(found[bucket.low :])
+        remaining = iter(found)
+        return map_arrays(lambda _: next(remaining), like)
+
+    def _parts(self, tree: Tree) -> dict[str, mx.array]:
+        """This rank's part of each bucket."""
+        leaves, rank = list(arrays_of(tree)), self.ranks.rank()
+        parts = {}
+        for number, bucket in enumerate(self._buckets(tree)):
+            whole = self._padded(leaves, bucket)
+            parts[str(number)] = mx.contiguous(whole[rank * bucket.part : (rank + 1) * bucket.part])
+            mx.eval(parts[str(number)])
+        return parts
+
+    def _padded(self, leaves: list[mx.array], bucket: _Bucket) -> mx.array:
+        flat = mx.concatenate([leaf.reshape(-1) for leaf in leaves[bucket.low : bucket.high]])
+        return mx.pad(flat, [(0, bucket.part * self.ranks.size() - flat.size)])
+
+    def _buckets(self, tree: Tree) -> Iterator[_Bucket]:
+        sizes = [leaf.size for leaf in arrays_of(tree)]  # not bytes: the same for every dtype
+        for low, high in buckets(sizes, max(self.bucket_bytes // 4, 1)):
+            yield _Bucket(low, high, -(-sum(sizes[low:high]) // self.ranks.size()))
+
+    def _cast(self, tree: Tree) -> Tree:
+        dtype = self.compute_dtype
+        return tree if dtype is None else map_arrays(lambda leaf: leaf.astype(dtype), tree)
+
+
+def make_sharded_update_step(
+    optimizer: Optimizer,
+    sharding: Sharding,
+    *,
+    max_grad_norm: float | None = None,
+    compile: bool = True,
+) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
+    """`make_update_step` for states that `Sharding.shard` made: it sums over the ranks itself.
+
+    Not after `all_reduce`. All ranks call it together. The same numbers as an unsharded update to the
+    rounding of sums. If anything is not finite, all ranks keep all that they have.
+
+    Args:
+        optimizer: see `adamw`.
+        sharding: as `shard` was called on.
+        max_grad_norm: bound on the global L2 norm; None: no clipping.
+        compile: False runs the same Python eagerly.
+    """
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+    ranks = sharding.ranks
+
+    def squared(grads: dict[str, mx.array]) -> mx.array:
+        return mx.stack([_sum(mx.square(part)) for part in arrays_of(grads)]).sum()
+
+    def apply(
+        grads: Tree, opt_state: Tree, squares: mx.array, accum_weight: mx.array, update_step: mx.array
+    ) -> tuple[Tree, mx.array, mx.array, mx.array]:
+        weight = mx.maximum(accum_weight, 1e-30)
+        norm = mx.sqrt(squares) / weight
+        factor = 1 / weight
+        if max_grad_norm is not None:
+            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+        rate = optimizer.schedule(update_step)
+        sound = [mx.isfinite(norm) & mx.isfinite(rate)]
+
+        def keep(new: mx.array, old: mx.array) -> mx.array:
+            stored = new.astype(old.dtype)
+            sound.append(mx.isfinite(stored).all())
+            return stored
+
+        masters, moments = optimizer.apply(
+            {key: grads[key] * factor for key in grads},
+            opt_state["moments"],
+            opt_state["masters"],
+            update_step,
+            keep,
+        )
+        return {"masters": masters, "moments": moments}, mx.stack(sound).all(), norm, rate
+
+    norm_step, step = compiled(squared, enabled=compile), compiled(apply, enabled=compile)
+
+    def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
+        materialize(state.accum_grads, state.accum_weight)
+        grads = sharding.scatter(state.accum_grads)
+        sums = ranks.all_sum(mx.stack([norm_step(grads), state.accum_weight]))
+        zeros = zeros_like(state.params)
+        opt_state, sound, norm, rate = step(grads, state.opt_state, sums[0], sums[1], state.update_step)
+        failed = ranks.all_sum(1.0 - sound.astype(mx.float32).reshape(1))[0] > 0
+        if failed.item():  # what the other ranks have is new: nobody takes it
+            opt_state, params = state.opt_state, state.params
+        else:
+            params = sharding.gather(opt_state["masters"], state.params)
+        state = attrs.evolve(
+            state,
+            params=params,
+            opt_state=opt_state,
+            accum_grads=zeros,
+            accum_weight=mx.array(0.0),
+            update_step=state.update_step + 1,
+        )
+        return state, UpdateStats(norm, rate, failed)
+
+    return update_step
+
+
+def _sum(x: mx.array) -> mx.array:
+    """The sum of a vector, by columns first: on a CPU one long sum loses digits."""
+    return mx.pad(x, [(0, -x.size % 1024)]).reshape(-1, 1024).sum(axis=0).sum()
+
+
+def _moment(state: TrainState, name: str) -> Tree:
+    moments = {key: value for key, value in state.opt_state.items() if key != "step"}
+    return _picked(state.params, moments, name)
+
+
+def _picked(like: Tree, tree: Tree, name: str) -> Tree:
+    """Of a tree that has a dict in the place of each leaf of `like`, these dicts' entries."""
+    if isinstance(like, mx.array):
+        return tree[name]
+    if isinstance(like, dict):
+        return {key: _picked(value, tree[key], name) for key, value in like.items()}
+    return [_picked(value, part, name) for value, part in zip(like, tree, strict=True)]
+
+
+def _check(state: TrainState) -> None:
+    dtypes = {str(leaf.dtype) for leaf in (*arrays_of(state.params), *arrays_of(state.opt_state))}
+    if dtypes - {str(mx.float32), str(mx.int32)}:
+        raise ValueError(
+            f"found {', '.join(sorted(dtypes))}: wanted masters and moments in float32; bfloat16 is not "
+            "sharded"
+        )

@@ -1,0 +1,32 @@
+"""Evaluation on several ranks: each answers every N-th problem, and all get the whole result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from grpo_fn.trees import Tree
+from runners.data.prompts import Example
+from runners.evaluation.exact_match import EvalResult, evaluate
+from runners.ranks.ranks import Ranks
+
+
+def evaluate_on_ranks(
+    ranks: Ranks, policy: g.Policy, params: Tree, examples: Sequence[Example], **how: Any
+) -> EvalResult:
+    """`evaluate`, by all ranks together; `how` has its other arguments."""
+    own = examples[ranks.number :: ranks.count]
+    result = evaluate(policy, params, own, **how)
+    if ranks.alone:
+        return result
+    found = [message.value for message in ranks.meet("the evaluation", attrs.asdict(result))]
+    texts = [found[number % ranks.count]["texts"][number // ranks.count] for number in range(len(examples))]
+    return EvalResult(
+        correct=sum(each["correct"] for each in found),
+        total=len(examples),
+        seconds=max(each["seconds"] for each in found),
+        texts=tuple(texts),
+    )

@@ -1,0 +1,51 @@
+"""What ranks tell each other, as bytes: plain values as JSON, and arrays beside them. No code travels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """One rank's word at a meeting."""
+
+    where: str  # the meeting, such as "rollout": the ranks have to be at the same one
+    value: Any = None  # plain: what JSON holds
+    arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    error: str | None = None  # the rank ends, and why
+    code: int = 0  # with which exit code
+    asked: int = 0  # signal that asked the rank to stop; 0: none
+    lost: str | None = None  # why nobody reads the rank's output; None: somebody may
+
+
+def encode(message: Message) -> bytes:
+    """The inverse of `decode`. TypeError for a value that JSON does not hold."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
+    head = {
+        "where": message.where,
+        "value": message.value,
+        "error": message.error,
+        "code": message.code,
+        "asked": message.asked,
+        "lost": message.lost,
+        "arrays": [[name, str(array.dtype), array.shape] for name, array in arrays.items()],
+    }
+    text = json.dumps(head).encode("ascii")
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
+
+
+def decode(data: bytes) -> Message:
+    """The message that `encode` made these bytes of."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    head = json.loads(data[8:end])
+    arrays = {}
+    for name, dtype, shape in head.pop("arrays"):
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        arrays[name] = np.frombuffer(data[end : end + size], dtype).reshape(shape)
+        end += size
+    return Message(arrays=arrays, **head)

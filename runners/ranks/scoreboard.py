@@ -1,0 +1,77 @@
+"""A file that the ranks of one host share: who waits, who has ended and why, and who is no more.
+
+Each rank has a slot in it, and holds a lock on that slot. The system releases the lock when the process ends,
+however it ends: whoever can take it knows that the rank is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+from contextlib import suppress
+
+_SLOT = 512  # bytes
+_PID = _SLOT - 8  # where in a slot the process's number is
+_HEAD = struct.Struct("<BQd")  # state, collectives begun, time of the last change
+WORKING, WAITING, ENDED = 0, 1, 2
+
+
+class Scoreboard:
+    """The slots of `size` ranks; `mine` is written, the others are read."""
+
+    def __init__(self, path: str, size: int, mine: int) -> None:
+        """Opens the file, which `create` made, and takes this rank's lock."""
+        self._mine = mine
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(self._file, size * _SLOT)
+        self._number = 0
+        struct.pack_into("<q", self._map, mine * _SLOT + _PID, os.getpid())
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine * _SLOT)
+
+    @staticmethod
+    def create(size: int) -> str:
+        """A new file for so many ranks; its path. `remove` it once all have opened it."""
+        number, path = tempfile.mkstemp(prefix="grpo-ranks-")
+        os.ftruncate(number, size * _SLOT)
+        os.close(number)
+        return path
+
+    @staticmethod
+    def remove(path: str) -> None:
+        """Takes the file's name away; those who have it open keep it."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def write(self, state: int, time: float, words: str = "") -> None:
+        """This rank's slot: with `WAITING` one more collective has begun."""
+        self._number += state == WAITING
+        text = words.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
+        slot = _HEAD.pack(state, self._number, time) + len(text).to_bytes(2, "little") + text
+        self._map[self._mine * _SLOT : self._mine * _SLOT + len(slot)] = slot
+
+    def read(self, rank: int) -> tuple[int, int, float, str]:
+        """A rank's state, how many collectives it has begun, when it last wrote, and its last words."""
+        slot = self._map[rank * _SLOT : (rank + 1) * _SLOT]
+        state, number, time = _HEAD.unpack_from(slot)
+        length = int.from_bytes(slot[_HEAD.size : _HEAD.size + 2], "little")
+        text = slot[_HEAD.size + 2 : _HEAD.size + 2 + length]
+        return state, number, time, text.decode("utf-8", "replace")
+
+    def process(self, rank: int) -> int:
+        """A rank's process number; 0 before it has opened the file."""
+        return struct.unpack_from("<q", self._map, rank * _SLOT + _PID)[0]
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of another rank has ended."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank * _SLOT)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank * _SLOT)
+        return True

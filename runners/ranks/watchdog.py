@@ -1,0 +1,133 @@
+"""The end of a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from runners.errors import one_line
+from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
+
+EXIT_CODE = 4  # of a run that a rank's fault ended
+_INTERVAL = 0.5  # seconds between two looks
+_GRACE = 3.0  # seconds in which the ranks may end by themselves
+_ASKED = 15.0  # seconds in a collective after a signal: by then the others have ended
+
+
+class Watchdog:
+    """A thread that looks at the other ranks, and at how long this one has waited."""
+
+    def __init__(self, name: str, timeout: float) -> None:
+        """`name` is this rank's in messages; `timeout` is in seconds a collective."""
+        self._name, self.timeout = name, timeout
+        self.board: Scoreboard | None = None
+        self.here: Sequence[int] = ()  # the other ranks of this host, in order
+        self.elsewhere = ""  # the ranks of other hosts, for messages; "": there are none
+        self.names: Sequence[str] = ()  # of all ranks
+        self.rank = 0
+        self.asked: Callable[[], bool] = lambda: False  # whether a signal has come
+        self.on_fault: Callable[[str], None] = lambda line: None  # is told why the process ends
+        self._what = ""
+        self._since: float | None = None  # when the collective began in which the main thread is
+        self._asked_at: float | None = None
+        self._gone_at: float | None = None
+        self._off = threading.Event()
+
+    def start(self) -> None:
+        """Begins to look."""
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread: the ranks part in good order."""
+        self._off.set()
+
+    def begins(self, what: str) -> None:
+        """The main thread enters a collective."""
+        self._what, self._since = what, time.monotonic()
+
+    def ends(self) -> None:
+        """The main thread has left it."""
+        self._since = None
+
+    def gone(self) -> str | None:
+        """A line about the ranks of this host that have ended other than in good order; None: there are none.
+
+        Those with words of their own are told first: the others may have ended because of them.
+        """
+        if self.board is None:
+            return None
+        lost = [rank for rank in self.here if self.board.is_gone(rank)]
+        told = [(rank, self.board.read(rank)) for rank in lost]
+        for rank, (_, _, _, words) in told:
+            if words:
+                return f"{self.names[rank]}: {words}"
+        for rank, (state, _, _, _) in told:
+            if state != ENDED:
+                return f"{self.names[rank]} is gone: it was killed, or has crashed"
+        return None
+
+    def speaks(self) -> bool:
+        """Whether this rank is the lowest of this host that is still there: it says what happened."""
+        board = self.board
+        return board is None or all(rank > self.rank or board.is_gone(rank) for rank in self.here)
+
+    def _watch(self) -> None:
+        while not self._off.wait(_INTERVAL):
+            now = time.monotonic()
+            line = self.gone()
+            if line:
+                self._gone_at = self._gone_at or now
+                if now - self._gone_at > _GRACE:
+                    self._end(line)
+            since = self._since
+            if since is None:
+                continue
+            if now - since > self.timeout:
+                self._end(
+                    f"no end of {self._what} after {now - since:.0f} s (system.collective_timeout): "
+                    f"{self._missing()}",
+                    self._late(),
+                )
+            if self.asked():
+                self._asked_at = self._asked_at or now
+                if now - max(since, self._asked_at) > _ASKED:
+                    self._end(f"asked to stop, and {self._missing()}")
+
+    def _missing(self) -> str:
+        """Who is waited for."""
+        if late := self._late():
+            return f"waited for {', '.join(self.names[rank] for rank in late)}"
+        if not self.names:
+            return "not all ranks have joined"
+        return f"waited for {self.elsewhere or 'the network between the ranks'}"
+
+    def _late(self) -> list[int]:
+        """The ranks of this host that are not at the collective in which this one is."""
+        late: list[int] = []
+        if self.board is not None:
+            number = self.board.read(self.rank)[1]
+            for rank in self.here:
+                state, begun, _, _ = self.board.read(rank)
+                if begun < number or state != WAITING:
+                    late.append(rank)
+        return late
+
+    def _end(self, line: str, hanging: Sequence[int] = ()) -> None:
+        """Ends this process, and those of this host that may not be able to end themselves."""
+        if self._off.is_set():
+            return
+        if self.speaks():
+            text = one_line(f"{self._name} ends: {line}", os.environ)
+            with suppress(OSError):
+                os.write(2, f"{text}\n".encode())
+        with suppress(Exception):
+            self.on_fault(line)
+        for rank in hanging:
+            if self.board and not self.board.is_gone(rank) and (process := self.board.process(rank)):
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+        os._exit(EXIT_CODE)

@@ -1,0 +1,158 @@
+"""One batch step's completions from all ranks: each samples and scores its own, and all get the whole.
+
+Rank r of N has the prompts r, r + N, r + 2·N, … of those that are handed out. A completion's draws come from
+its prompt's number, so that N ranks draw what one rank draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.data.prompts import Example
+from runners.errors import RewardError
+from runners.ranks.messages import Message
+from runners.ranks.ranks import Ranks
+from runners.rewards.experience import Experience, join_experiences, select_groups
+
+_ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt")
+_ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
+
+Part = tuple[Experience, dict[int, str]]  # an experience, and the rewards that failed for all of it
+
+
+def meet_for_rollout(ranks: Ranks, examples: Sequence[Example], part: Part | None, fault: str | None) -> Part:
+    """The whole experience of these examples, from every rank's part; the same on all ranks.
+
+    Args:
+        ranks: who meets.
+        examples: of all ranks.
+        part: this rank's, or None where it has no example or a fault.
+        fault: why its rewards end the run; None: they do not.
+
+    Raises RewardError, on all ranks, where a rank has a fault.
+    """
+    value, arrays = _packed(part) if part else ({}, {})
+    messages = ranks.meet("the rollout", {**value, "fault": fault}, arrays)
+    for rank, message in enumerate(messages):
+        if message.value["fault"]:
+            raise RewardError(f"{ranks.name(rank)}: {message.value['fault']}")
+    parts = [
+        (rank, _unpacked(message, examples[rank :: ranks.count]))
+        for rank, message in enumerate(messages)
+        if message.arrays
+    ]
+    whole = join_experiences([experience for _, (experience, _) in parts])
+    places, at = {}, 0
+    for rank, (experience, _) in parts:
+        for number in range(len(experience.examples)):
+            places[rank + number * ranks.count] = at + number
+        at += len(experience.examples)
+    whole = select_groups(whole, [places[number] for number in range(len(examples))])
+    failed = parts[0][1][1]
+    for _, (_, others) in parts[1:]:
+        failed = {k: text for k, text in failed.items() if k in others}
+    spent = {rank: found.seconds for rank, (found, _) in parts}
+    longest = max(each["rollout"] for each in spent.values())
+    seconds = {
+        "rollout": longest,
+        "reward": max(each["rollout"] + each["reward"] for each in spent.values()) - longest,
+    }
+    for rank in range(ranks.count):
+        seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
+    return attrs.evolve(
+        whole,
+        sampled_tokens=sum(found.sampled_tokens for _, (found, _) in parts),
+        problems=tuple(dict.fromkeys(whole.problems)),
+        seconds=seconds,
+    ), failed
+
+
+def empty_rollout(num_generations: int, *, with_entropy: bool) -> g.Rollout:
+    """Of a rank that has no prompt."""
+    none = mx.zeros((0, 1))
+    return g.Rollout(
+        prompts=(),
+        num_generations=num_generations,
+        tokens_bt=none.astype(mx.int32),
+        lengths_b=mx.zeros((0,), mx.int32),
+        logp_bt=none,
+        finished_b=mx.zeros((0,), mx.bool_),
+        entropy_bt=none if with_entropy else None,
+    )
+
+
+def skew_metrics(seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """For the log, from the seconds of an update's batch steps: each rank's rollouts, and the slowest one."""
+    names = sorted({name for each in seconds for name in each if name.startswith("rollout_seconds/")})
+    if not names:
+        return {}
+    spent = {name: sum(each.get(name, 0.0) for each in seconds) for name in names}
+    slowest = max(spent, key=lambda name: spent[name])
+    return {
+        **{f"ranks/{name}": value for name, value in spent.items()},
+        "ranks/rollout_skew": max(spent.values()) - min(spent.values()),
+        "ranks/slowest": int(slowest.rsplit("/", 1)[1]),
+    }
+
+
+def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    experience, failed = part
+    rollout = experience.rollout
+    found = {name: getattr(rollout, name) for name in _ROLLOUT} | {
+        name: getattr(experience, name) for name in _ARRAYS
+    }
+    value = {
+        "vocabulary": rollout.vocabulary,
+        "num_generations": rollout.num_generations,
+        "texts": list(experience.texts),
+        "problems": list(experience.problems),
+        "sampled_tokens": experience.sampled_tokens,
+        "seconds": experience.seconds,
+        "extras": {name: list(map(_plain, values)) for name, values in experience.extras.items()},
+        "logged": {name: [float(value) for value in values] for name, values in experience.logged.items()},
+        "reward_names": list(experience.reward_names),
+        "failed": list(failed.items()),
+    }
+    return value, {name: np.array(array) for name, array in found.items() if array is not None}
+
+
+def _plain(value: Any) -> Any:
+    """What a reward logged, without arrays of no dimension."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _unpacked(message: Message, examples: Sequence[Example]) -> Part:
+    value, arrays = message.value, message.arrays
+    rollout = g.Rollout(
+        prompts=tuple(tuple(example.tokens) for example in examples),
+        num_generations=value["num_generations"],
+        vocabulary=value["vocabulary"],
+        tokens_bt=mx.array(arrays["tokens_bt"]),
+        lengths_b=mx.array(arrays["lengths_b"]),
+        logp_bt=mx.array(arrays["logp_bt"]),
+        finished_b=mx.array(arrays["finished_b"]),
+        entropy_bt=mx.array(arrays["entropy_bt"]) if "entropy_bt" in arrays else None,
+    )
+    experience = Experience(
+        rollout=rollout,
+        examples=tuple(examples),
+        texts=tuple(value["texts"]),
+        values_kb=arrays["values_kb"],
+        rewards_pg=arrays["rewards_pg"],
+        advantages_pg=mx.zeros(arrays["rewards_pg"].shape),
+        sampled_tokens=value["sampled_tokens"],
+        resampled=0,
+        problems=tuple(value["problems"]),
+        seconds=value["seconds"],
+        extras=value["extras"],
+        logged=value["logged"],
+        reward_names=tuple(value["reward_names"]),
+        penalty_b=arrays.get("penalty_b"),
+    )
+    return experience, {int(k): text for k, text in value["failed"]}

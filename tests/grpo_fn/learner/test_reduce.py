@@ -1,0 +1,251 @@
+"""Ranks ≡ one: sums over ranks, in one process, give the update of the whole batch."""
+
+import attrs
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grpo_fn as g
+from grpo_fn.learner import (
+    Sharding,
+    all_reduce,
+    deal,
+    kept_by_first,
+    make_sharded_update_step,
+    own_pieces,
+    share,
+)
+from grpo_fn.learner.reduce import buckets
+from grpo_fn.trees import arrays_of, materialize
+from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
+from tests.support.rank_threads import on_ranks
+from tests.support.tiny_policies import same_tree, tiny_policy, worst_difference
+
+OPTIMIZER = g.adamw(1e-3, eps=1e-3, weight_decay=0.1)
+
+
+def states_of(policy, spec, batch, ranks, *, max_tokens=60):
+    """The state of each rank after a grad step on its share, and the stats of each."""
+    grad_step, found = grad_step_of(policy, spec, compile=False), []
+    pieces = [p for part in deal(batch, ranks) for p in g.split_batch(part, max_tokens=max_tokens)]
+    for rank in range(ranks):
+        state, stats = grad_step(make_state(policy), own_pieces(pieces, rank, ranks))
+        materialize(state, stats)
+        found.append((state, stats))
+    return found
+
+
+def with_moments(policy):
+    """A state whose moments are not zero: those of one update."""
+    batch = near_policy(make_batch(prompts=(3, 5)), policy)
+    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), batch)
+    state = attrs.evolve(state, opt_state=OPTIMIZER.init(state.params))
+    state, _ = g.make_update_step(OPTIMIZER, compile=False)(state)
+    materialize(state)
+    return state
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", [SPECS["grpo"], SPECS["token_mean"]], ids=["grpo", "token_mean"])
+def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks):
+    """Five prompts on 1 to 4 ranks: gradient, denominator and statistics are those of the whole batch."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7, 3, 5), zeros=True), policy)
+    want, want_stats = grad_step_of(policy, spec, compile=False)(make_state(policy), whole)
+    materialize(want, want_stats)
+    parts = states_of(policy, spec, whole, ranks)
+
+    reduced = on_ranks(ranks, lambda group: all_reduce(parts[group.rank()][0], group, bucket_bytes=4096))
+    for state in reduced:
+        assert state.accum_weight.item() == want.accum_weight.item()
+        assert worst_difference(state.accum_grads, want.accum_grads) < 1e-5
+        assert same_tree(state.accum_grads, reduced[0].accum_grads)
+    merged = g.merge_stats([stats for _, stats in parts])
+    for name, value in want_stats._asdict().items():
+        assert getattr(merged, name).item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5), name
+
+
+def test_a_mean_of_means_would_differ():
+    """Groups of unlike size: averaged per rank, the gradient is another one. The sum is what counts."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    want, _ = grad_step_of(policy, SPECS["token_mean"], compile=False)(make_state(policy), whole)
+    parts = [state for state, _ in states_of(policy, SPECS["token_mean"], whole, 2)]
+    weights = [part.accum_weight.item() for part in parts]
+    assert weights[0] != weights[1]
+    first = next(arrays_of(want.accum_grads)) / want.accum_weight
+    averaged = sum(next(arrays_of(p.accum_grads)) / p.accum_weight for p in parts) / 2
+    assert mx.abs(first - averaged).max().item() > 1e-4
+
+
+def test_few_large_buckets_go_over_the_wire():
+    """Leaves are joined up to the bucket's size; the denominator is one more sum."""
+    policy = tiny_policy("llama-untied")
+    state = make_state(policy)
+    materialize(state)
+    leaves = list(arrays_of(state.accum_grads))
+
+    def calls(bucket_bytes):
+        def act(group):
+            all_reduce(state, group, bucket_bytes=bucket_bytes)
+            return group.calls
+
+        return on_ranks(2, act)[0]
+
+    assert [size for _, size in calls(2**30)] == [sum(leaf.size for leaf in leaves), 1]
+    assert len(calls(1)) == len(leaves) + 1
+    with pytest.raises(ValueError, match="bucket_bytes = 0: wanted at least 1"):
+        all_reduce(state, mx.distributed.init(), bucket_bytes=0)
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_buckets_cut_all_leaves_in_order(sizes, limit):
+    """Each leaf once, and no bucket of several leaves above the limit."""
+    bounds = list(buckets(sizes, limit))
+    assert [place for low, high in bounds for place in range(low, high)] == list(range(len(sizes)))
+    assert all(high - low == 1 or sum(sizes[low:high]) <= limit for low, high in bounds)
+
+
+def test_one_rank_is_left_as_it_is():
+    """A group of one, as without a launcher: the same state, not a copy."""
+    state = make_state(tiny_policy("llama-untied"))
+    assert all_reduce(state, mx.distributed.init()) is state
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all():
+    """NaN in one rank's denominator reaches every rank's."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    parts = [state for state, _ in states_of(policy, SPECS["grpo"], whole, 3)]
+    parts[1] = attrs.evolve(parts[1], accum_weight=mx.array(mx.nan))
+    for state in on_ranks(3, lambda group: all_reduce(parts[group.rank()], group)):
+        after, stats = g.make_update_step(OPTIMIZER, compile=False)(state)
+        assert stats.skipped.item()
+        assert same_tree(after.params, state.params)
+
+
+def test_sums_taken_early_are_not_counted_twice():
+    """Reduced in the middle of an accumulation, left on rank 0 and reduced again: the same sums."""
+    policy = tiny_policy("llama-untied")
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    parts = [state for state, _ in states_of(policy, SPECS["grpo"], whole, 3)]
+
+    def act(group):
+        once = all_reduce(parts[group.rank()], group)
+        return once, all_reduce(kept_by_first(once, group), group)
+
+    for once, twice in on_ranks(3, act):
+        assert same_tree(once.accum_grads, twice.accum_grads)
+        assert once.accum_weight.item() == twice.accum_weight.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_row_is_on_one_rank(ranks):
+    """Dealt groups stay together, counts add up, and a rank for which nothing is left counts nothing."""
+    batch = make_batch(prompts=(4, 2, 7))
+    parts = deal(batch, ranks)
+    assert sum(part.mask_bt.shape[0] for part in parts) == batch.mask_bt.shape[0]
+    assert sum(part.num_tokens.item() for part in parts) == batch.num_tokens.item()
+    owned = [group for part in parts for group in set(part.group_b.tolist())]
+    assert sorted(owned) == sorted(set(batch.group_b.tolist()))
+    pieces = [p for part in parts for p in g.split_batch(part, max_tokens=1000)]
+    mine = [own_pieces(pieces, rank, ranks) for rank in range(ranks)]
+    rows = [sum(int(piece.mask_bt.any(axis=1).sum().item()) for piece in own) for own in mine]
+    assert sum(rows) == batch.mask_bt.shape[0]
+    assert sum(p.num_sequences.item() for own in mine for p in own) == batch.num_sequences.item()
+    assert max(rows) - min(rows) <= batch.mask_bt.shape[0] // 3  # a group
+    with pytest.raises(ValueError, match="number = 0: wanted at least 1"):
+        deal(batch, 0)
+
+
+def test_shared_arrays_are_rank_zeros_bit_for_bit():
+    """NaN, -0.0, bfloat16, integers and odd numbers of bytes."""
+    tree = {
+        "a": mx.array([mx.nan, -0.0, 1e-40]),
+        "b": [mx.array([1.5, -2.0, 3.0]).astype(mx.bfloat16), mx.array(7, mx.uint8)],
+        "c": mx.array([2**31 + 5], mx.uint32),
+    }
+    other = {
+        "a": mx.zeros(3),
+        "b": [mx.ones(3, mx.bfloat16), mx.array(1, mx.uint8)],
+        "c": mx.zeros(1, mx.uint32),
+    }
+    materialize(tree, other)
+    for found in on_ranks(3, lambda group: share(tree if group.rank() == 0 else other, group)):
+        for left, right in zip(arrays_of(tree), arrays_of(found), strict=True):
+            assert left.dtype == right.dtype
+            assert bytes(memoryview(left)) == bytes(memoryview(right))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sharded_update_is_an_update(ranks):
+    """Masters and moments in parts: the same weights and moments to rounding, equal on all ranks."""
+    policy = tiny_policy("llama-untied")
+    start = with_moments(policy)
+    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
+    grad_step = grad_step_of(policy, SPECS["grpo"], compile=False)
+    pieces = [p for part in deal(whole, ranks) for p in g.split_batch(part, max_tokens=60)]
+    update = g.make_update_step(OPTIMIZER, max_grad_norm=0.1, compile=False)
+    want, want_stats = update(grad_step(start, whole)[0])
+    own = [grad_step(start, own_pieces(pieces, rank, ranks))[0] for rank in range(ranks)]
+    materialize(want, want_stats, own)
+
+    def act(group):
+        sharding = Sharding(group, None, bucket_bytes=2048)
+        step = make_sharded_update_step(OPTIMIZER, sharding, max_grad_norm=0.1, compile=False)
+        state = sharding.shard(start)
+        held = sum(leaf.size for leaf in arrays_of(state.opt_state))
+        mine = own[group.rank()]
+        state, stats = step(attrs.evolve(state, accum_grads=mine.accum_grads, accum_weight=mine.accum_weight))
+        back = sharding.whole(state)
+        materialize(state, back, stats)
+        return held, state, back, stats
+
+    size = sum(leaf.size for leaf in arrays_of(start.params))
+    results = on_ranks(ranks, act)
+    for held, state, back, stats in results:
+        assert held <= 3 * (size / ranks + 100)
+        assert same_tree(state.params, results[0][1].params)
+        assert same_tree(back.params, state.params)
+        assert worst_difference(back.params, want.params) < 1e-6
+        assert worst_difference(back.opt_state, want.opt_state) < 1e-6
+        assert stats.grad_norm.item() == pytest.approx(want_stats.grad_norm.item(), rel=1e-5)
+        assert not stats.skipped.item()
+    assert not same_tree(results[0][2].old_params, results[0][2].params)  # not synced since
+
+
+def test_sharding_and_back_is_the_same_state():
+    """A whole state goes through its shards bit for bit; roles that were the policy's weights stay so."""
+    start = with_moments(tiny_policy("llama-untied"))
+    start = attrs.evolve(start, old_params=start.params, ref_params=None)
+    for back in on_ranks(3, lambda group: (s := Sharding(group)).whole(s.shard(start))):
+        assert same_tree(back.params, start.params)
+        assert same_tree(back.opt_state, start.opt_state)
+        assert back.old_params is back.params
+
+
+def test_bfloat16_masters_are_not_sharded():
+    """Their rounding draws by leaf, which parts do not have."""
+    state = g.init_state({"w": mx.ones(4, mx.bfloat16)}, OPTIMIZER, key=mx.random.key(0))
+    materialize(state)
+    with pytest.raises(ValueError, match="bfloat16 is not sharded"):
+        on_ranks(2, lambda group: Sharding(group).shard(state))
+
+
+def test_a_sharded_update_is_skipped_on_all_ranks():
+    """A gradient that is not finite on one rank: all keep what they have."""
+    start = with_moments(tiny_policy("llama-untied"))
+
+    def act(group):
+        sharding = Sharding(group)
+        state = sharding.shard(start)
+        if group.rank() == 1:
+            state = attrs.evolve(state, accum_weight=mx.array(mx.nan))
+        after, stats = make_sharded_update_step(OPTIMIZER, sharding, compile=False)(state)
+        return state, after, stats
+
+    for before, after, stats in on_ranks(2, act):
+        assert stats.skipped.item()
+        assert same_tree(before.params, after.params)
+        assert same_tree(before.opt_state, after.opt_state)

@@ -1,0 +1,136 @@
+"""What ranks know of each other without a network: the launcher's variables, messages, the scoreboard."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.errors import UserError
+from runners.ranks.launched import Place, launched, share_cores
+from runners.ranks.messages import Message, decode, encode
+from runners.ranks.ranks import RankError, Ranks
+from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
+from runners.ranks.watchdog import Watchdog
+
+
+def hosts(path, entries):
+    path.write_text(json.dumps(entries) if entries else "")
+    return {"MLX_RANK": "1", "MLX_HOSTFILE": str(path)}
+
+
+def test_the_launchers_variables_say_who_this_is(tmp_path):
+    """Ring, NCCL, MPI; alone without a launcher, and as the only rank."""
+    file = tmp_path / "hosts.json"
+    assert launched({}) is None
+    assert launched(hosts(file, [["a:1"], ["b:1"], ["b:2"]])) == Place(1, 3, "ring", 2)
+    assert launched(hosts(file, []) | {"MLX_RANK": "0"}) is None
+    assert launched({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}) == Place(2, 4, "nccl")
+    assert launched({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == Place(0, 2, "mpi")
+    devices = tmp_path / "devices.json"
+    devices.write_text("[[null, 1], [1, null]]")
+    assert launched({"MLX_RANK": "1", "MLX_IBV_DEVICES": str(devices)}) == Place(1, 2, "jaccl")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "/nowhere"}, "MLX_HOSTFILE: /nowhere: not a list of ranks"),
+        ({"MLX_RANK": "5", "MLX_WORLD_SIZE": "4"}, "found 5, wanted 0 to 3"),
+        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, 'found "x" of "4", wanted integers'),
+    ],
+)
+def test_variables_that_do_not_fit_are_an_error(environ, message):
+    """A file that is not there, a rank out of range, no number."""
+    with pytest.raises(UserError, match=message):
+        launched(environ)
+
+
+def test_ranks_of_a_host_share_its_cores():
+    """A part of the cores for each, at least one; a number that the user has set stays."""
+    environ = {"MKL_NUM_THREADS": "7"}
+    share_cores(Place(0, 10_000, "ring", 10_000), environ)
+    assert environ == {"MKL_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@given(
+    st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists),
+    st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 255)), max_size=3),
+)
+def test_messages_come_back_as_they_were(value, arrays):
+    """Plain values and arrays of any length, half a surrogate pair included."""
+    sent = Message(
+        "here", value, {name: np.array(array, np.uint8) for name, array in arrays.items()}, error="é\ud800"
+    )
+    found = decode(encode(sent) + b"\0" * 7)
+    assert (found.where, found.value, found.error) == ("here", value, "é\ud800")
+    assert {name: array.tolist() for name, array in found.arrays.items()} == arrays
+
+
+def test_one_rank_alone_meets_itself():
+    """No collective, no thread: a meeting is what the rank says."""
+    ranks = Ranks()
+    assert ranks.alone
+    assert [m.value for m in ranks.meet("here", {"a": 1})] == [{"a": 1}]
+    assert ranks.agree("here", True)
+    with pytest.raises(RankError, match="x"), ranks.ending_together():
+        raise RankError("x")
+
+
+def test_the_scoreboard_knows_who_is_gone():
+    """A slot's lock goes with its process, however that ends; its words stay."""
+    path = Scoreboard.create(3)
+    board = Scoreboard(path, 3, 0)
+    board.write(WAITING, 1.5)
+    code = (
+        "import sys, time\nfrom runners.ranks.scoreboard import *\n"
+        "board = Scoreboard(sys.argv[1], 3, 1)\nboard.write(ENDED, 2.0, 'no disk')\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    watchdog = Watchdog("rank 0 (here)", 10)
+    watchdog.board, watchdog.here, watchdog.names = board, [1], ["rank 0", "rank 1", "rank 2"]
+    assert not board.is_gone(1)
+    assert watchdog.gone() is None
+    assert board.process(1) == other.pid
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    assert board.is_gone(1)
+    assert board.is_gone(2)  # never came
+    assert watchdog.gone() == "rank 1: no disk"
+    assert board.read(0)[:3] == (WAITING, 1, 1.5)
+    assert board.read(1) == (ENDED, 0, 2.0, "no disk")
+    Scoreboard.remove(path)
+
+
+def test_a_rank_that_waits_too_long_ends_and_names_the_missing(tmp_path):
+    """The process ends within a second of its time, with exit code 4 and a line."""
+    path = Scoreboard.create(2)
+    code = (
+        "import sys, time\nfrom runners.ranks.scoreboard import *\n"
+        "from runners.ranks.watchdog import Watchdog\n"
+        "board = Scoreboard(sys.argv[1], 2, 0)\nboard.write(WAITING, 0.0)\n"
+        "dog = Watchdog('rank 0 (a)', 0.2)\n"
+        "dog.board, dog.here, dog.names = board, [1], ['rank 0 (a)', 'rank 1 (a)']\n"
+        "dog.begins('the rollout')\ndog.start()\ntime.sleep(60)"
+    )
+    other = Scoreboard(path, 2, 1)
+    other.write(ENDED, 0.0)
+    started = time.monotonic()
+    script = code.replace("dog.begins", "board.process = lambda rank: 0\ndog.begins")
+    done = subprocess.run(
+        [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 4
+    assert "rank 0 (a) ends: no end of the rollout after" in done.stderr
+    assert "waited for rank 1 (a)" in done.stderr
+    assert time.monotonic() - started < 30
+    Scoreboard.remove(path)

@@ -1,0 +1,130 @@
+"""Runs on several ranks, as processes under mlx.launch: what one rank gives, and one end for all."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from runners.config.loading import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.launching import launch
+from tests.support.tiny_runs import small
+
+FAULT = '''"""A reward that ends rank 1 in its third call."""
+
+import os
+
+calls = []
+
+
+def fault(completions, **_):
+    calls.append(1)
+    if os.environ.get("MLX_RANK") == "1" and len(calls) == 3:
+        os.kill(os.getpid(), 9)
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+'''
+
+
+def write(folder: Path, name: str, **tables) -> Path:
+    path = folder / f"{name}.toml"
+    settings = {
+        "rollout": {"max_new_tokens": 16, "launch": "eval", "check_every": 8, "max_batch": 64},
+        "optim": {"batch_size": 5, "max_steps": 5, "learning_rate": 3e-4},
+        "eval": {"samples": 3, "at_start": False},
+        "checkpoint": {"every": 2},
+        **tables,
+    }
+    path.write_text(small(run={"name": name, "output_dir": str(folder / "outputs")}, **settings))
+    return path
+
+
+def lines(folder: Path, file: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(loaded, dict)
+    return {name: np.array(leaf.astype(mx.float32)) for name, leaf in loaded.items()}
+
+
+def worst(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Path:
+    """The folder of a run of five updates in this process alone."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_training(load_config(str(write(folder, "one"))), report=Quiet()).folder
+
+
+@pytest.fixture(scope="module")
+def three(one) -> Path:
+    """The same on three ranks, of which the batch of five prompts is no multiple."""
+    done = launch(3, write(one.parents[1], "three"))
+    folder = one.with_name("three")
+    assert (folder / "final").is_dir(), done.stdout
+    assert done.stdout.count("finished in") == 1  # rank 0 speaks alone
+    return folder
+
+
+def test_three_ranks_train_as_one(one, three):
+    """The same completions, rewards and advantages in the same order; weights to rounding; whole metrics."""
+    same = ("batch_step", "prompt", "completion", "reward", "tokens")
+    want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
+    assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
+    np.testing.assert_allclose([line["advantage"] for line in found], [line["advantage"] for line in want])
+    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    for left, right in zip(lines(one, "training_log.jsonl"), lines(three, "training_log.jsonl"), strict=True):
+        for key in ("reward", "loss", "grad_norm", "em", "num_tokens", "frac_reward_zero_std"):
+            if key in left:
+                assert right.get(key) == pytest.approx(left.get(key), rel=1e-3, abs=1e-6), key
+    last = lines(three, "training_log.jsonl")[-2]
+    assert last["ranks/number"] == 3
+    assert {f"ranks/rollout_seconds/{rank}" for rank in range(3)} <= last.keys()
+    assert 0 <= last["ranks/slowest"] < 3
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_shards(one, three):
+    """Saved by three ranks, gone on with by two whose optimizer is sharded: the same end, to rounding."""
+    config = write(
+        one.parents[1], "three", optim={"batch_size": 5, "max_steps": 5, "learning_rate": 3e-4, "shard": True}
+    )
+    kept = weights(three / "final")
+    done = launch(2, config, "--resume", str(three / "checkpoint-2"))
+    assert "going on from" in done.stdout, done.stdout
+    assert worst(weights(three / "final"), kept) < 1e-5
+    assert (three / "checkpoint-4.aside").is_dir()
+    # What two sharded ranks save is a whole state.
+    first, second = (
+        mx.load(str(folder / "optimizer.safetensors"))
+        for folder in (one / "checkpoint-4", three / "checkpoint-4")
+    )
+    assert isinstance(first, dict)
+    assert isinstance(second, dict)
+    assert {name: leaf.shape for name, leaf in first.items()} == {
+        name: leaf.shape for name, leaf in second.items()
+    }
+
+
+def test_a_killed_rank_ends_all_with_its_name(one):
+    """The others end, a line and the log name the rank, and the last checkpoint is whole."""
+    folder = one.parents[1]
+    (folder / "fault.py").write_text(FAULT)
+    config = write(
+        folder, "killed", reward={"functions": ["fault.py:fault"]}, optim={"batch_size": 2, "max_steps": 5}
+    )
+    done = launch(2, config, timeout=200)
+    assert "rank 1 (" in done.stdout, done.stdout
+    assert "is gone: it was killed, or has crashed" in done.stdout
+    fault = lines(folder / "outputs/killed", "training_log.jsonl")[-1]["fault"]
+    assert fault.startswith("rank 1 (")
+    assert (folder / "outputs/killed/checkpoint-2/MANIFEST.json").exists() or list(
+        (folder / "outputs/killed/checkpoint-2").iterdir()
+    )
+    assert not (folder / "outputs/killed/final").exists()
