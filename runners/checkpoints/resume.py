@@ -33,6 +33,7 @@ HARMLESS = (
     "optim.max_bad_updates",
     "reward.stop_if_all_fail",
     "system.memory_limit_gb",
+    "system.check_model",
 )
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
 MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")

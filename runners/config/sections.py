@@ -261,3 +261,4 @@ class SystemConfig:
     memory_limit_gb: float = field(default=0.0, validator=rules.not_negative())  # 0: MLX's own
     micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
+    check_model: bool = True  # compare what decodes with what is trained, before the first rollout
