@@ -24,6 +24,7 @@ from grpo_fn.policy.quantized_role import (
     quantizable,
     quantized_role,
 )
+from grpo_fn.policy.row_logprobs import row_logprobs
 
 __all__ = [
     "GROUP_SIZES",
@@ -44,6 +45,7 @@ __all__ = [
     "quantizable",
     "quantize",
     "quantized_role",
+    "row_logprobs",
     "shares_prefix",
     "sharing_pays",
     "unpack_rows",

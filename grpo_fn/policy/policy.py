@@ -40,6 +40,7 @@ class Policy:
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
     programs: frozenset[str]  # the backend's compiled decoding steps that take it: see `decode_programs`
+    joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     compiled_programs: dict[str, Compiled] = attrs.field(
         init=False, repr=False, factory=dict
@@ -124,9 +125,13 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, *, lanes: bool = False) -> Iterator[nn.Module]:
-        """`bound` for decoding, with `decode_weights`."""
-        with self.bound(params) as module, decode_weights(module, lanes=lanes):
-            yield module
+        """`bound` for decoding, with `decode_weights` where the policy `joins_weights`."""
+        with self.bound(params) as module:
+            if not self.joins_weights:
+                yield module
+                return
+            with decode_weights(module, lanes=lanes):
+                yield module
 
     def cast(self, params: Tree) -> Tree:
         """The parameters as the forward sees them: floating leaves in the compute dtype."""

@@ -35,6 +35,7 @@ HARMLESS = (
     "reward.stop_if_all_fail",
     "system.memory_limit_gb",
     "system.collective_timeout",
+    "system.check_model",
 )
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
 MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")

@@ -263,3 +263,4 @@ class SystemConfig:
     micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
     collective_timeout: float = field(default=600.0, validator=rules.above(0))  # seconds that ranks wait
+    check_model: bool = True  # compare what decodes with what is trained, before the first rollout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import mlx.core as mx
@@ -13,12 +13,13 @@ from grpo_fn.policy import checkpoint_layers
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.data.stream import RunLength
-from runners.errors import UserError
+from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
 from runners.models.reading import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
+from runners.tuning.model_check import Checked, Way, check_model
 
 
 @attrs.frozen(eq=False)
@@ -46,18 +47,48 @@ def build_learner(
     length: RunLength,
     platform: Platform,
     ranks: Ranks | None = None,
+    prompts: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
 
-    With several `ranks` and optim.shard the state is this rank's part.
+    With several `ranks` and optim.shard the state is this rank's part. With `prompts`, token ids of the run's
+    own, the model is checked on them: see `check_model`.
     """
     share_prompts = _shares_prompts(config, loaded, platform)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
-    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    policy = _policy(loaded)
     params = policy.params
+    # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
+    compile_steps = config.system.compile and platform.backend != "cuda"
+
+    def checked(policy: g.Policy, params: Tree, role: str) -> Checked:
+        way = Way.of(policy, share_prompts=share_prompts, compile=compile_steps)
+        return check_model(
+            config,
+            policy,
+            params,
+            prompts,
+            way,
+            model_config=loaded.config,
+            platform=platform,
+            role=role,
+            say=say,
+        )
+
+    found = checked(policy, params, "policy")
+    policy, share_prompts, compile_steps = (
+        found.way.applied(policy),
+        found.way.share_prompts,
+        found.way.compile,
+    )
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
+    if role.transform is not None:
+        sampler = checked(role.policy, role.transform(params), "rollout")
+        role.decode_as(sampler.way.applied(role.policy))
+        notices += sampler.notices
     reference = make_reference_role(config, policy)
     policy = policy.skeleton()
     role.full = policy
@@ -81,8 +112,6 @@ def build_learner(
     if optim.shard and ranks is not None and not ranks.alone:
         sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
         state = sharding.shard(state)
-    # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
-    compile_steps = config.system.compile and platform.backend != "cuda"
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,
@@ -107,7 +136,7 @@ def build_learner(
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
         state=role.sync(state),
         share_prompts=share_prompts,
-        notices=(*notices, *reference.notices),
+        notices=(*found.notices, *notices, *reference.notices),
         sharding=sharding,
         outline=outline,
     )
@@ -116,6 +145,18 @@ def build_learner(
 def _zeros(array: mx.array) -> mx.array:
     """An array of that shape and dtype that takes no memory."""
     return mx.broadcast_to(mx.array(0, array.dtype), array.shape)
+
+
+def _policy(loaded: LoadedModel) -> g.Policy:
+    """The learner's policy; UserError where mlx-lm cannot compute the model on this machine."""
+    try:
+        return g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{loaded.path}: mlx-lm cannot compute this model here: {error_line(error)}"
+        ) from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:

@@ -64,6 +64,11 @@ class RolloutRole:
         """From the learner's parameters to the sampler's; None: they are the same."""
         return self._quantized.transform if self._quantized and self.fallback is None else None
 
+    def decode_as(self, policy: g.Policy) -> None:
+        """Sample with this policy from now on: the quantized role's own, on a plainer way."""
+        assert self._quantized is not None
+        self._quantized = attrs.evolve(self._quantized, policy=policy)
+
     def sync(self, state: g.TrainState) -> g.TrainState:
         """π_old ← π_θ, rounded again where the role is quantized."""
         self.anchor = state.params

@@ -117,7 +117,8 @@ def build_run(
         say("measuring quantized samplers")
         first = attrs.evolve(stream).take(config.optim.batch_size)
         config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
-    learner = build_learner(config, spec, loaded, length, platform, ranks)
+    first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
+    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()

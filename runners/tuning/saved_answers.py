@@ -33,13 +33,12 @@ def cache_file() -> Path:
 
 def recall(file: Path, facts: Mapping[str, Any]) -> tuple[DecodeChoice | None, str | None]:
     """The answer for these facts, if there is one; and what is wrong with the file, if something is."""
-    answers, fault = _read(file)
-    entry = answers.get(_name(facts))
-    if entry is None:
+    found, fault = recall_answer(file, facts)
+    if found is None:
         return None, fault
     try:
-        answer = DecodeChoice(**entry["answer"])
-    except (KeyError, TypeError):
+        answer = DecodeChoice(**found)
+    except TypeError:
         return None, f"{file}: an answer in it is damaged; it is measured again"
     whole = isinstance(answer.check_every, int) and isinstance(answer.max_batch, int)
     known = answer.launch in ("eval", "async", "split")
@@ -50,9 +49,25 @@ def recall(file: Path, facts: Mapping[str, Any]) -> tuple[DecodeChoice | None, s
 
 def remember(file: Path, facts: Mapping[str, Any], answer: DecodeChoice) -> str | None:
     """Keeps an answer; returns why it could not be kept, or None."""
+    return remember_answer(file, facts, attrs.asdict(answer))
+
+
+def recall_answer(file: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """`recall` of an answer of any kind, as an object of JSON that its reader has to check."""
+    answers, fault = _read(file)
+    entry = answers.get(_name(facts))
+    if entry is None:
+        return None, fault
+    if not isinstance(entry.get("answer"), dict):
+        return None, f"{file}: an answer in it is damaged; it is measured again"
+    return entry["answer"], None
+
+
+def remember_answer(file: Path, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
+    """`remember` of an answer of any kind."""
     answers, _ = _read(file)
     answers.pop(_name(facts), None)
-    answers[_name(facts)] = {"facts": dict(facts), "answer": attrs.asdict(answer)}
+    answers[_name(facts)] = {"facts": dict(facts), "answer": dict(answer)}
     newest = dict(list(answers.items())[-MOST_ANSWERS:])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,71 @@
+"""`python -m benchmarks.architectures`: each module of mlx-lm in a process of its own, and docs/models.md."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+
+from benchmarks.architectures.page import write_page
+from benchmarks.architectures.small_models import modules
+from benchmarks.architectures.trial import STEPS, Outcome
+from benchmarks.machine import backend
+from runners.machine.bounded_process import run_bounded
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--seconds", default=300.0, show_default=True, help="Computing time that each may take.")
+@click.option("--memory-gb", default=3.0, show_default=True, help="Memory that each may take.")
+@click.option("--jobs", default=1, show_default=True, help="How many are tried side by side.")
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), default=PAGE, show_default=True)
+@click.option("--check", is_flag=True, help="Exit with 1 where an architecture computes something wrong.")
+def main(names: Sequence[str], seconds: float, memory_gb: float, jobs: int, page: Path, check: bool) -> None:
+    """Try every architecture of mlx-lm on a small random model, and write docs/models.md.
+
+    NAMES are modules of mlx_lm.models; with some of them nothing is written.
+    """
+    known = modules()
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r}: wanted one of {', '.join(known)}")
+
+    def one(name: str) -> list[Outcome]:
+        began = time.monotonic()
+        outcomes = tried(name, seconds, int(memory_gb * 1e9))
+        faults = [f"{each.step}: {each.fault}" for each in outcomes if each.fault]
+        click.echo(f"{name:24} {time.monotonic() - began:5.1f} s  {'; '.join(faults) or 'right'}")
+        return outcomes
+
+    wanted = names or known
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(wanted, pool.map(one, wanted), strict=True))
+    if not names:
+        write_page(page, found, "Metal" if backend() == "metal" else backend().upper())
+        click.echo(f"written to {page}")
+    if check and any(each.is_wrong for outcomes in found.values() for each in outcomes):
+        raise SystemExit(1)
+
+
+def tried(name: str, seconds: float, memory: int) -> list[Outcome]:
+    """The outcomes of one architecture, tried in a process of its own."""
+    ending = run_bounded(
+        "benchmarks.architectures.trial", name, str(seconds), str(memory), seconds=seconds, memory=memory
+    )
+    outcomes = [Outcome(**json.loads(line)) for line in ending.lines if line.startswith("{")]
+    whole = len(outcomes) >= len(STEPS) or any(each.fault for each in outcomes[:2])
+    if not whole:
+        limits = {"time": f"more than {seconds:g} s", "memory": f"more than {memory / 1e9:g} GB"}
+        fault = limits.get(ending.over, f"the process ended with {ending.code}")
+        outcomes.append(Outcome(STEPS[len(outcomes)], fault))
+    return outcomes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The table of docs/models.md: a row for each architecture, from the outcomes of its trial."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.architectures.trial import SLOWER, Outcome
+
+_BEGIN, _END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+_COLUMNS = ("| architecture | verdict | what is worth a word |", "|---|---|---|")
+_WITHOUT = {
+    "lora": "LoRA on all linear layers",
+    "packed": "LoRA on a packed base",
+    "checkpointed": "`system.grad_checkpoint`",
+    "reloaded": "the same logits once mlx-lm has read its weights again",
+}
+
+
+def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str) -> None:
+    """Replace the page's table by one of these outcomes, which were found on this backend."""
+    rows = {name: row_of(outcomes) for name, outcomes in found.items()}
+    count = {verdict: sum(each[0] == verdict for each in rows.values()) for verdict in ("works", "slower")}
+    counts = (
+        f"Of {len(rows)} architectures {count['works']} work, {count['slower']} work slower, and "
+        f"{len(rows) - sum(count.values())} are refused."
+    )
+    versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    lines = [f"| `{name}` | {verdict} | {words} |" for name, (verdict, words) in rows.items()]
+    table = [f"With {versions} on {backend}:", counts, "", *_COLUMNS, *lines, ""]
+    before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
+    after = rest.split(_END)[1]
+    page.write_text(before + _BEGIN + "\n".join(table) + _END + after, encoding="utf-8")
+
+
+def row_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """The verdict, "works", "slower" or "refused", and what is worth a word."""
+    faults = {each.step: each.fault for each in outcomes if each.fault}
+    for step, fault in faults.items():
+        if step not in _WITHOUT:
+            return "refused", _cell(fault if step in ("load", "check") else f"{step}: {fault}")
+    notes = dict.fromkeys(each.note for each in outcomes if each.note)
+    verdict = "slower" if SLOWER in notes else "works"
+    words = [f"not {_WITHOUT[step]} ({fault})" for step, fault in faults.items()]
+    return verdict, _cell("; ".join([*(note for note in notes if note != SLOWER), *words]))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
