@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": "runners.commands.convert:convert_command",
     "export": "runners.commands.export:export_command",
     "eval": "runners.commands.eval:eval_command",
+    "report": "runners.commands.report:report_command",
 }
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 

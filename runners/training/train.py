@@ -26,7 +26,9 @@ from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
+from runners.report import final_report
 from runners.telemetry.dashboards import check_installed
+from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, make_report
 from runners.training.loop import Loop, RunResult
@@ -65,7 +67,11 @@ def run_training(
     check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
-    with report or make_report(every=config.log.every) as shown, locked(folder, where) as held:
+    with (
+        Diary(report or make_report(every=config.log.every)) as shown,
+        locked(folder, where) as held,
+        final_report(held, config.log, shown.note) as wanted,
+    ):
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
@@ -112,6 +118,7 @@ def run_training(
             "arithmetic": computing,
         }
         settings = run.config
+        wanted.append(True)  # from here on there is something to report
         with (
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
@@ -121,13 +128,15 @@ def run_training(
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+            shown.open(log.event, start_facts(settings, machine))
             loop = Loop(
                 run, state, at, folder=held, log=log, report=shown, saver=saver, signals=signals, facts=facts
             )
             del state
             if origin is not None:
                 loop.restore(origin.facts)
-            return loop.run_to_end()
+            with shown.ending():
+                return loop.run_to_end()
 
 
 def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
