@@ -18,10 +18,10 @@ class LineFile:
     Where the file was cut, or another file has its name, everything begins anew: `generation` counts that.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, generation: int = 0) -> None:
         """The file need not be there yet."""
         self.path = path
-        self.generation = 0
+        self.generation = generation
         self.bad = 0  # lines that hold no JSON object
         self._place = 0
         self._identity: tuple[int, int] | None = None

@@ -116,6 +116,23 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def small_page(title: str, body: str, *, again: int) -> str:
+    """A page without a script, of HTML that is safe; it loads itself again after so many seconds."""
+    _, style = _assets()
+    name = html.escape(_printable(title))
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="refresh" content="{again}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="{_ICON}"><style>{style}</style></head><body>'
+        f'<main class="listing"><h1>{name}</h1><div class="scroll">{body}</div></main></body></html>\n'
+    )
+
+
 def group_size(record: RunRecord) -> int:
     """Completions of a prompt in a batch step, by the run's config; 0 where that does not say."""
     rollout = record.config.get("rollout")

@@ -8,6 +8,7 @@ const view = {
   hidden: new Set(), // "chart id/series label"
 };
 const AXES = { update: "update", time: "hours", tokens: "tokens sampled" };
+const USUAL = new Set(["sync", "checkpoint", "evaluation"]);
 const drawn = new Map(); // chart id -> Chart
 
 class Chart {
@@ -91,7 +92,7 @@ class Chart {
       },
       axes: [
         { ...axis, size: 24, gap: 4, values: (plot, ticks) => ticks.map((tick) => (view.axis === "update" && tick % 1 ? "" : view.axis === "tokens" ? countText(tick) : numberText(tick))) },
-        { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => numberText(tick)) },
+        { ...axis, size: 58, gap: 6, values: (plot, ticks, at, space, step) => ticks.map((tick) => tickText(tick, step)) },
       ],
       hooks: {
         setCursor: [() => this.read()],
@@ -182,9 +183,10 @@ class Chart {
       if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
       ctx.strokeStyle = ink(`--event-${event.kind}`);
       ctx.lineWidth = ratio;
-      ctx.setLineDash(event.kind === "evaluation" ? [2 * ratio, 5 * ratio] : [4 * ratio, 3 * ratio]);
+      ctx.setLineDash(USUAL.has(event.kind) ? [] : [4 * ratio, 3 * ratio]);
       ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
+      // What is usual is a short line at the bottom, what is rare goes through.
+      ctx.moveTo(x, USUAL.has(event.kind) ? bbox.top + bbox.height - 9 * ratio : bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       this.marked.push({ ...event, left: (x - bbox.left) / ratio });
@@ -319,6 +321,13 @@ function smoothed(values) {
     weight = keep * weight + (1 - keep);
     return sum / weight;
   });
+}
+
+// A tick with as many digits as its distance to the next one asks for.
+function tickText(tick, step) {
+  const digits = step ? Math.ceil(-Math.log10(step) - 1e-9) : 0;
+  if (tick === 0 || digits <= 0 || digits > 7 || Math.abs(tick) < 1e-3) return numberText(tick);
+  return tick.toFixed(digits);
 }
 
 function nearestGiven(column, idx) {

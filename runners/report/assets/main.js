@@ -145,7 +145,8 @@ function follow(run) {
 async function begin() {
   useTheme(remembered("theme", ""));
   const first = await load(start.at);
-  runs = first.runs.map((data, i) => new Run(data, i));
+  const found = isLive ? [first] : first.runs;
+  runs = found.map((data, i) => new Run(data, i));
   label(runs);
   drawRuns();
   drawTools();
