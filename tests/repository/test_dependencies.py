@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 OURS = {"grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
-FOR_USERS = ("math", "vlm", "torch", "dashboards")
+FOR_USERS = ("math", "vlm", "torch", "dashboards", "watch", "browser")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
 BACKENDS = ("cpu", "cuda12", "cuda13")
 
