@@ -14,7 +14,7 @@ from benchmarks.record import Figure
 from runners.files.json_lines import json_line
 from runners.report import write_report
 
-WORDS = (
+WORDS = [
     "the",
     "sum",
     "of",
@@ -29,7 +29,7 @@ WORDS = (
     "day",
     "how",
     "many",
-)
+]
 
 
 def made_run(folder: Path, updates: int, group: int, seed: int = 0) -> Path:

@@ -40,7 +40,7 @@ def check_installed() -> None:
     """UserError where a package is missing."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UserError(f"the live page needs {' and '.join(missing)}: `pip install 'grpo_fn[watch]'`")
+        raise UserError(f"the live page needs {' and '.join(missing)}: `pip install starlette uvicorn`")
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -49,9 +49,9 @@ const GROUPS = [
     { id: "rate", title: "Learning rate", series: [one("learning_rate")], help: "As the schedule gave it to the update." },
   ] },
   { title: "Speed and memory", charts: [
-    { id: "tps", title: "Tokens sampled a second", unit: "tokens/s", series: [one("tokens_per_second")], help: "Tokens drawn, over the time of the rollout." },
-    { id: "parts", title: "Where the time goes", unit: "s", stacked: true, series: [one("time/rollout", { label: "rollout" }), one("time/reward", { label: "rewards" }), one("time/learn", { label: "learning" }), one("time/checkpoint", { label: "saving" })],
-      help: "Seconds of an update: sampling, rewards, saving, and the rest, which is mostly the learner." },
+    { id: "tps", title: "Tokens sampled a second", unit: "tokens/s", series: [one("tokens_per_second", { label: "of the rollout" }), one("tokens_per_second/step", { label: "of the whole step" })], help: "Tokens drawn, over the time of the rollout, and over that of the whole step." },
+    { id: "parts", title: "Where the time goes", unit: "s", stacked: true, series: [one("time/rollout", { label: "rollout" }), one("time/reward", { label: "rewards" }), one("time/learn", { label: "learning" }), one("time/learner", { label: "learner" }), one("time/update", { label: "update" }), one("time/sync", { label: "sync" }), one("time/checkpoint", { label: "saving" }), one("time/rest", { label: "rest" })],
+      help: "Seconds of an update: sampling, rewards, gradients, the optimizer, syncs, saving, and the rest." },
     { id: "memory", title: "Memory", unit: "GB", series: [one("memory/peak_gb", { label: "peak" }), one("memory/active_gb", { label: "active" }), one("memory/swap_gb", { label: "swap" })],
       help: "MLX's memory: the peak since the last update, what is in use now, and what the system has swapped out." },
   ] },
@@ -70,7 +70,7 @@ function chartGroups(runs) {
     const charts = group.rewards ? [...rewards.map(rewardChart), ...group.charts] : group.charts;
     for (const chart of charts) for (const each of chart.series)
       for (const key of ["name", "spread", "interval", "low", "high"]) if (each[key]) used.add(each[key]);
-    const filled = charts.map((chart) => ({ ...chart, series: chart.series.filter((each) => names.has(each.name) || (each.name === "time/learn" && names.has("step_time"))) }));
+    const filled = charts.map((chart) => ({ ...chart, series: chart.series.filter((each) => names.has(each.name) || (each.name === "time/learn" && names.has("step_time") && !names.has("time/learner"))) }));
     const found = filled.filter((chart) => chart.series.length);
     if (found.length) groups.push({ title: group.title, charts: found });
   }

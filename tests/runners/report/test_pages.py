@@ -15,7 +15,7 @@ from runners.report.page import page
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.report_runs import HOSTILE, make_run
-from tests.support.tiny_runs import small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
 
 
 def blobs(text: str) -> list:
@@ -81,12 +81,15 @@ def trained(tmp_path_factory):
     """The folder of a real run of two updates, with its tokens."""
     folder = tmp_path_factory.mktemp("run")
     config = folder / "train.toml"
+    (folder / "letters.py").write_text(LETTERS)
     config.write_text(
         small(
             run={"output_dir": str(folder)},
             data={"nudge": "<reasoning>"},
             log={"tokens": "moved"},
             loss={"sync_every": 2},
+            reward=BY_LETTERS,
+            optim={"learning_rate": 1e-2},
             eval={"at_start": True},
         )
     )

@@ -1,4 +1,4 @@
-"""`python -m runners.report.picture PAGE OUT.png`: a picture of a report. Needs the extra `browser`."""
+"""`python -m benchmarks.picture PAGE OUT.png`: a picture of a report. Needs the extra `browser`."""
 
 from __future__ import annotations
 
