@@ -90,6 +90,7 @@ def trained(tmp_path_factory):
             loss={"sync_every": 2},
             reward=BY_LETTERS,
             optim={"learning_rate": 1e-2},
+            rollout={"max_new_tokens": 24, "temperature": 2.0},
             eval={"at_start": True},
         )
     )
