@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ COMMANDS = {
     "convert": "runners.commands.convert:convert_command",
     "export": "runners.commands.export:export_command",
     "eval": "runners.commands.eval:eval_command",
+    "report": "runners.commands.report:report_command",
+    "watch": "runners.commands.watch:watch_command",
 }
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 
@@ -96,6 +99,9 @@ VERSION = click.option(
     is_flag=True,
     help="Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
 )
+@click.option(
+    "--watch", is_flag=True, help="Serve a live page of the run on 127.0.0.1 while it trains (extra: watch)."
+)
 @VERSION
 @ends_with_a_line
 def run_command(
@@ -105,6 +111,7 @@ def run_command(
     allow_config_change: bool,
     overwrite: bool,
     dry_run: bool,
+    watch: bool,
 ) -> None:
     """Fine-tune a language model with GRPO.
 
@@ -117,7 +124,7 @@ def run_command(
         raise click.UsageError("--allow-config-change needs --resume.")
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
     try:
-        _run(config, overrides, dry_run, **how)
+        _run(config, overrides, dry_run, watch=watch, **how)
     except Stopped as stopped:
         stopped.advice = f"to go on: {_command(config, overrides)}"
         raise
@@ -189,14 +196,26 @@ def _train(name: str, overrides: Sequence[str], ranks: Ranks, notices: Sequence[
 
 
 def _run_training(
-    config: Config, ranks: Ranks | None, *, resume: str | None, allow_config_change: bool, overwrite: bool
+    config: Config,
+    ranks: Ranks | None,
+    *,
+    watch: bool,
+    resume: str | None,
+    allow_config_change: bool,
+    overwrite: bool,
 ) -> None:
     from runners.training.train import run_training
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    run_training(
-        config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite, ranks=ranks
-    )
+    with ExitStack() as stack:
+        if watch and (ranks is None or ranks.first):
+            from runners.report.beside import watched
+
+            folder = Path(config.run.output_dir) / config.run.name
+            echo(f"live page: {stack.enter_context(watched(folder))}", err=True)
+        run_training(
+            config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite, ranks=ranks
+        )
 
 
 if __name__ == "__main__":

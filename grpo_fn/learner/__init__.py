@@ -4,7 +4,7 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches
+from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches, take_rows
 from grpo_fn.learner.grad_step import GradStep, make_grad_step
 from grpo_fn.learner.logprob_step import make_logprob_step
 from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
@@ -56,6 +56,7 @@ __all__ = [
     "stochastic_round",
     "sync_old",
     "sync_ref",
+    "take_rows",
     "token_logprobs",
     "token_logprobs_and_entropy",
     "warmup_schedule",

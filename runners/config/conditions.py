@@ -38,6 +38,7 @@ METRICS = (
     "time/checkpoint",
     "time/rest",
     "time/eval",
+    "time/elapsed",
     "memory/active_gb",
     "memory/peak_gb",
     "memory/swap_gb",

@@ -47,6 +47,7 @@ OnBadRow = Literal["raise", "skip"]
 SharePrompts = Literal["auto", "always", "never"]
 OnError = Literal["skip", "raise"]
 OnSaveError = Literal["continue", "stop"]
+TokenLog = Literal["none", "sampled", "moved"]
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -230,6 +231,8 @@ class LogConfig:
     every: int = field(default=1, validator=rules.at_least(1))  # updates
     jsonl: bool = True
     completions: bool = True
+    tokens: TokenLog = "none"
+    report: bool = True
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False

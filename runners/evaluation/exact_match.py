@@ -30,6 +30,7 @@ class EvalResult:
     total: int
     seconds: float
     texts: tuple[str, ...]  # what the model wrote, the nudge in front
+    right: tuple[bool, ...] = ()  # whether each text's answer is the gold one
 
     @property
     def score(self) -> float:
@@ -82,8 +83,8 @@ def evaluate(
         texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
         if progress is not None:
             progress(len(texts), len(examples))
-    correct = sum(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))
-    return EvalResult(correct, len(examples), time.perf_counter() - started, tuple(texts))
+    right = tuple(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))
+    return EvalResult(sum(right), len(examples), time.perf_counter() - started, tuple(texts), right)
 
 
 def is_correct(text: str, answer: str) -> bool:

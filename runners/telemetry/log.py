@@ -1,7 +1,8 @@
-"""The logs of a run: `training_log.jsonl`, `completions.jsonl`, and dashboards if the config asks."""
+"""The logs of a run, files of JSON lines that docs/report.md describes, and dashboards if the config asks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
 from runners.telemetry.dashboards import open_sinks
+
+METRICS, EVENTS, COMPLETIONS = "training_log.jsonl", "events.jsonl", "completions.jsonl"
+EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
 
 
 class MetricsLog:
@@ -30,14 +34,17 @@ class MetricsLog:
     ):
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
-        `keep` has what `positions` gave: the files are continued from there. None: they begin anew.
+        `keep` has what `positions` gave: the files are continued from there, and the events, which tell of
+        interruptions too, from their end. None: they begin anew.
         """
         self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
-        wanted = {"training_log.jsonl": settings.jsonl, "completions.jsonl": settings.completions}
+        texts = settings.completions
+        wanted = {METRICS: settings.jsonl, EVENTS: settings.jsonl, COMPLETIONS: texts, EVALUATIONS: texts}
+        wanted[TOKENS] = texts and settings.tokens != "none"
         self._files: dict[str, JsonLines] = {}
         for file in (file for file, asked in wanted.items() if asked):
             try:
-                place = None if keep is None else keep.get(file, 0)
+                place = None if keep is None else sys.maxsize if file == EVENTS else keep.get(file, 0)
                 self._files[file] = JsonLines(run_dir / file, keep=place)
             except OSError as error:
                 raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
@@ -45,8 +52,7 @@ class MetricsLog:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""
-        if "training_log.jsonl" in self._files:
-            self._files["training_log.jsonl"].write(metrics)
+        self._write(METRICS, [metrics])
         if not self._sinks:
             return
         nonfinite: list[str] = []
@@ -57,9 +63,29 @@ class MetricsLog:
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line for each completion."""
-        if "completions.jsonl" in self._files:
+        self._write(COMPLETIONS, records)
+
+    def evaluation(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one line for each held-out problem of an evaluation."""
+        self._write(EVALUATIONS, records)
+
+    def tokens(self, record: Mapping[str, Any]) -> None:
+        """Writes what a batch step knows of its tokens."""
+        self._write(TOKENS, [record])
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Writes one line of the run's diary."""
+        self._write(EVENTS, [record])
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether `tokens` writes anything: its records take time to make."""
+        return TOKENS in self._files
+
+    def _write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        if name in self._files:
             for record in records:
-                self._files["completions.jsonl"].write(record)
+                self._files[name].write(record)
 
     def fault(self) -> str | None:
         """Why a line could not be written yet; None: all of them are."""
@@ -69,12 +95,12 @@ class MetricsLog:
         return None
 
     def positions(self) -> dict[str, int]:
-        """Bytes of each file so far; UserError where a line still waits for the disk."""
+        """Bytes so far of each file that a resumed run cuts; UserError where a line waits for the disk."""
         for lines in self._files.values():
             lines.push()
         if fault := self.fault():
             raise UserError(fault)
-        return {name: lines.written for name, lines in self._files.items()}
+        return {name: lines.written for name, lines in self._files.items() if name != EVENTS}
 
     def close(self) -> None:
         """Closes the files and finishes the dashboards' runs."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runners.config.loading import Config
+from runners.data.prompts import Example
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
+from runners.tokenization.text import TextDecoder
+
+LOGP_STEPS, MOVED_STEPS = 16, 64  # of a nat, in tokens.jsonl
 
 
 def run_header(
@@ -64,6 +69,8 @@ def run_summary(
     shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
     if config.log.jsonl:
         shown["log"] = str(final.parent / "training_log.jsonl")
+    if config.log.report:
+        shown["report"] = str(final.parent / "report.html")
     return shown
 
 
@@ -95,3 +102,110 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
         }
+
+
+def evaluation_records(
+    examples: Sequence[Example], texts: Sequence[str], correct: Sequence[bool], update: int
+) -> Iterator[dict[str, Any]]:
+    """One record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys."""
+    for index, (example, text, right) in enumerate(zip(examples, texts, correct, strict=True)):
+        yield {
+            "update": update,
+            "problem": index,
+            "prompt": example.messages[-1]["content"],
+            "completion": text,
+            "answer": example.answer,
+            "correct": bool(right),
+        }
+
+
+def token_record(
+    experience: Experience,
+    mask_bt: np.ndarray,
+    batch_step: int,
+    update: int,
+    pieces: PieceLengths,
+    given: int,
+) -> dict[str, Any]:
+    """A batch step's tokens, for tokens.jsonl; docs/report.md has the format.
+
+    `mask_bt` is True on tokens that count in the loss; `given` is the number of characters of the nudge.
+    """
+    lengths = np.array(experience.rollout.lengths_b)
+    logp_bt = np.array(experience.rollout.logp_bt)
+    steps = np.clip(np.rint(-logp_bt * LOGP_STEPS), 0, 255).astype(np.uint8)
+    rows = zip(experience.rollout.completions(), experience.texts, strict=True)
+    return {
+        "batch_step": batch_step,
+        "update": update,
+        "kind": "sampled",
+        "given": given,
+        "characters": [_bytes(_laced(pieces.of(tokens, text[given:]))) for tokens, text in rows],
+        "logp": [_bytes(row[:length]) for row, length in zip(steps, lengths, strict=True)],
+        "masked": [_bytes(~row[:length]) for row, length in zip(mask_bt, lengths, strict=True)]
+        if not all(row[:length].all() for row, length in zip(mask_bt, lengths, strict=True))
+        else None,
+    }
+
+
+def moved_record(experience: Experience, logp_bt: np.ndarray, batch_step: int, update: int) -> dict[str, Any]:
+    """How far an update has moved the log-prob of each token of a batch step, for tokens.jsonl."""
+    lengths = np.array(experience.rollout.lengths_b)
+    moved_bt = logp_bt - np.array(experience.rollout.logp_bt)
+    steps = np.clip(np.rint(moved_bt * MOVED_STEPS), -128, 127).astype(np.int8)
+    return {
+        "batch_step": batch_step,
+        "update": update,
+        "kind": "moved",
+        "moved": [_bytes(row[:length]) for row, length in zip(steps, lengths, strict=True)],
+    }
+
+
+class PieceLengths:
+    """How many characters each token of a completion gave.
+
+    A token mostly gives the same characters wherever it stands: its number is kept. Where the kept numbers do
+    not add up to the text, as with characters of several tokens, the completion is decoded token by token.
+    """
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        """Nothing is known yet."""
+        self._decoder = decoder
+        self._inside: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+
+    def of(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Characters (Unicode code points) of each token; their sum is that of the text, or nearly so."""
+        if not tokens:
+            return []
+        decode = self._decoder.decode
+        first = _kept(self._first, tokens[0], lambda token: len(decode([token])))
+        inside = [
+            _kept(self._inside, token, lambda token: len(decode([token, token])) - len(decode([token])))
+            for token in tokens[1:]
+        ]
+        found = [first, *inside]
+        if sum(found) == len(text) and "\ufffd" not in text:
+            return found
+        stream = self._decoder.stream()
+        exact = [len(stream.add(token)) for token in tokens]
+        return [*exact[:-1], exact[-1] + len(stream.finish())]
+
+
+def _kept(known: dict[int, int], token: int, make: Callable[[int], int]) -> int:
+    if token not in known:
+        known[token] = make(token)
+    return known[token]
+
+
+def _laced(numbers: Sequence[int]) -> np.ndarray:
+    """Numbers as bytes: 255 stands for 255 and what the next byte adds."""
+    parts: list[int] = []
+    for number in numbers:
+        whole, rest = divmod(max(number, 0), 255)
+        parts += [255] * whole + [rest]
+    return np.array(parts, np.uint8)
+
+
+def _bytes(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")

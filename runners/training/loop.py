@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 import grpo_fn as g
 from grpo_fn.trees import Tree
@@ -27,10 +28,19 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
 from runners.models.writing import save_final
+from runners.rewards.experience import Experience
 from runners.telemetry.constant_rewards import ConstantRewards
+from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.records import completion_records, run_header, run_summary
-from runners.telemetry.report import Report
+from runners.telemetry.records import (
+    PieceLengths,
+    completion_records,
+    evaluation_records,
+    moved_record,
+    run_header,
+    run_summary,
+    token_record,
+)
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
@@ -64,7 +74,7 @@ class Loop:
         *,
         folder: RunFolder,
         log: MetricsLog,
-        report: Report,
+        report: Diary,
         saver: Saver,
         signals: StopSignals,
         facts: Mapping[str, Any],
@@ -74,7 +84,8 @@ class Loop:
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
         self.prompt = PromptSettings.of(run.config.to_dict())
-        self.steps, self.at = TrainSteps(run, state, at, report.note), at
+        self.steps, self.at = TrainSteps(run, state, at, report.note, report.tell), at
+        self.pieces = PieceLengths(run.decoder)
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
         self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
@@ -169,7 +180,7 @@ class Loop:
             raise
         for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
             self.report.note(problem)
-        self.log.completions(completion_records(experience, self.at.batch_step, self.at.update + 1))
+        self._log_completions(experience)
         self.report.status("learning")
         self.steps.learn(experience)
 
@@ -179,6 +190,7 @@ class Loop:
         stats, update = self.steps.update(self._wait_for_memory)
         metrics = self._metrics(stats, update)
         metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's decide for all
+        self._log_moved()
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
         last = at.update == self.run.length.updates or self.watch.reached
@@ -192,6 +204,23 @@ class Loop:
             self._evaluate(f"after update {at.update}")
         self.steps.times.restart()
         self.steps.finish_update()
+
+    def _log_completions(self, experience: Experience) -> None:
+        """The lines of a batch step's completions, and of their tokens where the config asks for them."""
+        step, update = self.at.batch_step, self.at.update + 1
+        self.log.completions(completion_records(experience, step, update))
+        if self.log.keeps_tokens:
+            mask_bt = np.array(self.steps.counted(experience).mask_bt)
+            given = len(self.config.data.nudge)
+            self.log.tokens(token_record(experience, mask_bt, step, update, self.pieces, given))
+
+    def _log_moved(self) -> None:
+        """What the update did to the tokens that it learned from, where log.tokens asks for it."""
+        if self.log.keeps_tokens and self.config.log.tokens == "moved":
+            first = self.at.batch_step - len(self.steps.experiences) + 1
+            for step, experience in enumerate(self.steps.experiences, first):
+                logp_bt = np.array(self.steps.logprobs_now(experience))
+                self.log.tokens(moved_record(experience, logp_bt, step, self.at.update))
 
     def _wait_for_memory(self) -> None:
         """Before new weights are made: a checkpoint that memory has no room for beside them is waited for."""
@@ -219,6 +248,7 @@ class Loop:
             "tokens_per_second": sampled / max(sampling, 1e-9),
             "tokens_per_second/step": sampled / max(times["step_time"], 1e-9),
             **self._rank_metrics(),
+            "time/elapsed": self._elapsed(),
             **memory,
         }
 
@@ -253,8 +283,11 @@ class Loop:
         )
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
-        record |= {"em_subset": result.total, "time/eval": result.seconds}
+        record |= {"em_subset": result.total, "time/eval": result.seconds, "time/elapsed": self._elapsed()}
         self.log.log(record)
+        self.log.evaluation(
+            evaluation_records(self.run.data.evaluation, result.texts, result.right, at.update)
+        )
         self.watch.see({name: record[name] for name in ("em", "time/eval")})
         self.report.eval(name, result.score, result.correct, result.total, result.seconds)
 

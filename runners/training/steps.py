@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import all_reduce, deal, kept_by_first, shape_of
+from grpo_fn.learner import all_reduce, deal, kept_by_first, shape_of, take_rows
 from grpo_fn.prng import ROLLOUTS, stream_key
 from grpo_fn.trees import Tree, map_arrays
 from runners.rewards.experience import Experience
@@ -24,9 +24,17 @@ from runners.training.setup import Run
 class TrainSteps:
     """A run's two states, `state` and `at`, and the functions that move them on."""
 
-    def __init__(self, run: Run, state: g.TrainState, at: LoopState, note: Callable[[str], None]) -> None:
-        """`state` is what to go on from, `at` where that is; `note` takes lines."""
-        self.run, self.config, self.note = run, run.config, note
+    def __init__(
+        self,
+        run: Run,
+        state: g.TrainState,
+        at: LoopState,
+        note: Callable[[str], None],
+        tell: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
+        """`state` is what to go on from, `at` where that is; `note` takes lines, `tell` rare events: a kind
+        and a line."""
+        self.run, self.config, self.note, self.tell = run, run.config, note, tell
         self.state, self.at = state, at
         self.role = run.learner.role
         learner, optim = run.learner, self.config.optim
@@ -115,10 +123,31 @@ class TrainSteps:
                 self.state = self.role.sync(self.state)
                 g.materialize(self.state.old_params)
             at.synced_at = at.batch_step
+            if loss.sync_every > 1:
+                self.tell("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
         if every and self.state.ref_params is not None and at.batch_step - at.ref_synced_at >= every:
             self.state = g.sync_ref(self.state, loss.ref_mixup, self.run.learner.reference.transform)
             at.ref_synced_at = at.batch_step
+            self.tell("sync", "the reference took the learner's weights")
+
+    def counted(self, experience: Experience) -> g.Batch:
+        """A batch step as one batch; its mask is True on the tokens that count in the loss."""
+        loss = self.config.loss
+        return g.make_batch(
+            experience.rollout,
+            experience.advantages_pg,
+            mask_truncated=loss.mask_truncated_completions,
+        )
+
+    def logprobs_now(self, experience: Experience) -> mx.array:
+        """[B,T] log-probs that the learner's weights give a rollout's tokens now: a forward pass."""
+        batch = g.make_batch(experience.rollout, experience.advantages_pg)
+        rows, width = batch.tokens_bl.shape
+        step = max(1, min(rows, self.gradients.max_tokens // width))
+        parts = [take_rows(batch, range(at, min(at + step, rows))) for at in range(0, rows, step)]
+        found = self.gradients.with_old_logp(self.state.params, parts)
+        return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
 
     def facts(self) -> dict[str, Any]:
         """For a checkpoint, beside the two states."""

@@ -33,7 +33,9 @@ from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
 from runners.ranks.launched import launched
 from runners.ranks.ranks import Ranks
+from runners.report import final_report
 from runners.telemetry.dashboards import check_installed
+from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
 from runners.training.loop import Loop, RunResult
@@ -95,14 +97,16 @@ def _train(
     check_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
+    written = config if ranks.first else _writing_nothing(config)
     with ExitStack() as stack:
         if ranks.first:
             report = report or make_report(every=config.log.every)
         else:  # what this rank would write goes into a folder that is thrown away
             report, resume, overwrite = Silent(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
-        shown = stack.enter_context(report)
+        shown = stack.enter_context(Diary(report))
         held = stack.enter_context(locked(folder, where))
+        wanted = stack.enter_context(final_report(held, written.log, shown.note))
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
@@ -154,6 +158,7 @@ def _train(
         }
         settings = run.config if ranks.first else _writing_nothing(run.config)
         keeper = Saver if ranks.first else NoSaver
+        wanted.append(True)  # from here on there is something to report
         with (
             MetricsLog(
                 folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
@@ -163,13 +168,15 @@ def _train(
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+            shown.open(log.event, start_facts(settings, machine))
             loop = Loop(
                 run, state, at, folder=held, log=log, report=shown, saver=saver, signals=signals, facts=facts
             )
             del state
             if origin is not None:
                 loop.restore(origin.facts)
-            return loop.run_to_end()
+            with shown.ending():
+                return loop.run_to_end()
 
 
 def _build(
@@ -203,7 +210,7 @@ def _build(
 
 
 def _writing_nothing(config: Config) -> Config:
-    silent = LogConfig(every=config.log.every, jsonl=False, completions=False)
+    silent = LogConfig(every=config.log.every, jsonl=False, completions=False, report=False)
     return attrs.evolve(config, log=silent)
 
 

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 OURS = {"grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
-FOR_USERS = ("math", "vlm", "torch", "dashboards")
+FOR_USERS = ("math", "vlm", "torch", "dashboards", "watch")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
 BACKENDS = ("cpu", "cuda12", "cuda13")
 
@@ -54,7 +54,7 @@ def imported(*folders, at_top=False):
     [
         (("grpo_fn", "runners", "configs"), (), True),
         (("grpo_fn", "runners", "configs"), FOR_USERS, False),
-        (("benchmarks",), (*FOR_USERS, "bench", "peers"), False),
+        (("benchmarks",), (*FOR_USERS, "bench", "peers", "browser"), False),
         (("tests",), (*FOR_USERS, "dev", "fuzz"), False),
     ],
 )

@@ -1,0 +1,47 @@
+"""`grpo report`: one HTML page of a run, or of several over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from runners.commands.base import HELP, ends_with_a_line
+from runners.errors import UserError, gigabytes
+from runners.machine.terminal import echo
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo report outputs/my-first                           writes outputs/my-first/report.html
+  grpo report outputs/a outputs/b --out compared.html    two runs over each other
+"""
+
+
+@click.command("report", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.option("--out", default="", metavar="FILE", help="The page [RUN/report.html; of several report.html].")
+@click.option("--all", "everything", is_flag=True, help="All completions, also where they make a large page.")
+@ends_with_a_line
+def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
+    """Write a page with a run's curves, events, completions and config.
+
+    RUN is a run's folder: finished, broken off, or still training. The page is one HTML file that needs no
+    network: it can be sent by mail. Where completions.jsonl is larger than 96 MB, the page has those of
+    evenly spread updates.
+    """
+    from runners.report import write_report
+    from runners.report.page import MOST_BYTES, REPORT
+
+    folders = [Path(run).expanduser() for run in runs]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError(f"{' '.join(runs)}: a run is named twice")
+    target = Path(out).expanduser() if out else (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    if target.is_dir():
+        target = target / REPORT
+    if not target.parent.is_dir() and (out or len(folders) > 1):
+        raise UserError(f"--out {target}: there is no folder {target.parent}")
+    written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_BYTES)
+    more = f"; completions of {written.left_out:,} updates are left out (--all)" if written.left_out else ""
+    echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")

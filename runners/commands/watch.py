@@ -1,0 +1,56 @@
+"""`grpo watch`: the page of a run, live, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from runners.commands.base import HELP, ends_with_a_line
+from runners.errors import UserError
+from runners.machine.terminal import echo
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo watch outputs/my-first           one run, while it trains or later
+  grpo watch outputs                    all runs of a folder, as a list
+  ssh -L 8517:127.0.0.1:8517 HOST       from elsewhere: a tunnel, and then http://127.0.0.1:8517/
+"""
+
+
+@click.command("watch", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("place", metavar="RUN")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on [127.0.0.1].")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8517, help="The port, or the next free [8517]."
+)
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Also answer under this name.")
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
+@ends_with_a_line
+def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: bool) -> None:
+    """Serve the page of a run, which follows it.
+
+    RUN is a run's folder, or a folder with runs. The page can only be read, and only from this machine unless
+    --host says otherwise: it has no password. Ctrl-C ends it; the run goes on.
+    """
+    from runners.report.server import address, check_installed, listening, runs_in, serve
+
+    folder = Path(place).expanduser()
+    if not folder.is_dir() or not runs_in(folder):
+        from runners.report.run_record import find_run
+
+        find_run(folder)
+        raise UserError(f"{folder}: there is no run in it")
+    check_installed()
+    with listening(host, port) as found:
+        url = address(found)
+        echo(f"{url}  (Ctrl-C ends the page, not the run)")
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            echo("anybody who reaches this address can read the run", err=True)
+        if show:
+            import webbrowser
+
+            webbrowser.open(url)
+        serve(folder, found, hosts)

@@ -1,0 +1,211 @@
+"""Completions in parts that a page can open one by one: numbers apart from texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.report.line_files import LineFile
+from runners.report.numbers import packed, plain_number
+
+COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
+ROWS = 2048  # of a part
+_UPDATE = re.compile(rb'\{"batch_step": (\d+), "update": (\d+)')
+_TEXTS = ("completion", "prompt", "answer")
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """Some rows, each piece deflated JSON."""
+
+    rows: int
+    numbers: bytes  # columns: what is filtered and sorted by
+    texts: bytes  # texts, and what else is shown of a row
+    tokens: bytes | None  # each row's tokens; None: nothing is known of them
+
+
+@attrs.define(eq=False)
+class PartMaker:
+    """Gathers the records of completions.jsonl, in its order, into parts."""
+
+    group_size: int = 0  # completions of a prompt in a batch step; 0: not known
+    prompts: dict[str, int] = attrs.field(factory=dict)  # number of each prompt of the run
+    waiting: list[dict[str, Any]] = attrs.field(factory=list)
+    _group: int = -1
+    _last: tuple[Any, Any, int] = (None, None, 0)  # batch step, prompt, rows of the group so far
+    _row: int = 0  # of the batch step
+
+    def add(self, record: dict[str, Any]) -> bool:
+        """Takes in a record; whether a part is full."""
+        step, prompt = record.get("batch_step"), _text(record.get("prompt"))
+        before, same, count = self._last
+        if step == before and prompt == same and count != self.group_size:
+            self._last = (step, prompt, count + 1)
+        else:
+            self._group += 1
+            self._last = (step, prompt, 1)
+        self._row = self._row + 1 if step == before else 0
+        record["_row"] = self._row
+        record["_group"] = self._group
+        record["_prompt"] = self.prompts.setdefault(prompt, len(self.prompts))
+        self.waiting.append(record)
+        return len(self.waiting) >= ROWS
+
+    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> Part:
+        """The part that has gathered; `tokens` are the records of tokens.jsonl by batch step."""
+        records, self.waiting = self.waiting, []
+        return part_of(records, tokens)
+
+
+def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> Part:
+    """A part of these records."""
+    names = list(dict.fromkeys(name for record in records for name in _table(record, "rewards")))
+    numbers: dict[str, Any] = {
+        "update": [plain_number(record.get("update")) for record in records],
+        "step": [plain_number(record.get("batch_step")) for record in records],
+        "group": [record["_group"] for record in records],
+        "prompt": [record["_prompt"] for record in records],
+        "reward": [plain_number(record.get("reward")) for record in records],
+        "advantage": [plain_number(record.get("advantage")) for record in records],
+        "tokens": [plain_number(record.get("tokens")) for record in records],
+        "finished": [0 if record.get("finished") is False else 1 for record in records],
+        "rewards": {
+            name: [plain_number(_table(record, "rewards").get(name)) for record in records] for name in names
+        },
+    }
+    if any("length_penalty" in record for record in records):
+        numbers["penalty"] = [plain_number(record.get("length_penalty")) for record in records]
+    known: dict[tuple[str, str], int] = {}
+    asked = [
+        known.setdefault((_text(record.get("prompt")), _text(record.get("answer"))), len(known))
+        for record in records
+    ]
+    texts = {
+        "asked": [list(pair) for pair in known],
+        "of": asked,
+        "completion": [_text(record.get("completion")) for record in records],
+        "more": {str(row): more for row, record in enumerate(records) if (more := _more(record))},
+    }
+    shown = _tokens(records, tokens) if tokens else None
+    return Part(len(records), packed(numbers), packed(texts), packed(shown) if shown else None)
+
+
+@attrs.frozen(eq=False)
+class Completions:
+    """What a page gets of a run's completions."""
+
+    parts: list[Part]
+    rows: int  # in the parts
+    left_out: int  # updates whose completions are not in them
+    bad_lines: int
+
+
+def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> Completions:
+    """All completions of a run; where the file has more than `most_bytes`, those of evenly spread updates."""
+    path = folder / COMPLETIONS
+    size = path.stat().st_size if path.is_file() else 0
+    stride = max(-(-size // most_bytes), 1)
+    seen: set[int] = set()
+
+    def wanted(line: bytes) -> bool:
+        found = _UPDATE.match(line)
+        if found is None:
+            return True
+        update = int(found[2])
+        seen.add(update)
+        return (update - 1) % stride == 0 or update == last_update
+
+    only = None if stride == 1 else wanted
+    file, maker, parts = LineFile(path), PartMaker(group_size), []
+    tokens = read_tokens(LineFile(folder / TOKENS).read(only))
+    for record in file.read(only):
+        if maker.add(record):
+            parts.append(maker.take(tokens))
+    if maker.waiting:
+        parts.append(maker.take(tokens))
+    left_out = sum((update - 1) % stride != 0 and update != last_update for update in seen)
+    return Completions(parts, sum(part.rows for part in parts), left_out, file.bad)
+
+
+def read_tokens(
+    lines: Iterable[Mapping[str, Any]], known: dict[int, dict[str, Any]] | None = None
+) -> dict[int, dict[str, Any]]:
+    """The records of tokens.jsonl by batch step, as "sampled" and "moved"."""
+    found: dict[int, dict[str, Any]] = {} if known is None else known
+    for line in lines:
+        step, kind = line.get("batch_step"), line.get("kind")
+        if isinstance(step, int) and kind in ("sampled", "moved"):
+            found.setdefault(step, {})[kind] = line
+    return found
+
+
+def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The records of evaluations.jsonl by update; of an update that was evaluated twice, the later ones."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        update, problem = line.get("update"), line.get("problem")
+        if isinstance(update, int):
+            if problem == 0:
+                found[update] = []
+            found.setdefault(update, []).append(
+                {name: _text(line.get(name)) for name in _TEXTS} | {"correct": line.get("correct") is True}
+            )
+    return found
+
+
+def evaluation_pieces(evaluations: Mapping[int, list[dict[str, Any]]]) -> Iterator[tuple[int, bytes]]:
+    """Each evaluation's update and its deflated JSON. Problems stand in the first one alone."""
+    first = True
+    for update, rows in sorted(evaluations.items()):
+        piece: dict[str, Any] = {
+            "correct": [int(row["correct"]) for row in rows],
+            "completion": [row["completion"] for row in rows],
+        }
+        if first:
+            piece["problems"] = [[row["prompt"], row["answer"]] for row in rows]
+        first = False
+        yield update, packed(piece)
+
+
+def _tokens(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of each row its characters, log-probs, masked tokens and moves; None where nothing is known of any."""
+    rows: list[Any] = []
+    given: dict[str, int] = {}
+    for record in records:
+        step = record.get("batch_step")
+        if not isinstance(step, int) or step not in tokens:
+            rows.append(None)
+            continue
+        row = record["_row"]
+        sampled, moved = tokens[step].get("sampled", {}), tokens[step].get("moved", {})
+        cells = [_cell(sampled, name, row) for name in ("characters", "logp", "masked")]
+        rows.append([*cells, _cell(moved, "moved", row)] if cells[0] is not None else None)
+        if isinstance(sampled.get("given"), int):
+            given[str(step)] = sampled["given"]
+    return {"rows": rows, "given": given} if any(rows) else None
+
+
+def _cell(record: Mapping[str, Any], name: str, row: int) -> str | None:
+    cells = record.get(name)
+    found = cells[row] if isinstance(cells, list) and row < len(cells) else None
+    return found if isinstance(found, str) else None
+
+
+def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _more(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What rewards logged of a row, and its turns, if there are any."""
+    return {name: record[name] for name in ("metrics", "extra", "turns") if record.get(name)}
+
+
+def _text(value: Any) -> str:
+    """A text as it is; anything else as JSON."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

@@ -1,0 +1,94 @@
+"""Reading files of JSON lines that another process may be writing, cutting or renaming."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_BLOCK = 1 << 22  # bytes read at a time
+_LINES = 1024  # lines parsed at a time
+
+
+class LineFile:
+    """The whole lines of a file, each handed out once; what is behind the last line feed waits.
+
+    Where the file was cut, or another file has its name, everything begins anew: `generation` counts that.
+    """
+
+    def __init__(self, path: Path, generation: int = 0) -> None:
+        """The file need not be there yet."""
+        self.path = path
+        self.generation = generation
+        self.bad = 0  # lines that hold no JSON object
+        self._place = 0
+        self._identity: tuple[int, int] | None = None
+
+    def restarted(self) -> bool:
+        """Whether the next `read` begins anew; asked before each `read`, it misses none."""
+        before = self.generation
+        self.changed()
+        return self.generation != before
+
+    def changed(self) -> bool:
+        """Whether there is something new to read; begins anew where the file is another one or was cut."""
+        try:
+            found = os.stat(self.path)
+        except OSError:  # renamed for a moment, or not there yet: what was read stays
+            return False
+        identity = (found.st_dev, found.st_ino)
+        if self._identity is not None and (identity != self._identity or found.st_size < self._place):
+            self.generation += 1
+            self._place, self.bad = 0, 0
+        self._identity = identity
+        return found.st_size > self._place
+
+    def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
+        """The objects of the new lines; of those for whose bytes `wanted` says so, if it is given.
+
+        Lines that hold no JSON object are counted in `bad`. OSError where the file cannot be read.
+        """
+        if not self.changed():
+            return
+        with open(self.path, "rb") as stream:
+            stream.seek(self._place)
+            for lines in _blocks(stream):
+                self._place += sum(map(len, lines)) + len(lines)
+                yield from self._parsed(lines if wanted is None else [line for line in lines if wanted(line)])
+
+    def _parsed(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        for start in range(0, len(lines), _LINES):
+            part = lines[start : start + _LINES]
+            try:  # all at once is much faster than one by one
+                found = json.loads(b"[" + b",".join(part) + b"]")
+                if len(found) == len(part) and all(type(each) is dict for each in found):
+                    lines[start : start + _LINES] = found
+                    continue
+            except (ValueError, RecursionError):
+                pass
+            lines[start : start + _LINES] = [self._one(line) for line in part]
+        return [found for found in lines if found is not None]  # pyright: ignore[reportReturnType]
+
+    def _one(self, line: bytes) -> Any:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            self.bad += bool(line.strip())
+            return None
+        return found
+
+
+def _blocks(stream: BinaryIO) -> Iterator[list[bytes]]:
+    """Whole lines without their line feeds, many at a time."""
+    rest = b""
+    while block := stream.read(_BLOCK):
+        head, feed, tail = block.rpartition(b"\n")
+        if not feed:
+            rest += block
+            continue
+        yield (rest + head).split(b"\n")
+        rest = tail

@@ -1,0 +1,144 @@
+"""A run that is followed: its files read as they grow, in pieces that a page can ask for one by one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from runners.report.completion_rows import (
+    COMPLETIONS,
+    EVALUATIONS,
+    ROWS,
+    TOKENS,
+    Part,
+    PartMaker,
+    evaluation_pieces,
+    part_of,
+    read_evaluations,
+    read_tokens,
+)
+from runners.report.line_files import LineFile
+from runners.report.numbers import packed
+from runners.report.page import group_size
+from runners.report.run_record import EVENTS, LOCK, METRICS, RunRecord
+
+_WATCHED = (METRICS, EVENTS, COMPLETIONS, EVALUATIONS, TOKENS, LOCK)
+
+
+class LiveRun:
+    """What the server knows of a run. Several threads may ask at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads nothing yet. UserError where the folder holds no run."""
+        self.record = RunRecord(folder)
+        self._guard = threading.Lock()
+        self._files = {name: LineFile(folder / name) for name in (COMPLETIONS, EVALUATIONS, TOKENS)}
+        self._maker, self._parts = PartMaker(), list[Part]()
+        self._tokens: dict[int, dict[str, Any]] = {}
+        self._evaluations: dict[int, list[dict[str, Any]]] = {}
+
+    def signature(self) -> tuple[Any, ...]:
+        """Something that is another one where a file has changed, or the run has ended."""
+        return (*map(self._seen, _WATCHED), self.record.state())
+
+    def data(self, generation: int, since: int) -> bytes:
+        """The run as the page takes it, deflated: the metrics from line `since` on, if the reader's
+        `generation` is still that of the files, else all of them."""
+        with self._guard:
+            self._refresh()
+            now = self._generation()
+            run = {**self.record.facts(), "generation": now}
+            run["metrics"] = self.record.metrics(since if generation == now else 0)
+            run["completions"] = self._completions(now)
+            run["evaluations"] = [
+                {"update": update, "at": f"evaluation/{now}-{i}-{len(self._evaluations[update])}"}
+                for i, update in enumerate(sorted(self._evaluations))
+            ]
+            return packed(run)
+
+    def part(self, number: int, piece: str) -> bytes | None:
+        """A piece of a part: "numbers", "texts" or "tokens". None where there is none."""
+        with self._guard:
+            if number == len(self._parts) and self._maker.waiting:
+                part = part_of(self._maker.waiting, self._tokens)
+            elif 0 <= number < len(self._parts):
+                part = self._parts[number]
+            else:
+                return None
+        return {
+            "numbers": part.numbers,
+            "texts": part.texts,
+            "tokens": part.tokens or packed(_NO_TOKENS),
+        }.get(piece)
+
+    def evaluation(self, number: int) -> bytes | None:
+        """An evaluation's texts, in the order of updates; None where there is none."""
+        with self._guard:
+            pieces = [piece for _, piece in evaluation_pieces(self._evaluations)]
+        return pieces[number] if 0 <= number < len(pieces) else None
+
+    def _refresh(self) -> None:
+        self.record.refresh()
+        self._maker.group_size = group_size(self.record)
+        completions, tokens, evaluations = (self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS))
+        restarted = [file.restarted() for file in (completions, tokens, evaluations)]
+        if any(restarted):  # resumed, or begun again: all of it is read anew
+            generation = self._files[COMPLETIONS].generation + 1
+            self._files = {name: LineFile(file.path, generation) for name, file in self._files.items()}
+            self._maker, self._parts = PartMaker(self._maker.group_size), []
+            self._tokens, self._evaluations = {}, {}
+            completions, tokens, evaluations = (
+                self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS)
+            )
+        # Tokens first: a part is closed when the next batch step's completions come, and has its own by then.
+        read_tokens(tokens.read(), self._tokens)
+        for record in completions.read():
+            waiting = self._maker.waiting
+            if len(waiting) >= ROWS and record.get("batch_step") != waiting[-1].get("batch_step"):
+                self._parts.append(self._maker.take(self._tokens))
+                step = record.get("batch_step")
+                if isinstance(step, int):
+                    self._tokens = {each: value for each, value in self._tokens.items() if each >= step}
+            self._maker.add(record)
+        for update, rows in read_evaluations(evaluations.read()).items():
+            self._evaluations.setdefault(update, []).extend(rows)
+
+    def _completions(self, generation: int) -> dict[str, Any]:
+        sizes = [part.rows for part in self._parts]
+        tail = len(self._maker.waiting)
+        has_tokens = [part.tokens is not None for part in self._parts]
+        if tail:
+            sizes.append(tail)
+            has_tokens.append(bool(self._tokens))
+        parts = []
+        for number, (rows, tokens) in enumerate(zip(sizes, has_tokens, strict=True)):
+            # The number of rows and of known moves makes a new address of what has grown.
+            moves = (
+                sum("moved" in step for step in self._tokens.values()) if number == len(self._parts) else 0
+            )
+            at = f"part/{generation}-{number}-{rows}-{moves}"
+            parts.append(
+                {
+                    "rows": rows,
+                    "numbers": f"{at}/numbers",
+                    "texts": f"{at}/texts",
+                    "tokens": f"{at}/tokens" if tokens else None,
+                }
+            )
+        bad = self._files[COMPLETIONS].bad
+        return {"rows": sum(sizes), "left_out": 0, "bad_lines": bad, "parts": parts}
+
+    def _generation(self) -> int:
+        return self.record.generation + self._files[COMPLETIONS].generation
+
+    def _seen(self, name: str) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self.record.folder / name)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+_NO_TOKENS = {"rows": [], "given": {}}

@@ -1,0 +1,227 @@
+"""What the small files of a run say of it: its config, metrics, events and state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runners.config.loading import RESOLVED, SECTIONS
+from runners.errors import UserError, did_you_mean
+from runners.files.json_files import read_json
+from runners.report.line_files import LineFile
+from runners.report.numbers import plain_number
+
+METRICS, EVENTS = "training_log.jsonl", "events.jsonl"
+LOCK = ".lock"
+_MOST_EVENTS = 2000  # in a page
+_TEXT = 2000  # characters of an event
+
+
+class RunRecord:
+    """A run's folder as `refresh` last found it. Other processes may be writing there."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads nothing yet. UserError where the folder holds no run."""
+        self.folder = find_run(folder)
+        self.config: dict[str, Any] = {}
+        self._metrics, self._events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
+        self.columns: dict[str, list[Any]] = {}  # of the metrics' lines: name -> one entry a line
+        self.lines = 0
+        self.nonfinite: list[tuple[int, str]] = []  # line, name
+        self.events: list[dict[str, Any]] = []
+
+    @property
+    def generation(self) -> int:
+        """How often what was read had to be read anew: a run was resumed, or began again."""
+        return self._metrics.generation + self._events.generation
+
+    def refresh(self) -> bool:
+        """Reads what is new; whether anything was."""
+        before = (self.generation, self.lines, len(self.events))
+        if not self.config:
+            self.config = _config(self.folder / RESOLVED)
+        if self._metrics.restarted():
+            self.columns, self.lines, self.nonfinite = {}, 0, []
+        if self._events.restarted():
+            self.events = []
+        for line in self._metrics.read():
+            self._add(line)
+        self.events += self._events.read()
+        return (self.generation, self.lines, len(self.events)) != before
+
+    @property
+    def name(self) -> str:
+        """The run's name; its folder's where the config has none."""
+        found = self.config.get("run", {})
+        return str(found.get("name") or self.folder.name) if isinstance(found, dict) else self.folder.name
+
+    @property
+    def bad_lines(self) -> int:
+        """Lines of the two files that could not be read."""
+        return self._metrics.bad + self._events.bad
+
+    def state(self) -> str:
+        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without a word), "empty"."""
+        last = next(
+            (event for event in reversed(self.events) if event.get("event") in ("start", "end")), None
+        )
+        if last is not None and last.get("event") == "end":
+            state = last.get("state")
+            return state if state in ("finished", "stopped", "failed") else "interrupted"
+        if is_running(self.folder):
+            return "running"
+        if last is None and (self.folder / "final").is_dir():
+            return "finished"  # of a version that wrote no events
+        return "interrupted" if self.lines or self.events else "empty"
+
+    def facts(self) -> dict[str, Any]:
+        """All of it but the metrics, as the page's head shows it."""
+        starts = [event for event in self.events if event.get("event") == "start"]
+        last = starts[-1] if starts else {}
+        flat = flattened(self.config)
+        return {
+            "name": self.name,
+            "folder": self.folder.name,
+            "state": self.state(),
+            "generation": self.generation,
+            "updates": plain_number(last.get("updates")),
+            "started": plain_number(starts[0].get("time")) if starts else None,
+            "about": _texts(last.get("about")),
+            "machine": _texts(last.get("machine")),
+            "versions": _texts(last.get("versions")),
+            "config": flat,
+            "different": different_keys(flat, last.get("given")),
+            "bad_lines": self.bad_lines,
+            "events": [_event(event) for event in self.events[-_MOST_EVENTS:]],
+            "events_left_out": max(len(self.events) - _MOST_EVENTS, 0),
+        }
+
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """The metrics' lines from number `since` on, by columns; None where a line has no such number."""
+        return {
+            "since": since,
+            "lines": self.lines,
+            "columns": {name: values[since:] for name, values in self.columns.items()},
+            "nonfinite": [pair for pair in self.nonfinite if pair[0] >= since],
+        }
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        for name, value in line.items():
+            if name == "nonfinite" and isinstance(value, list):
+                self.nonfinite += [(self.lines, str(each)) for each in value]
+                continue
+            number = plain_number(int(value) if isinstance(value, bool) else value)
+            if number is not None:
+                column = self.columns.setdefault(name, [])
+                column += [None] * (self.lines - len(column))
+                column.append(number)
+        self.lines += 1
+        for column in self.columns.values():
+            column += [None] * (self.lines - len(column))
+
+
+def find_run(folder: Path) -> Path:
+    """The folder of a run, as it is. UserError, with the nearest name, where it is none."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        around = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
+    if holds_a_run(folder):
+        return folder
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and holds_a_run(path))
+    more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has written its config or its log here."""
+    return (folder / METRICS).is_file() or (folder / RESOLVED).is_file()
+
+
+def is_running(folder: Path) -> bool:
+    """Whether the process that a run's lock names is alive on this machine.
+
+    The lock itself is left alone: to try it, even for a moment, could turn away a run that starts.
+    """
+    try:
+        process = int((folder / LOCK).read_bytes()[:32])
+        if process > 0:
+            os.kill(process, 0)  # signal 0 asks only
+    except PermissionError:  # another user's
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return process > 0 and process != os.getpid()  # at its end, a run reports on itself
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
+    """The keys whose values are not the defaults; of those that a preset decides, the `given` ones."""
+    defaults = flattened(_defaults())
+    asked = {key for key in given if isinstance(key, str)} if isinstance(given, list) else set()
+    by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
+    return [
+        key
+        for key, value in flat.items()
+        if (key in asked if key in by_preset else key not in defaults or defaults[key] != value)
+    ]
+
+
+def _defaults() -> dict[str, Any]:
+    import attrs
+
+    found: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        table: dict[str, Any] = {}
+        for field in attrs.fields(kind):
+            default = field.default
+            if default is attrs.NOTHING:
+                continue
+            value = default.factory() if isinstance(default, attrs.Factory) else default  # pyright: ignore
+            table[field.name] = attrs.asdict(value) if attrs.has(type(value)) else _listed(value)
+        found[name] = table
+    return found
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except UserError:  # being replaced, or lost: the log can be shown without it
+        return {}
+
+
+def _texts(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): str(each)[:_TEXT] for name, each in value.items()}
+
+
+def _event(event: Mapping[str, Any]) -> dict[str, Any]:
+    """An event as the page shows it, whatever the file holds."""
+    kept = {"event": str(event.get("event", "note"))[:40], "time": plain_number(event.get("time"))}
+    kept["update"] = plain_number(event.get("update"))
+    for name in ("text", "state"):
+        if isinstance(event.get(name), str):
+            kept[name] = event[name][:_TEXT]
+    if event.get("resumed") is True:
+        kept["resumed"] = True
+    if kept["event"] == "table" and isinstance(event.get("rows"), list):
+        rows = [event.get("columns"), *event["rows"]]
+        kept["rows"] = [[str(cell)[:200] for cell in row] for row in rows[:50] if isinstance(row, list)]
+    return kept

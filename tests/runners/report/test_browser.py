@@ -1,0 +1,203 @@
+"""The page in the system's Chromium: it draws what is there, runs nothing that a run says, and asks nobody.
+
+Screenshots are left in pytest's temporary folder, under `shots`.
+"""
+
+import os
+import shutil
+import time
+
+import pytest
+
+from runners.files.json_lines import JsonLines
+from runners.report import write_report
+from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+WAIT = 20_000  # ms: for what hangs
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, without a window."""
+    with playwright.sync_playwright() as found:
+        started = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def tab(browser, tmp_path):
+    """A page that keeps what it complained of and what it asked for, in `problems` and `asked`."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    found = context.new_page()
+    found.problems, found.asked = [], []
+    found.on("pageerror", lambda error: found.problems.append(str(error)))
+    found.on("console", lambda said: found.problems.append(said.text) if said.type == "error" else None)
+    found.on("request", lambda request: found.asked.append(request.url))
+    yield found
+    (tmp_path / "shots").mkdir()
+    found.screenshot(path=tmp_path / "shots" / "last.png")
+    context.close()
+
+
+def opened(tab, path, part="overview"):
+    """Opens a file at one of its parts."""
+    tab.goto(f"{path.as_uri()}#{part}")
+    tab.wait_for_selector("html[data-ready]", timeout=WAIT)
+    if part in ("completions", "problems"):
+        tab.wait_for_selector(f"#{part}[data-ready]", timeout=WAIT)
+
+
+def quiet(tab):
+    """Whether the page had no fault and asked for nothing but itself."""
+    outside = [each for each in tab.asked if not each.startswith(("file:", "data:"))]
+    return tab.problems == [] and outside == []
+
+
+def test_a_finished_run_is_drawn(tab, tmp_path):
+    """Tiles, charts with their words, events; nothing is asked of the network."""
+    opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path)
+    assert tab.inner_text("#state") == "finished"
+    assert "60.0 %" in tab.inner_text("#tiles")
+    words = tab.get_attribute('[data-chart="reward"]', "aria-label")
+    assert "from 0.1 to 0.6" in words
+    assert tab.locator('[data-chart="em"] canvas').count() == 1
+    assert quiet(tab)
+
+
+def test_nan_is_a_gap_with_a_mark(tab, tmp_path):
+    """The chart says how many numbers were not finite, and the events tell of the skipped update."""
+    folder = make_run(tmp_path / "run", nan_at=3, end=None)
+    opened(tab, write_report([folder], tmp_path / "page.html").path)
+    assert tab.inner_text("#state") == "ended without a word"
+    tab.locator("text=Gradient norm").scroll_into_view_if_needed()
+    tab.wait_for_selector('[data-chart="loss"] .broken', timeout=WAIT)
+    assert "was skipped" in tab.inner_text("#events")
+    assert quiet(tab)
+
+
+def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
+    """Tags are text, control characters are spelt out, a long text is shown in part."""
+    folder = make_run(tmp_path / "run", texts=HOSTILE, group=8, config={"run": {"name": HOSTILE[1]}})
+    opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
+    tab.wait_for_selector(".card", timeout=WAIT)
+    shown = tab.inner_text(".cards")
+    assert "<script>window.ran = true</script>" in shown and "␛[31mred" in shown
+    assert "⟨U+202E⟩" in shown and "⟨U+D83D⟩" in shown and "Show all 1,000,000 characters" in shown
+    assert tab.evaluate("window.ran") is None and tab.locator("main img, main script").count() == 0
+    assert quiet(tab)
+
+
+def test_completions_are_filtered_and_searched(tab, tmp_path):
+    """By a reward's number, the length limit, a format, a text; groups stand side by side."""
+    opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "completions")
+    status = tab.locator("#completions [role=status]")
+    assert status.inner_text() == "48 of 48 completions in 12 groups"
+    tab.wait_for_selector(".card", timeout=WAIT)
+    assert tab.locator(".card").count() == 4
+    assert tab.locator(".card .reward").all_inner_texts() == ["1", "1", "0", "0"]
+    tab.click("#filter-cut")
+    assert status.inner_text() == "6 of 48 completions in 6 groups"
+    tab.click("#filter-cut")
+    tab.select_option("#filter-key", "rewards/correct")
+    tab.get_by_label("any", exact=True).fill("1")
+    assert status.inner_text() == "24 of 48 completions in 12 groups"
+    tab.get_by_label("any", exact=True).fill("")
+    tab.fill("#query", "1 + 4?")
+    playwright.expect(status).to_have_text("4 of 48 completions in 1 groups", timeout=WAIT)
+    assert quiet(tab)
+
+
+def test_held_out_problems_that_became_right(tab, tmp_path):
+    """From wrong to right between two evaluations."""
+    opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "problems")
+    tab.select_option("#filter-change", "gained")
+    assert "2 of 4 problems" in tab.inner_text("#problems")
+    assert tab.locator("#problems .card").all_inner_texts()[0].startswith("update 0")
+    assert quiet(tab)
+
+
+def test_two_runs_lie_over_each_other(tab, tmp_path):
+    """With a row each, and the keys in which their configs differ."""
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two", config={"optim": {"learning_rate": 0.5}})
+    opened(tab, write_report([one, two], tmp_path / "page.html").path)
+    assert tab.locator("#tiles tbody tr").count() == 2
+    tab.click("#tab-config")
+    assert "optim.learning_rate" in tab.inner_text("#config") and "model.path" not in tab.inner_text(
+        "#config"
+    )
+    assert "2 keys differ" in tab.inner_text("#config")
+    assert quiet(tab)
+
+
+def test_keys_move_zoom_and_change_the_part(tab, tmp_path):
+    """All without a mouse."""
+    opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path)
+    tab.focus('[data-chart="reward"]')
+    tab.keyboard.press("Home")
+    assert "update 0" in tab.inner_text('[data-chart="reward"] .place') or "update 1" in tab.inner_text(
+        '[data-chart="reward"] .place'
+    )
+    tab.keyboard.press("+")
+    assert tab.is_visible("#all")
+    tab.keyboard.press("0")
+    assert not tab.is_visible("#all")
+    tab.focus("#tab-overview")
+    tab.keyboard.press("ArrowRight")
+    assert tab.is_visible("#completions")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(browser, tmp_path, scheme):
+    """In both colour schemes, every part."""
+    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    tab = context.new_page()
+    path = write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path
+    for part in ("overview", "completions", "problems", "config"):
+        opened(tab, path, part)
+        tab.screenshot(path=tmp_path / f"{part}.png")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        tab.goto("about:blank")
+    context.close()
+
+
+def test_the_live_page_follows_within_two_seconds(tab, tmp_path):
+    """A new update, and the end of the run; the server's end is told."""
+    import threading
+
+    import uvicorn
+
+    from runners.report.server import address, application, listening
+
+    folder = make_run(tmp_path / "run", end=None)
+    mark_running(folder)
+    found = listening("127.0.0.1", 0)
+    ends = []
+    app = application(folder, ("127.0.0.1",), lambda: bool(ends))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [found]}, daemon=True)
+    thread.start()
+    url = address(found)
+    tab.goto(url)
+    tab.wait_for_selector("html[data-updates='6']", timeout=WAIT)
+    assert tab.inner_text("#state") == "running"
+    names = ("training_log", "completions", "evaluations", "events")
+    files = {name: JsonLines(folder / f"{name}.jsonl", keep=1 << 40) for name in names}
+    started = time.perf_counter()
+    write_update(files, 7)
+    tab.wait_for_selector("html[data-updates='7']", timeout=WAIT)
+    assert time.perf_counter() - started < 2 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    files["events"].write({"event": "end", "time": 1e9, "update": 7, "state": "finished"})
+    playwright.expect(tab.locator("#state")).to_have_text("finished", timeout=WAIT)
+    for file in files.values():
+        file.close()
+    ends.append(True)
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive() and [url for url in tab.asked if not url.startswith(url)] == []

@@ -1,0 +1,148 @@
+"""The page as a file: what stands in it, where it is written, what a run leaves of itself."""
+
+import base64
+import json
+import re
+import zlib
+
+import pytest
+from click.testing import CliRunner
+
+from runners.cli import main
+from runners.config.loading import load_config
+from runners.report import write_report
+from runners.report.page import page
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.report_runs import HOSTILE, make_run
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+
+
+def blobs(text: str) -> list:
+    """What the page has compressed in it."""
+    found = re.findall(r'<script type="application/octet-stream" id="blob-\d+">([^<]*)</script>', text)
+    return [json.loads(zlib.decompress(base64.b64decode(blob))) for blob in found]
+
+
+def test_everything_is_in_the_file(tmp_path):
+    """Metrics, events, config and completions; nothing is loaded from elsewhere."""
+    folder = make_run(tmp_path / "run")
+    written = write_report([folder], tmp_path / "page.html")
+    text = written.path.read_text(encoding="utf-8")
+    (run,) = blobs(text)[-1]["runs"]
+    assert (run["name"], run["state"], written.completions) == ("run", "finished", 48)
+    assert run["metrics"]["columns"]["reward"][-2:] == [0.6, None]
+    assert not re.search(r'(src|href)\s*=\s*["\']?(https?:)?//', text)
+    assert "default-src 'none'" in text and "connect-src 'none'" in text
+
+
+def test_no_text_of_a_run_stands_in_the_page_as_it_is(tmp_path):
+    """Names and completions are compressed or escaped: no tag of theirs is in the file."""
+    folder = make_run(tmp_path / "run", texts=HOSTILE, config={"run": {"name": "</title><script>bad()"}})
+    text = write_report([folder], tmp_path / "page.html").path.read_text(encoding="utf-8")
+    assert "bad()" not in text.replace("&lt;script&gt;bad()", "") and "window.ran" not in text
+    completions = [text for blob in blobs(text) for text in blob.get("completion", [])]
+    assert {*HOSTILE} <= {*completions}
+
+
+def test_the_name_of_a_run_cannot_leave_the_start(tmp_path):
+    """The only text of the page that is a script's is spelt without <."""
+    assert "</script><b>" not in page("t", [], {"mode": "file", "at": "</script><b>"})
+
+
+def test_the_command_writes_a_page(tmp_path):
+    """Of one run into its folder, of several where --out says."""
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    done = CliRunner().invoke(main, ["report", str(one)])
+    assert done.exit_code == 0 and (one / "report.html").is_file()
+    out = tmp_path / "both.html"
+    assert CliRunner().invoke(main, ["report", str(one), str(two), "--out", str(out)]).exit_code == 0
+    assert len(blobs(out.read_text(encoding="utf-8"))[-1]["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "there is no such folder"),
+        (["one", "one"], "named twice"),
+        (["one", "--out", "missing/page.html"], "there is no folder missing"),
+    ],
+)
+def test_the_command_refuses(tmp_path, monkeypatch, arguments, told):
+    """With a line and exit code 2."""
+    make_run(tmp_path / "one")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["report", *arguments])
+    assert done.exit_code == 2 and told in done.output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a real run of two updates, with its tokens."""
+    folder = tmp_path_factory.mktemp("run")
+    config = folder / "train.toml"
+    (folder / "letters.py").write_text(LETTERS)
+    config.write_text(
+        small(
+            run={"output_dir": str(folder)},
+            data={"nudge": "<reasoning>"},
+            log={"tokens": "moved"},
+            loss={"sync_every": 2},
+            reward=BY_LETTERS,
+            optim={"learning_rate": 1e-2},
+            rollout={"max_new_tokens": 24, "temperature": 2.0},
+            eval={"at_start": True},
+        )
+    )
+    return run_training(load_config(str(config)), report=Quiet()).folder
+
+
+def lines(folder, name):
+    """The objects of one of a run's files."""
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_keeps_a_diary_and_its_held_out_texts(trained):
+    """How it began and ended, what it synced, and each problem of each evaluation."""
+    events = lines(trained, "events.jsonl")
+    assert [event["event"] for event in events if event["event"] != "note"] == ["start", "sync", "end"]
+    assert events[0]["updates"] == 2 and "log.tokens" in events[0]["given"]
+    assert events[0]["versions"]["mlx"] and events[-1]["state"] == "finished"
+    records = lines(trained, "evaluations.jsonl")
+    assert [(each["update"], each["problem"]) for each in records] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+
+
+def test_the_tokens_of_a_completion_add_up_to_its_text(trained):
+    """Characters, log-probs and moves: an entry for each token; the nudge is given."""
+    completions = lines(trained, "completions.jsonl")
+    by_kind = {kind: [] for kind in ("sampled", "moved")}
+    for record in lines(trained, "tokens.jsonl"):
+        by_kind[record["kind"]].append(record)
+    for step, (sampled, moved) in enumerate(zip(by_kind["sampled"], by_kind["moved"], strict=True), 1):
+        rows = [each for each in completions if each["batch_step"] == step]
+        for row, completion in enumerate(rows):
+            characters = base64.b64decode(sampled["characters"][row])
+            assert len(characters) == completion["tokens"]
+            assert sampled["given"] + sum(characters) == len(completion["completion"])
+            assert len(base64.b64decode(sampled["logp"][row])) == completion["tokens"]
+            assert len(base64.b64decode(moved["moved"][row])) == completion["tokens"]
+    assert any(set(base64.b64decode(cell)) - {0} for record in by_kind["moved"] for cell in record["moved"])
+
+
+def test_a_run_writes_its_report_at_the_end(trained):
+    """It says that the run is finished, though its process still lives."""
+    (run,) = blobs((trained / "report.html").read_text(encoding="utf-8"))[-1]["runs"]
+    assert run["state"] == "finished" and run["completions"]["rows"] == 16
+
+
+def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
+    """The run is finished all the same."""
+    from tests.support.tiny_runs import Notes
+
+    config = tmp_path / "train.toml"
+    config.write_text(small(run={"output_dir": str(tmp_path)}, optim={"max_steps": 1}))
+    (tmp_path / "small" / "report.html").mkdir(parents=True)
+    shown = Notes()
+    result = run_training(load_config(str(config)), report=shown)
+    assert any("no report was written" in line for line in shown.lines)
+    assert (result.folder / "final").is_dir()

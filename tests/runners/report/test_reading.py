@@ -1,0 +1,123 @@
+"""Reading a run's files while they grow, are cut, renamed, or hold what is no JSON."""
+
+import os
+
+import pytest
+
+from runners.errors import UserError
+from runners.report.completion_rows import PartMaker, read_completions
+from runners.report.line_files import LineFile
+from runners.report.run_record import RunRecord, different_keys
+from tests.support.report_runs import make_run, mark_running
+
+
+def test_each_whole_line_comes_once(tmp_path):
+    """What is behind the last line feed waits until it is whole."""
+    path = tmp_path / "a.jsonl"
+    file = LineFile(path)
+    assert list(file.read()) == []
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a"')
+    assert list(file.read()) == [{"a": 1}, {"a": 2}]
+    with open(path, "ab") as stream:
+        stream.write(b": 3}\n")
+    assert list(file.read()) == [{"a": 3}]
+    assert list(file.read()) == [] and file.bad == 0
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b"{", b'"x"', b"1},{2", b"[" * 100_000])
+def test_a_line_that_is_no_object_is_counted(tmp_path, line):
+    """The lines around it are read; a blank line is none."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n\n{"a": 2}\n')
+    file = LineFile(path)
+    assert list(file.read()) == [{"a": 1}, {"a": 2}]
+    assert file.bad == 1
+
+
+def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
+    """And one that is gone for a moment is not."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    file = LineFile(path)
+    list(file.read())
+    path.write_text('{"a": 3}\n')
+    assert file.restarted() and list(file.read()) == [{"a": 3}]
+    os.replace(path, tmp_path / "a.previous.jsonl")
+    assert not file.restarted()
+    path.write_text('{"a": 4}\n{"a": 5}\n')
+    assert file.restarted() and [line["a"] for line in file.read()] == [4, 5]
+    assert file.generation == 2
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_the_state_is_what_the_diary_says(tmp_path, state):
+    """However the run ended."""
+    record = RunRecord(make_run(tmp_path / "run", end=state))
+    record.refresh()
+    assert record.state() == state
+
+
+def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
+    """It runs while the process that its lock names is alive."""
+    folder = make_run(tmp_path / "run", end=None)
+    record = RunRecord(folder)
+    record.refresh()
+    assert record.state() == "interrupted"
+    mark_running(folder)
+    assert record.state() == "running"
+    (folder / ".lock").write_text("not a number\n")
+    assert record.state() == "interrupted"
+
+
+def test_numbers_that_are_not_finite_are_named(tmp_path):
+    """They are gaps in their column, and their places are kept."""
+    record = RunRecord(make_run(tmp_path / "run", nan_at=3))
+    record.refresh()
+    line = record.columns["update"].index(3)
+    assert (line, "loss") in record.nonfinite and (line, "grad_norm") in record.nonfinite
+    assert record.columns["loss"][line] is None and record.columns["kl"][line] is None
+    assert {len(column) for column in record.columns.values()} == {record.lines}
+
+
+def test_only_what_is_new_is_handed_on(tmp_path):
+    """Metrics from a line on."""
+    record = RunRecord(make_run(tmp_path / "run"))
+    record.refresh()
+    later = record.metrics(record.lines - 2)
+    assert {len(values) for values in later["columns"].values()} == {2}
+    assert not record.refresh()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    """With the nearest name, or with the runs that are in it."""
+    make_run(tmp_path / "quickstart")
+    with pytest.raises(UserError, match="did you mean quickstart"):
+        RunRecord(tmp_path / "quikstart")
+    with pytest.raises(UserError, match="it holds the runs quickstart"):
+        RunRecord(tmp_path)
+
+
+def test_what_differs_from_the_defaults():
+    """Of what a preset decides, what the config gave."""
+    flat = {"run.seed": 0, "optim.learning_rate": 7.0, "loss.beta": 0.04, "loss.level": "token"}
+    assert different_keys(flat, ["loss.beta"]) == ["optim.learning_rate", "loss.beta"]
+
+
+def test_groups_are_the_completions_of_a_prompt_in_a_batch_step():
+    """Two groups of the same prompt side by side are told apart by their size."""
+    maker = PartMaker(group_size=2)
+    for step, prompt in [(1, "a"), (1, "a"), (1, "a"), (1, "a"), (2, "a"), (2, "a"), (2, "b")]:
+        maker.add({"batch_step": step, "prompt": prompt})
+    assert [record["_group"] for record in maker.waiting] == [0, 0, 1, 1, 2, 2, 3]
+    assert [record["_prompt"] for record in maker.waiting] == [0, 0, 0, 0, 0, 0, 1]
+    assert [record["_row"] for record in maker.waiting] == [0, 1, 2, 3, 0, 1, 2]
+
+
+def test_of_a_large_file_evenly_spread_updates_are_kept(tmp_path):
+    """The first, the last, and those between; the number of the others is told."""
+    folder = make_run(tmp_path / "run", updates=10)
+    size = (folder / "completions.jsonl").stat().st_size
+    whole = read_completions(folder, 4, size, 10)
+    assert (whole.rows, whole.left_out) == (80, 0)
+    part = read_completions(folder, 4, size // 3, 10)  # 1, 5, 9, 10
+    assert (part.rows, part.left_out) == (32, 6)

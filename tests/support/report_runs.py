@@ -1,0 +1,98 @@
+"""Folders that look as a run leaves them, for tests of the report: small, large, hostile, broken."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from runners.files.json_lines import JsonLines
+
+NAMES = ("correct", "strict_format")
+HOSTILE = (
+    "<script>window.ran = true</script>",
+    "</script><script>window.ran = true</script><img src=x onerror='window.ran = true'>",
+    "\x1b[31mred\x1b[0m \x07 \x00 bell",
+    "\u202egnp.exe\u202c \u2066hidden\u2069 مرحبا بالعالم",
+    "half a pair: \ud83d, and \udc00 alone",
+    "x" * 1_000_000,
+    "]]>--><!--{{7*7}}${7*7}`",
+    "__proto__ constructor \\ \" ' \u2028 \u2029",
+)
+
+
+def make_run(
+    folder: Path,
+    *,
+    updates: int = 6,
+    prompts: int = 2,
+    group: int = 4,
+    texts: tuple[str, ...] = ("<reasoning>1+1</reasoning><answer>2</answer>", "no idea"),
+    config: dict | None = None,
+    nan_at: int | None = None,
+    end: str | None = "finished",
+) -> Path:
+    """Writes a run's files. `nan_at`: the update whose loss is NaN, and which has no KL. `end`: see Diary."""
+    folder.mkdir(parents=True)
+    settings = {
+        "run": {"name": folder.name, "seed": 0},
+        "model": {"path": "embedded"},
+        "rollout": {"num_generations": group},
+        "optim": {"learning_rate": 1e-6},
+        "log": {"completions": True},
+    }
+    for section, values in (config or {}).items():
+        settings[section] = settings.get(section, {}) | values
+    (folder / "config.resolved.json").write_text(json.dumps(settings))
+    names = ("training_log", "completions", "events", "evaluations")
+    files = {name: JsonLines(folder / f"{name}.jsonl") for name in names}
+    about = {"model": "embedded (525,184 parameters)", "data": "embedded"}
+    start = {"updates": updates, "about": about, "machine": {"backend": "cpu"}, "versions": {"mlx": "0"}}
+    files["events"].write({"event": "start", "time": 1e9, "update": 0, "given": [], **start})
+    for update in range(updates + 1):
+        write_update(files, update, prompts, group, texts, nan_at)
+    if end:
+        files["events"].write({"event": "end", "time": 1e9 + 60, "update": updates, "state": end})
+    for file in files.values():
+        file.close()
+    return folder
+
+
+def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None):
+    """One update's lines; of number 0 the evaluation alone, which also follows each third one."""
+    if update:
+        broken = update == nan_at
+        files["training_log"].write(
+            {
+                "update": update, "batch_step": update, "reward": update / 10, "reward_std": 0.2,
+                "rewards/correct/mean": 0.5, "rewards/correct/std": 0.1,
+                "rewards/strict_format/mean": 0.4, "rewards/strict_format/std": 0.1,
+                "loss": math.nan if broken else 0.01, "grad_norm": math.inf if broken else 0.5,
+                "entropy": 0.3, "num_tokens": 100 * update, "step_time": 1.0, "tokens_per_second": 100.0,
+                "time/rollout": 0.5, "time/reward": 0.1, "time/checkpoint": 0.0,
+                "time/elapsed": float(update),
+                "memory/peak_gb": 0.2, "memory/active_gb": 0.1,
+                **({"update_skipped": True} if broken else {"kl": 0.02}),
+            }
+        )  # fmt: skip
+        for row in range(prompts * group):
+            right = row % 2 == 0
+            files["completions"].write(
+                {
+                    "batch_step": update, "update": update,
+                    "prompt": f"What is {row // group} + {update}?", "completion": texts[row % len(texts)],
+                    "answer": "2", "reward": 1.0 if right else 0.0,
+                    "rewards": {"correct": 1.0 if right else 0.0, "strict_format": 0.5 if right else None},
+                    "advantage": 1.0 if right else -1.0, "tokens": 5 + row, "finished": row != 1,
+                }
+            )  # fmt: skip
+    if update % 3 == 0:
+        files["training_log"].write({"update": update, "em": 0.1 * update, "em_subset": 4, "time/eval": 0.1})
+        for problem in range(4):
+            correct = problem < update // 3 + 1
+            record = {"prompt": f"problem {problem}", "completion": f"{correct}", "answer": "1"}
+            files["evaluations"].write({"update": update, "problem": problem, **record, "correct": correct})
+
+
+def mark_running(folder: Path) -> None:
+    """As while a process trains there; init has number 1 and is always alive."""
+    (folder / ".lock").write_text("1\n" if os.getpid() != 1 else f"{os.getppid()}\n")
