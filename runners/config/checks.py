@@ -32,6 +32,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _lengths(built, found)
     _roles(built, found)
     _conditions(built, found)
+    _environment(built, found)
     return result
 
 
@@ -154,6 +155,14 @@ def _roles(built: dict[str, Any], found: Settings) -> None:
             f"found {show(loss.ref_mixup)} with loss.ref_quantization = {show(loss.ref_quantization)}, which "
             "keeps no full-precision reference to mix with; want 1.0, or loss.ref_sync_every = 0",
         )
+
+
+def _environment(built: dict[str, Any], found: Settings) -> None:
+    """Rewards may be left to the environment, where there is one."""
+    env, reward = built["env"], built["reward"]
+    if reward and not reward.functions and (env is None or not env.factory):
+        want = "at least one entry, or an env.factory whose class has get_reward"
+        _problem(found, "reward.functions", f"found [], want {want}")
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

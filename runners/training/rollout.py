@@ -22,11 +22,13 @@ from runners.rewards.experience import (
     select_groups,
     varied_groups,
 )
+from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 
 Generate = Callable[[Tree, Sequence[Example], mx.array], g.Rollout]
+Play = Callable[[Tree, Sequence[Example], mx.array], tuple[g.Rollout, Played]]
 
 
 @attrs.frozen(eq=False)
@@ -37,6 +39,7 @@ class Collector:
     scorer: Scorer
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
+    play: Play | None = None  # in place of `generate` where there are environments
 
     def collect(
         self,
@@ -90,7 +93,11 @@ class Collector:
     ) -> tuple[Experience, dict[int, str]]:
         """One round, and the rewards that failed for all of its completions."""
         started = time.perf_counter()
-        rollout = self.generate(params, examples, key)
+        played = None
+        if self.play is None:
+            rollout = self.generate(params, examples, key)
+        else:
+            rollout, played = self.play(params, examples, key)
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations
@@ -102,7 +109,11 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
+            conversations=None if played is None else played.messages,
+            environments=None if played is None else played.environments,
         )
+        if played is not None:
+            scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         rewards_pg = self._combined(scores.values_kb, penalty_b, rollout)
         experience = Experience(
@@ -112,14 +123,15 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, completions)),
+            sampled_tokens=sum(map(len, completions if played is None else played.said)),
             resampled=0,
-            problems=tuple(scores.problems),
+            problems=(*(played.problems if played else ()), *scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
             reward_names=tuple(reward.name for reward in self.scorer.rewards),
             penalty_b=None if penalty_b is None else np.array(penalty_b),
+            played=played,
         )
         return experience, scores.failed
 
