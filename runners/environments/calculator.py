@@ -9,6 +9,7 @@ expression has no value nothing is forced, as in nanochat.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,9 @@ def calculate(expression: str) -> str | None:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+            raise ValueError("not a number")
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand)
@@ -64,6 +67,8 @@ def _value(node: ast.expr) -> int | float:
 def _bounded(value: int | float) -> int | float:
     if isinstance(value, int) and abs(value) >= 10**_DIGITS:
         raise ValueError("too large")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("not finite")
     return value
 
 
