@@ -26,6 +26,7 @@ NAMES = (
     "quickstart",
     "first_update",
     "rollout",
+    "turns",
     "quant",
     "sync",
     "learner",

@@ -32,8 +32,9 @@ class Layout:
     grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # which positions a prompt has; None: all of one length
-    start: int | mx.array  # position of each row's first own token; with `own_seen`, of its first place there
+    start: int | mx.array  # position of each row's first own place
     own_seen: mx.array | None = None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
+    later_turn: bool = False  # whether own places begin elsewhere than right behind the prompts
 
     @classmethod
     def of(cls, prompt_of: list[int], lengths: list[int]) -> "Layout":
@@ -205,19 +206,19 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live])
     prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     index = mx.array(rows, mx.int32)
-    if old.own_seen is not None:
-        assert isinstance(old.start, mx.array)
-        layout = attrs.evolve(layout, start=old.start[index], own_seen=old.own_seen[index])
+    if old.later_turn:
+        start = old.start[index] if isinstance(old.start, mx.array) else old.start
+        seen = None if old.own_seen is None else old.own_seen[index]
+        layout = attrs.evolve(layout, start=start, own_seen=seen, later_turn=True)
     for cache in caches:
         cache.keep(index, prompts, layout)
 
 
 def _masked_at_front(scores_bkrt: mx.array, seen_b11t: mx.array) -> mx.array:
     """Scores whose first places are masked; those behind are all seen."""
-    places = seen_b11t.shape[-1]
-    least = mx.finfo(scores_bkrt.dtype).min
-    front_bkrt = mx.where(seen_b11t, scores_bkrt[..., :places], least)
-    return mx.concatenate([front_bkrt, scores_bkrt[..., places:]], axis=-1)
+    behind = scores_bkrt.shape[-1] - seen_b11t.shape[-1]
+    seen_b11t = mx.pad(seen_b11t, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
+    return mx.where(seen_b11t, scores_bkrt, mx.finfo(scores_bkrt.dtype).min)
 
 
 def _mixed(weights: mx.array, values: mx.array) -> mx.array:

@@ -174,8 +174,14 @@ class SharedPromptRows:
             self._own_tokens[row] += len(given[row])
             del self._parked[row]
         places = seen_bt.shape[1]
+        # Rows that are all of one length need no mask.
+        full = all(self._own_tokens[row] == places for row in rows)
+        one = full and len(set(position)) == 1
         whole = attrs.evolve(
-            layout, start=mx.array(position, mx.int32) - places, own_seen=seen_bt[:, None, None, :]
+            layout,
+            start=position[0] - places if one else mx.array(position, mx.int32) - places,
+            own_seen=None if full else seen_bt[:, None, None, :],
+            later_turn=True,
         )
         made = [
             PrefixCache(*prompt, whole, pair)
