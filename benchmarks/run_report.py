@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.command import benchmark, say
-from benchmarks.record import Figure
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.record import Figure
 from runners.files.json_lines import json_line
 from runners.report import write_report
 

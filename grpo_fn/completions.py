@@ -10,7 +10,11 @@ from grpo_fn.trees import on_host
 
 @attrs.frozen(eq=False)
 class Rollout:
-    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p."""
+    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
+
+    A completion may be a conversation: turns that the model sampled, and between them tokens that an
+    environment gave. It is one row of tokens, each turn's context an exact prefix of the next one's.
+    """
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     num_generations: int  # G
@@ -20,18 +24,26 @@ class Rollout:
     finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
     entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
     vocabulary: int | None = None  # all token ids are below it, as `generate` knows; None: not known
+    sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, end token included, on the host."""
         lengths, rows = on_host(self.lengths_b), on_host(self.tokens_bt)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
+    def sampled(self) -> list[list[bool]]:
+        """For each of these tokens whether the model sampled it, on the host."""
+        lengths = on_host(self.lengths_b)
+        if self.sampled_bt is None:
+            return [[True] * length for length in lengths]
+        return [row[:length] for row, length in zip(on_host(self.sampled_bt), lengths, strict=True)]
+
 
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     """The rollout of some of the prompts, in the order given."""
     size = rollout.num_generations
     index = mx.array([p * size + g for p in groups for g in range(size)], mx.int32)
-    entropy_bt = rollout.entropy_bt
+    entropy_bt, sampled_bt = rollout.entropy_bt, rollout.sampled_bt
     return attrs.evolve(
         rollout,
         prompts=tuple(rollout.prompts[p] for p in groups),
@@ -40,6 +52,7 @@ def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         logp_bt=rollout.logp_bt[index],
         finished_b=rollout.finished_b[index],
         entropy_bt=None if entropy_bt is None else entropy_bt[index],
+        sampled_bt=None if sampled_bt is None else sampled_bt[index],
     )
 
 
@@ -62,6 +75,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         return mx.concatenate([mx.pad(c, [(0, 0), (0, width - c.shape[1])]) for c in columns])
 
     bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
+    with_given = any(part.sampled_bt is not None for part in parts)
     entropies = [part.entropy_bt for part in parts if part.entropy_bt is not None]
     return Rollout(
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
@@ -72,4 +86,12 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         finished_b=mx.concatenate([part.finished_b for part in parts]),
         entropy_bt=joined(entropies) if entropies else None,
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
+        sampled_bt=joined([_sampled(part) for part in parts]) if with_given else None,
     )
+
+
+def _sampled(rollout: Rollout) -> mx.array:
+    """`sampled_bt`, also where all tokens are sampled."""
+    if rollout.sampled_bt is not None:
+        return rollout.sampled_bt
+    return mx.arange(rollout.tokens_bt.shape[1])[None] < rollout.lengths_b[:, None]

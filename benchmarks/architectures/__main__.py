@@ -13,7 +13,7 @@ import click
 from benchmarks.architectures.page import write_page
 from benchmarks.architectures.small_models import modules
 from benchmarks.architectures.trial import STEPS, Outcome
-from benchmarks.machine import backend
+from benchmarks.harness.machine import backend
 from runners.machine.bounded_process import run_bounded
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -23,6 +23,7 @@ NAMES = (
     "quickstart",
     "first_update",
     "rollout",
+    "turns",
     "quant",
     "sync",
     "learner",

@@ -49,7 +49,7 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch.
+    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count nowhere.
 
     Args:
         rollout: B = P·G completions.
@@ -82,6 +82,9 @@ def make_batch(
     tokens_bl = mx.where(offset_bl < 0, from_prompt_bl, mx.where(offset_bl < width, from_completion_bl, 0))
 
     mask_bt = mx.arange(width)[None] < rollout.lengths_b[:, None]
+    if rollout.sampled_bt is not None:
+        check_shape("sampled_bt", rollout.sampled_bt, tuple(mask_bt.shape))
+        mask_bt = mask_bt & rollout.sampled_bt
     if mask_truncated:
         mask_bt = mask_bt & rollout.finished_b[:, None]
     return Batch(

@@ -32,7 +32,9 @@ class Layout:
     grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # which positions a prompt has; None: all of one length
-    start: int | mx.array  # position of each row's first own token
+    start: int | mx.array  # position of each row's first own place
+    own_seen: mx.array | None = None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
+    later_turn: bool = False  # whether own places begin elsewhere than right behind the prompts
 
     @classmethod
     def of(cls, prompt_of: list[int], lengths: list[int]) -> "Layout":
@@ -66,13 +68,23 @@ class Layout:
 class PrefixCache(OneTokenCache):
     """One layer's cache: prompts once, rows' own tokens by row."""
 
-    def __init__(self, keys_phld: mx.array, values_phld: mx.array, layout: Layout) -> None:
+    def __init__(
+        self,
+        keys_phld: mx.array,
+        values_phld: mx.array,
+        layout: Layout,
+        own: tuple[mx.array, mx.array] | None = None,
+    ) -> None:
+        """`own` is the rows' own keys and values so far, [B,K,T,D]; None: there are none."""
         from mlx_lm.models.cache import KVCache
 
         self._prompt = keys_phld, values_phld
         self._layout = layout
         self._own: Any = KVCache()
         self._own.step = ROOM
+        if own is not None:
+            self._own.keys, self._own.values = own
+            self._own.offset = own[0].shape[2]
         self.attended = False  # whether it was ever asked to attend
 
     @property
@@ -113,6 +125,8 @@ class PrefixCache(OneTokenCache):
         scores_bkrl = layout.by_row(scores_pknl.reshape(*grid, length).transpose(0, 2, 1, 3, 4))
 
         own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
+        if layout.own_seen is not None:
+            own_bkrt = _masked_at_front(own_bkrt, layout.own_seen)
         weights = softmax(mx.concatenate([scores_bkrl, own_bkrt], axis=-1))
 
         w_pgkrl = layout.by_prompt(weights[..., :length])
@@ -120,6 +134,16 @@ class PrefixCache(OneTokenCache):
         from_prompt = _mixed(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
         out = layout.by_row(from_prompt) + _mixed(weights[..., length:], values)
         return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
+
+    @property
+    def prompt(self) -> tuple[mx.array, mx.array]:
+        """The prompts' keys and values [P,K,L,D]."""
+        return self._prompt
+
+    @property
+    def own(self) -> tuple[mx.array, mx.array]:
+        """The rows' own keys and values [B,K,T,D], where there are some."""
+        return self._own.keys_and_values()
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
         """Keep these rows, and of the prompts those that still have one (None: all)."""
@@ -182,8 +206,19 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live])
     prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     index = mx.array(rows, mx.int32)
+    if old.later_turn:
+        start = old.start[index] if isinstance(old.start, mx.array) else old.start
+        seen = None if old.own_seen is None else old.own_seen[index]
+        layout = attrs.evolve(layout, start=start, own_seen=seen, later_turn=True)
     for cache in caches:
         cache.keep(index, prompts, layout)
+
+
+def _masked_at_front(scores_bkrt: mx.array, seen_b11t: mx.array) -> mx.array:
+    """Scores whose first places are masked; those behind are all seen."""
+    behind = scores_bkrt.shape[-1] - seen_b11t.shape[-1]
+    seen_b11t = mx.pad(seen_b11t, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
+    return mx.where(seen_b11t, scores_bkrt, mx.finfo(scores_bkrt.dtype).min)
 
 
 def _mixed(weights: mx.array, values: mx.array) -> mx.array:

@@ -11,6 +11,7 @@ from grpo_fn.rollout.generation import generate
 from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, copied_prompt, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
 from grpo_fn.rollout.sampler import Sampler, draw_words, drawing, mark_seen, penalize, sample, seen_tokens
+from grpo_fn.rollout.turns import Replies, Respond
 
 __all__ = [
     "PREFILL_TOKENS",
@@ -20,6 +21,8 @@ __all__ = [
     "FindStop",
     "Lane",
     "LaneSteps",
+    "Replies",
+    "Respond",
     "Sampler",
     "Steps",
     "Stream",

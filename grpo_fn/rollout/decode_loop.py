@@ -8,6 +8,7 @@ import mlx.core as mx
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.lanes import Lane
 from grpo_fn.rollout.sampler import Sampler, drawing, mark_seen, penalize
+from grpo_fn.rollout.turns import Transcript, Turns
 from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
@@ -31,6 +32,9 @@ class Decoding:
         share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
             on CPU and CUDA.
         compact: drop rows that have ended from the batch once a quarter of it has.
+        turns_together: in conversations, begin a turn when no row decodes any more and all replies are there:
+            the same numbers bit for bit each time. False: as soon as a reply is there, so that a slow one
+            holds up nobody; the numbers then depend on its timing, to rounding.
     """
 
     max_batch: int = 0
@@ -39,6 +43,7 @@ class Decoding:
     lanes: int = 1
     share_prefix: bool | None = None
     compact: bool = True
+    turns_together: bool = True
 
 
 @attrs.define(eq=False)
@@ -56,6 +61,16 @@ class Columns:
         if with_entropy:
             drawn["entropy"] = mx.zeros((rows, width))
         return cls(drawn, [width] * rows, [False] * rows)
+
+    def store(self, lane: Lane, stacked: dict[str, mx.array], start: int) -> None:
+        """The lane's tokens from `start` on."""
+        index = mx.array(lane.rows, mx.int32)
+        for name, columns in stacked.items():
+            self.drawn[name][index, start : lane.count] = columns
+
+    def end(self, row: int, length: int, finished: bool) -> None:
+        """The row has ended after so many tokens."""
+        self.lengths[row], self.finished[row] = length, finished
 
     def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
         """The rollout, as wide as its longest completion, at least 1; zeros after the end of each."""
@@ -86,43 +101,46 @@ class Decoder:
         sampler: Sampler,
         eos_ids: frozenset[int],
         find_stop: FindStop | None,
-        max_new_tokens: int,
         decoding: Decoding,
     ) -> None:
         self._penalty = sampler.repetition_penalty
         self._draw = drawing(sampler)
         self._eos_ids, self._find_stop = eos_ids, find_stop
-        self._max_new_tokens, self._check_every = max_new_tokens, max(decoding.check_every, 1)
+        self._check_every = max(decoding.check_every, 1)
         self._launch = mx.async_eval if decoding.pipelined else mx.eval
         self._compact = decoding.compact
 
-    def run(self, lanes: list[Lane], whole: Columns) -> None:
-        """Decode until every row has ended."""
-        texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}
-        start = 0
-        for n in range(self._max_new_tokens):
+    def run(self, lanes: list[Lane], whole: Columns | Transcript, turns: Turns | None = None) -> None:
+        """Decode until every row has ended; with `turns`, until every conversation has."""
+        texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}  # of the present turn
+        steps = 0
+        while lanes:
             for lane in lanes:
                 with mx.stream(lane.stream):
-                    lane.drawn.append(self._drawn(lane, n))
+                    lane.drawn.append(self._drawn(lane, lane.count))
+                lane.count += 1
             self._launch([lane.drawn[-1] for lane in lanes])
+            steps += 1
             tokens = [lane.drawn[-1]["tokens"] for lane in lanes]
-            last = n + 1 == self._max_new_tokens
-            look = last or (n + 1) % self._check_every == 0
-            if look:
+            look = steps % self._check_every == 0 or any(lane.is_full for lane in lanes)
+            if look or (turns is not None and turns.sees_each_step):
                 for lane in lanes:
-                    self._collect(lane, texts, start, whole)
-                start = n + 1
+                    self._collect(lane, texts, whole, turns)
             for lane, token_b in zip(lanes, tokens, strict=True):
-                if lane.alive and not last:
+                if lane.alive and not lane.is_full:
                     with mx.stream(lane.stream):
                         places = self._places_to_keep(lane) if look else None
                         if places is not None:
                             lane.keep_rows(places)
                             token_b = token_b[mx.array(places)]
                         lane.logits_bv = lane.steps(token_b)
-            lanes = [lane for lane in lanes if lane.alive]
-            if not lanes:
-                return
+            lanes = [lane for lane in lanes if lane.alive and not lane.is_full]
+            if turns is not None and (look or not lanes):
+                joined = turns.joining(decoding=bool(lanes))
+                while not lanes and not joined and turns.waits:
+                    joined = turns.joining(decoding=False)
+                texts |= {row: [] for lane in joined for row in lane.rows}
+                lanes += joined
 
     def _drawn(self, lane: Lane, n: int) -> dict[str, mx.array]:
         """The n-th token of each row."""
@@ -140,22 +158,30 @@ class Decoder:
         places = lane.steps.rows_to_keep([row in lane.alive for row in lane.rows])
         return places if len(places) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
 
-    def _collect(self, lane: Lane, texts: dict[int, list[int]], start: int, whole: Columns) -> None:
+    def _collect(
+        self, lane: Lane, texts: dict[int, list[int]], whole: Columns | Transcript, turns: Turns | None
+    ) -> None:
         """Store the lane's tokens since the last look and find the rows that go on."""
-        index = mx.array(lane.rows, mx.int32)
-        stop = start + len(lane.drawn)
+        start = lane.count - len(lane.drawn)
         stacked = {name: mx.stack([step[name] for step in lane.drawn], axis=1) for name in lane.drawn[0]}
         lane.drawn = []
-        for name, columns in stacked.items():
-            whole.drawn[name][index, start:stop] = columns
-        for row, tokens in zip(lane.rows, on_host(stacked["tokens"]), strict=True):
+        whole.store(lane, stacked, start)
+        ends = []
+        for place, (row, tokens) in enumerate(zip(lane.rows, on_host(stacked["tokens"]), strict=True)):
             if row not in lane.alive:
                 continue
             texts[row].extend(tokens)
-            end = self._end_of(texts[row], start)
+            room = None if turns is None else turns.room(row)
+            end = self._end_of(texts[row][:room], start)
             if end is not None:
                 lane.alive.remove(row)
-                whole.lengths[row], whole.finished[row] = end, True
+                whole.end(row, end, True)
+                ends.append((place, row, end))
+            elif room is not None and len(texts[row]) >= room:
+                lane.alive.remove(row)
+                whole.end(row, room, False)
+        if turns is not None and ends:
+            turns.ended(lane, ends)
 
     def _end_of(self, tokens: list[int], start: int) -> int | None:
         """Tokens to keep if the completion has ended at or after `start`, else None."""

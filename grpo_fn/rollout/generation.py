@@ -15,15 +15,18 @@ import mlx.nn as nn
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.extending_cache import extends_prefix
 from grpo_fn.policy.policy import Policy
 from grpo_fn.policy.prefix_cache import sharing_pays
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.extend import CopiedPromptRows, SharedPromptRows
 from grpo_fn.rollout.lanes import Lane, LaneSteps, can_split, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import prefill, prefill_once
 from grpo_fn.rollout.sampler import Sampler, draw_words, seen_tokens
+from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
 
 
@@ -41,8 +44,9 @@ def generate(
     first_prompt: int = 0,
     prompt_stride: int = 1,
     decoding: Decoding | None = None,
+    replies: Replies | None = None,
 ) -> Rollout:
-    """Sample G completions of each prompt.
+    """Sample G completions of each prompt, or conversations where there are `replies`.
 
     Args:
         policy: the model that samples.
@@ -50,7 +54,7 @@ def generate(
         prompts: token ids of each prompt, at least one token each.
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
         num_generations: G.
-        max_new_tokens: length limit of a completion, tokens.
+        max_new_tokens: length limit of a completion, tokens; with those that replies give.
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
         eos_ids: tokens that end a completion; it stays in the completion and counts.
         find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
@@ -58,10 +62,13 @@ def generate(
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
         prompt_stride: in steps of this: N where these are every N-th prompt, from the `first_prompt`-th on.
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
+        replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
+            n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
+            lane, and without a backend's compiled steps, which cannot be extended by several tokens.
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
-            is out of range, or `find_stop` gives more tokens than there are.
+            is out of range, `find_stop` gives more tokens than there are, or replies are not those asked for.
     """
     check_process()
     sampler, decoding = sampler or Sampler(), decoding or Decoding()
@@ -79,10 +86,16 @@ def generate(
             raise ValueError(f"{name} = {value}: wanted at least 1")
     wanted = decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
-    decoder = Decoder(sampler, frozenset(eos_ids), find_stop, max_new_tokens, decoding)
-    whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    lanes = decoding.lanes if can_split(policy) and share_prefix and len(prompts) * num_generations > 1 else 1
+    decoder = Decoder(sampler, frozenset(eos_ids), find_stop, decoding)
+    whole: Columns | Transcript
+    if replies is None:
+        whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
+    else:
+        whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
+    many = replies is None and can_split(policy) and share_prefix and len(prompts) * num_generations > 1
+    lanes = decoding.lanes if many else 1
     with policy.sampling(params, lanes=lanes > 1) as model:
+        share_prefix = share_prefix and (replies is None or extends_prefix(model))
         for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
@@ -91,9 +104,14 @@ def generate(
                 mx.array([row % num_generations for row in rows]),
             )
             these = [prompts[p] for p in part]
-            logits_pv, divided = _prefilled(
-                policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
-            )
+            extender = None
+            if replies is None:
+                logits_pv, divided = _prefilled(
+                    policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
+                )
+            else:
+                logits_pv, extender = _extendable(policy, model, these, rows, share_prefix)
+                divided = [(extender.first, list(range(len(rows))), lane_stream(0))]
             seen_pv = None
             if sampler.repetition_penalty != 1:
                 seen_pv = seen_tokens(these, logits_pv.shape[-1])
@@ -105,7 +123,21 @@ def generate(
                 # All at once on the device: a number that the host hands over at each step is waited for.
                 words_nbw = draw_words(keys_b2[mx.array(places)], 0, max_new_tokens)
                 begun.append(Lane(steps, logits_pv[index], words_nbw, mine, stream, seen_bv))
-            decoder.run(begun, whole)
+            turns = None
+            if replies is not None and extender is not None and isinstance(whole, Transcript):
+                turns = Turns(
+                    replies,
+                    extender,
+                    whole,
+                    prompts={row: prompts[row // num_generations] for row in rows},
+                    words_nbw=begun[0].words_nbw,
+                    limit=max_new_tokens,
+                    together=decoding.turns_together,
+                    vocabulary=policy.vocabulary,
+                    penalizes=sampler.repetition_penalty != 1,
+                    stream=lane_stream(0),
+                )
+            decoder.run(begun, whole, turns)
     rollout = whole.rollout(prompts, num_generations)
     return attrs.evolve(rollout, vocabulary=policy.vocabulary)
 
@@ -131,6 +163,23 @@ def _prefilled(
         return logits_pv, grid_lanes(policy, model, caches, lengths, num_generations, lanes, room=room)
     steps = shared_steps(policy, model, caches, lengths, num_generations, room=room)
     return logits_pv, [(steps, places, lane_stream(0))]
+
+
+def _extendable(
+    policy: Policy,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    share_prefix: bool,
+) -> tuple[mx.array, SharedPromptRows | CopiedPromptRows]:
+    """Logits [P,V] after the prompts, and what decodes their conversations."""
+    if share_prefix:
+        logits_pv, caches = prefill_once(policy, model, prompts)
+        return logits_pv, SharedPromptRows(policy, model, caches, list(map(len, prompts)), rows)
+    logits_pv, caches = prefill(model, prompts)
+    group = len(rows) // len(prompts)
+    cache_rows.keep_rows(caches, [place // group for place in range(len(rows))])
+    return logits_pv, CopiedPromptRows(policy, model, caches)
 
 
 def _parts(

@@ -34,9 +34,15 @@ class Lane:
     seen_bv: mx.array | None = None  # the tokens that each row has had, where repeating them is penalized
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last look
     alive: set[int] = attrs.field(init=False)  # of `rows`, those that have not ended
+    count: int = attrs.field(init=False, default=0)  # tokens drawn of each row
 
     def __attrs_post_init__(self) -> None:
         self.alive = set(self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no row may have another token."""
+        return self.count == self.words_nbw.shape[0]
 
     def keep_rows(self, places: list[int]) -> None:
         """Go on with the rows at these places alone."""

@@ -13,12 +13,19 @@ from grpo_fn.trees import arrays_of
 PREFILL_TOKENS = 2048  # prompt tokens a row and call: bounds the memory of a long prompt's forward
 
 
-def prefill(model: nn.Module, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, Caches]:
-    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there."""
+def prefill(
+    model: nn.Module, prompts: Sequence[Sequence[int]], caches: Caches | None = None
+) -> tuple[mx.array, Caches]:
+    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there.
+
+    `caches` are those that hold what comes before the prompts, ragged ones where these differ in length;
+    None: nothing does.
+    """
     lengths = [len(prompt) - 1 for prompt in prompts]  # the last token goes in by itself
     longest = max(lengths)
     ragged = min(lengths) < longest
-    caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
+    if caches is None:
+        caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
     if ragged and longest % PREFILL_TOKENS == 1:
         longest += 1  # a lone last column would pass for a decoding step
     body_pl = mx.array([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32)

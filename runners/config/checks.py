@@ -33,6 +33,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _roles(built, found)
     _sharding(built, found)
     _conditions(built, found)
+    _environment(built, found)
     return result
 
 
@@ -173,6 +174,14 @@ def _sharding(built: dict[str, Any], found: Settings) -> None:
             _problem(found, key, f"found {show(value)} with optim.shard = true, want {show(want)}")
     if loss.ref_sync_every and loss.ref_mixup < 1:
         _problem(found, "loss.ref_mixup", f"found {show(loss.ref_mixup)} with optim.shard = true, want 1.0")
+
+
+def _environment(built: dict[str, Any], found: Settings) -> None:
+    """Rewards may be left to the environment, where there is one."""
+    env, reward = built["env"], built["reward"]
+    if reward and not reward.functions and (env is None or not env.factory):
+        want = "at least one entry, or an env.factory whose class has get_reward"
+        _problem(found, "reward.functions", f"found [], want {want}")
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

@@ -35,6 +35,7 @@ class Config:
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
+    env: sections.EnvConfig = attrs.field(factory=sections.EnvConfig)
     eval: sections.EvalConfig = attrs.field(factory=sections.EvalConfig)
     checkpoint: sections.CheckpointConfig = attrs.field(factory=sections.CheckpointConfig)
     log: sections.LogConfig = attrs.field(factory=sections.LogConfig)
@@ -118,6 +119,7 @@ SECTIONS: dict[str, Any] = {
     "reward": sections.RewardConfig,
     "loss": sections.LossConfig,
     "optim": sections.OptimConfig,
+    "env": sections.EnvConfig,
     "eval": sections.EvalConfig,
     "checkpoint": sections.CheckpointConfig,
     "log": sections.LogConfig,

@@ -5,7 +5,7 @@ one either, and true is not a number.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
@@ -109,12 +109,9 @@ def each_text() -> Validator:
     return _rule(lambda values: all(value != "" for value in values), "a list of strings that are not empty")
 
 
-def not_empty() -> Validator:
-    """A list with something in it, nothing twice."""
-    return _rule(
-        lambda values: len(values) > 0 and len(set(values)) == len(values),
-        "a list with at least one entry and none twice",
-    )
+def each_once() -> Validator:
+    """A list with nothing twice."""
+    return _rule(lambda values: len(set(values)) == len(values), "a list with no entry twice")
 
 
 def each_share() -> Validator:
@@ -144,6 +141,8 @@ def wanted(kind: Any) -> str:
     arguments = get_args(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(arguments)
+    if get_origin(kind) is dict:
+        return "a table of strings, numbers, true or false"
     if get_origin(kind) is tuple:
         many = _WORDS[arguments[0]].split(" ", 1)[1] + "s"
         return f"a list of {many}" if arguments[-1] is ... else f"a list of {len(arguments)} {many}"
@@ -206,6 +205,15 @@ def _structure_tuple(value: object, kind: Any) -> tuple:
         raise Mismatch(value, wanted(kind)) from None
 
 
+def _structure_dict(value: object, kind: Any) -> dict[str, Any]:
+    plain = isinstance(value, Mapping) and all(
+        isinstance(x, bool | int | float | str) for x in value.values()
+    )
+    if not isinstance(value, Mapping) or not plain:
+        raise Mismatch(value, wanted(kind))
+    return {str(name): entry for name, entry in value.items()}
+
+
 def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=False)
     converter.register_structure_hook(bool, _structure_bool)
@@ -214,6 +222,7 @@ def _make_converter() -> cattrs.Converter:
     converter.register_structure_hook(str, _structure_str)
     converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _structure_str)
     converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _structure_tuple)
+    converter.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _structure_dict)
     return converter
 
 

@@ -18,9 +18,18 @@ REWARD_NAMES = (
     "soft_format_reward_func",
     "xmlcount_reward_func",
 )
-REWARD_ARGUMENTS = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+REWARD_ARGUMENTS = (
+    "completions",
+    "prompts",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)
 """The names that every reward may take besides the dataset's columns."""
 
+_NONE: dict[str, bool | int | float | str] = {}
 SYSTEM_PROMPT = """\
 Work the problem out first, then give the result. Use exactly this form:
 <reasoning>
@@ -46,6 +55,8 @@ ScheduleName = Literal["cosine", "linear", "constant"]
 OnBadRow = Literal["raise", "skip"]
 SharePrompts = Literal["auto", "always", "never"]
 OnError = Literal["skip", "raise"]
+OnToolError = Literal["observation", "no_reward"]
+Schedule = Literal["together", "arrival"]
 OnSaveError = Literal["continue", "stop"]
 TokenLog = Literal["none", "sampled", "moved"]
 
@@ -93,8 +104,12 @@ class DataConfig:
     eval_split: str = field(default="test", validator=rules.text())
     question: str = field(default="question", validator=rules.text())
     answer: str = field(default="answer", validator=rules.text())
+    prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
     system_prompt: str = SYSTEM_PROMPT
     nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(
+        default=_NONE
+    )  # such as enable_thinking
     max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
     max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
     on_bad_row: OnBadRow = "raise"
@@ -127,7 +142,7 @@ class RolloutConfig:
 class RewardConfig:
     """[reward]: the functions (a name, package.module:function or file.py:function) and their weights."""
 
-    functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.not_empty())
+    functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.each_once())
     weights: tuple[float, ...] = ()  # empty: 1.0 each
     aggregate: Aggregate = "sum_then_normalize"
     timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
@@ -254,6 +269,21 @@ class StopConfig:
     when: tuple[str, ...] = field(
         default=(), validator=rules.each_text()
     )  # runners.telemetry.run_watch.Condition
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class EnvConfig:
+    """[env]: what answers the model's turns; without factory and tools completions have one turn."""
+
+    factory: str = ""  # a class with reset(**row), or "calculator", nanochat's; empty: none
+    tools: tuple[str, ...] = field(default=(), validator=rules.each_text())  # plain functions
+    max_turns: int = field(default=8, validator=rules.at_least(1))  # of the model, a conversation
+    max_tool_calls: int = field(default=0, validator=rules.at_least(0))  # a conversation; 0: any number
+    max_observation_tokens: int = field(default=512, validator=rules.at_least(1))  # of one call's result
+    timeout: float = field(default=30.0, validator=rules.not_negative())  # seconds a turn's calls; 0: none
+    workers: int = field(default=32, validator=rules.at_least(1))  # threads that calls run in
+    on_error: OnToolError = "observation"  # of a call that fails
+    schedule: Schedule = "together"  # when turns go on; arrival: as soon as a reply is there
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

@@ -16,7 +16,12 @@ FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
 
 def resolve_function(
-    name: str, base_dirs: Iterable[str | Path] = (), *, key: str, takes: Sequence[str] | None = None
+    name: str,
+    base_dirs: Iterable[str | Path] = (),
+    *,
+    key: str,
+    takes: Sequence[str] | None = None,
+    classes: bool = False,
 ) -> Callable[..., Any]:
     """The function that a name means.
 
@@ -29,6 +34,7 @@ def resolve_function(
         base_dirs: the working directory and the config's folder, as a rule.
         key: what messages call it, such as "model.loader".
         takes: the names of the arguments that it will be called with, by position; None: not looked at.
+        classes: a class will do, which is called to make an instance.
 
     Raises UserError, in one line, for a missing file or module, a failing import, a missing function (with
     the nearest spelling), something that cannot be called, or cannot be called with such arguments.
@@ -43,7 +49,7 @@ def resolve_function(
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
-    if inspect.isclass(function):
+    if inspect.isclass(function) and not classes:
         raise UserError(f"{what}: {attribute} is a class; wanted a function or an instance to call")
     if not callable(function):
         raise UserError(f"{what}: {attribute} is {type(function).__name__}; wanted a function")

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from runners.config.sections import EMBEDDED, DataConfig
-from runners.data.prompts import Example, build_examples, columns_of, gold_answer, render, reward_columns
+from runners.data.prompts import (
+    Example,
+    build_examples,
+    columns_of,
+    gold_answer,
+    prompt_fault,
+    render,
+    reward_columns,
+)
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.transforms import Transform, custom_transform, transformed
 from runners.errors import UserError, did_you_mean, error_line, listed, show
@@ -181,7 +189,8 @@ def _usable(
 
 def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
     found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
-    for key, field in (("question", config.question), ("answer", config.answer)):
+    asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
+    for key, field in (asked, ("answer", config.answer)):
         if found and field not in found:
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}"
@@ -190,13 +199,16 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
 
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
-    question, answer = row.get(config.question), row.get(config.answer)
+    field = config.prompt or config.question
+    question, answer = row.get(field), row.get(config.answer)
     if question is None:
-        return f"no {config.question}"
-    if not isinstance(question, str):
-        return f"{config.question} is {type(question).__name__}; wanted text"
-    if not question.strip():
-        return f"{config.question} is blank"
+        return f"no {field}"
+    if config.prompt and (fault := prompt_fault(question)):
+        return f"{field} {fault}"
+    if not config.prompt and not isinstance(question, str):
+        return f"{field} is {type(question).__name__}; wanted text"
+    if isinstance(question, str) and not question.strip():
+        return f"{field} is blank"
     gold = gold_answer(answer)
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"

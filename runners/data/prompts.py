@@ -9,12 +9,14 @@ import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
 from runners.errors import UserError, error_line, show
-from runners.tokenization.chat_format import merge_system, plain_text
+from runners.tokenization.chat_format import described_tools, merge_system, plain_text
 from runners.tokenization.text import encode
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
 
+NO_KWARGS: Mapping[str, Any] = {}
 GOLD_MARK = "####"
+ROLES = ("system", "user", "assistant", "tool")
 _LONGEST_TOKEN = 256  # characters: of blanks, in the vocabularies that have such
 
 
@@ -30,7 +32,10 @@ class Example:
 
 
 def build_examples(
-    rows: Sequence[Mapping[str, Any]], config: DataConfig, tokenizer: Any
+    rows: Sequence[Mapping[str, Any]],
+    config: DataConfig,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Example], int]:
     """The examples of usable rows in their order, and how many are left out as over max_prompt_length tokens.
 
@@ -47,14 +52,18 @@ def build_examples(
         gold = gold_answer(row[config.answer])
         if gold is None:
             raise UserError(f"a row has no answer in {config.answer}: {show(row[config.answer])}")
-        system = (
-            ({"role": "system", "content": config.system_prompt},) if config.system_prompt.strip() else ()
-        )
-        messages = (*system, {"role": "user", "content": row[config.question]})
-        if len(row[config.question]) > _LONGEST_TOKEN * config.max_prompt_length:
+        messages = prompt_messages(row, config)
+        characters = sum(len(str(message.get("content") or "")) for message in messages[-1:])
+        if characters > _LONGEST_TOKEN * config.max_prompt_length:
             dropped += 1  # to count its tokens would take long
             continue
-        text, tokens = render(tokenizer, messages, config.nudge)
+        text, tokens = render(
+            tokenizer,
+            messages,
+            config.nudge,
+            tools=tools,
+            template_kwargs=config.chat_template_kwargs,
+        )
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
@@ -70,6 +79,41 @@ def build_examples(
             f"prompts has {min(lengths)} tokens"
         )
     return examples, dropped + len(lengths) - len(examples)
+
+
+def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:
+    """A row's prompt: its own messages where `data.prompt` names their column, else its question.
+
+    The system prompt stands in front of messages without one.
+    """
+    if config.prompt:
+        found = row[config.prompt]
+        messages = (
+            ({"role": "user", "content": found},) if isinstance(found, str) else tuple(map(dict, found))
+        )
+    else:
+        messages = ({"role": "user", "content": row[config.question]},)
+    if not config.system_prompt.strip() or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": config.system_prompt}, *messages)
+
+
+def prompt_fault(value: Any) -> str:
+    """What is wrong with a prompt that is a text or a list of messages; empty: nothing."""
+    if isinstance(value, str):
+        return "" if value.strip() else "is blank"
+    if not isinstance(value, list | tuple) or not value:
+        return f"is {type(value).__name__}; wanted a text or a list of messages"
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else message
+            return f"message {number} has the role {show(role)}; wanted one of {', '.join(ROLES)}"
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            return f"message {number} has {type(content).__name__} as its content; wanted text"
+    if value[-1]["role"] == "assistant":
+        return "ends with the assistant's turn, which is the model's to write"
+    return ""
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -106,8 +150,19 @@ def gold_answer(value: object) -> str | None:
     return str(value).rpartition(GOLD_MARK)[2].strip() or None
 
 
-def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tuple[str, tuple[int, ...]]:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    nudge: str = "",
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, ready for the assistant's turn and ended by the nudge, and its tokens.
+
+    `tools` are schemas, which the template gets as `tools`; a template that does not show them, and a
+    tokenizer without one, gets them as words in the system prompt. `template_kwargs` are further arguments of
+    the template, such as `enable_thinking`.
 
     With a chat template the text is the template's, and so are its special tokens. A template that refuses or
     drops the system role gets the system prompt at the head of the first user message instead. Without a
@@ -118,10 +173,12 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
     add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
     them, and as `runners.tokenization.text.encode` does.
     """
-    if not _has_template(tokenizer):
-        text = plain_text(messages) + nudge
+    if not has_template(tokenizer):
+        text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
         return text, _with_bos(tokenizer, text)
-    text = _apply_template(tokenizer, messages)
+    text = _conversation(tokenizer, messages, tools, template_kwargs)
+    if tools and not all(tool["function"]["name"] in text for tool in tools):
+        text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
@@ -134,7 +191,7 @@ def render(tokenizer: Any, messages: Sequence[Message], nudge: str = "") -> tupl
 def template_notices(tokenizer: Any) -> list[str]:
     """A line where a tokenizer has no chat template, as an instruction-tuned model's would have."""
     # nanochat's tokenizers render by a function, which without their marks for turns writes plain text too.
-    if _has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
+    if has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
         return []
     return [
         "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "
@@ -142,7 +199,7 @@ def template_notices(tokenizer: Any) -> list[str]:
     ]
 
 
-def _has_template(tokenizer: Any) -> bool:
+def has_template(tokenizer: Any) -> bool:
     # mlx-lm's wrapper also knows templates that are functions, and says so here only.
     wrapper_says = getattr(tokenizer, "has_chat_template", None)
     return (
@@ -150,9 +207,29 @@ def _has_template(tokenizer: Any) -> bool:
     )
 
 
-def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template; raises what that raises."""
+    options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
+    )
+
+
+def _conversation(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    template_kwargs: Mapping[str, Any],
+) -> str:
     def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
-        return tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
+        return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
 
     system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
     try:
@@ -166,6 +243,14 @@ def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
         return apply(merge_system(messages))
     except Exception as error:
         raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The messages with the tools described in the system message."""
+    told, rest = described_tools(tools), list(messages)
+    if rest and rest[0]["role"] == "system":
+        told = f"{rest.pop(0)['content']}\n\n{told}"
+    return [{"role": "system", "content": told}, *rest]
 
 
 def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -10,13 +10,14 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.rollout import FindStop
+from grpo_fn.rollout import FindStop, Replies
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
+from runners.environments.environments import Environments
 from runners.inference.generation import DEFAULT_ROWS
 from runners.machine.launch_modes import launch_keywords
-from runners.rewards.builtin import extract_answer, numbers_equal
+from runners.rewards.builtin import answer_text, extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
 
 _Item = TypeVar("_Item")
@@ -58,29 +59,46 @@ def evaluate(
     max_batch: int = 0,
     launch: str = "eval",
     progress: Callable[[int, int], None] | None = None,
+    environments: Environments | None = None,
 ) -> EvalResult:
     """Greedy completions of all examples, compared with the gold answers: numbers as numbers, else as texts.
 
-    `launch` is as in a config, once that is settled.
+    `launch` is as in a config, once that is settled. With `environments` each problem is a conversation, and
+    the model's last turn is compared.
     `progress(done, total)` is called after each batch of problems.
     """
     started = time.perf_counter()
     rows = max_batch or DEFAULT_ROWS
     texts: list[str] = []
     for start in range(0, len(examples), rows):
-        rollout = g.generate(
-            policy,
-            params,
-            [example.tokens for example in examples[start : start + rows]],
-            key=mx.random.key(0),  # greedy: never drawn from
-            num_generations=1,
-            max_new_tokens=max_new_tokens,
-            sampler=g.Sampler(temperature=0.0),
-            eos_ids=eos_ids,
-            find_stop=find_stop,
-            decoding=g.Decoding(**launch_keywords(launch)),
-        )
-        texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
+        part = examples[start : start + rows]
+
+        def sample(
+            prompts: Sequence[Sequence[int]],
+            num_generations: int = 1,
+            replies: Replies | None = None,
+            stops: frozenset[int] = frozenset(),
+        ) -> g.Rollout:
+            return g.generate(
+                policy,
+                params,
+                prompts,
+                key=mx.random.key(0),  # greedy: never drawn from
+                num_generations=num_generations,
+                max_new_tokens=max_new_tokens,
+                sampler=g.Sampler(temperature=0.0),
+                eos_ids=[*eos_ids, *stops],
+                find_stop=find_stop,
+                decoding=g.Decoding(**launch_keywords(launch)),
+                replies=replies,
+            )
+
+        if environments is None:
+            rollout = sample([example.tokens for example in part])
+            texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
+        else:
+            _, played = environments.play(part, 1, sample)
+            texts += [answer_text(messages) for messages in played.messages]
         if progress is not None:
             progress(len(texts), len(examples))
     right = tuple(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))

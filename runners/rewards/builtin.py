@@ -41,6 +41,12 @@ _NUMBER = re.compile(
 _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 
+def answer_text(completion: Sequence[dict[str, Any]]) -> str:
+    """The model's last words in a completion: of a conversation with tools, the last assistant's turn."""
+    said = [message for message in completion if message["role"] == "assistant"]
+    return (said[-1].get("content") or "") if said else ""
+
+
 def extract_answer(text: str) -> str | None:
     """What stands in the last complete ``<answer>…</answer>``, stripped; None where there is nothing.
 
@@ -163,7 +169,7 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
 
 
 def _texts(completions: Completions) -> list[str]:
-    return [completion[0]["content"] for completion in completions]
+    return [answer_text(completion) for completion in completions]
 
 
 def _is_shell(text: str) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import grpo_fn as g
 from runners.config.loading import Config
 from runners.data.prompts import Example
+from runners.rewards.played import Played
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +31,15 @@ class Experience:
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
     reward_names: tuple[str, ...]  # of the rows of values_kb
+    played: Played | None = None  # the conversations' messages and counts; None: completions of one turn
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
+
+    @property
+    def sampled_lengths(self) -> np.ndarray:
+        """Tokens of each completion that the model sampled."""
+        if self.played is None:
+            return np.array(self.rollout.lengths_b)
+        return np.array([len(tokens) for tokens in self.played.said])
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
@@ -49,6 +58,7 @@ def select_groups(part: Experience, groups: list[int]) -> Experience:
         advantages_pg=part.advantages_pg[mx.array(groups)],
         extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
         penalty_b=None if part.penalty_b is None else part.penalty_b[rows],
+        played=None if part.played is None else part.played.rows(rows),
     )
 
 
@@ -73,6 +83,9 @@ def join_experiences(parts: list[Experience]) -> Experience:
             name: [value for part in parts for value in part.logged.get(name, ())]
             for name in dict.fromkeys(name for part in parts for name in part.logged)
         },
+        played=None
+        if any(part.played is None for part in parts)
+        else Played.joined([part.played for part in parts if part.played is not None]),
         penalty_b=None
         if any(part.penalty_b is None for part in parts)
         else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),

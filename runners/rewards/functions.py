@@ -117,7 +117,7 @@ def _check_signature(name: str, attribute: str, function: Callable[..., Any]) ->
         parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
         for parameter in parameters
     )
-    if positional or not (any_name or "completions" in by_name):
+    if positional or not (any_name or {"completions", "environments"} & {*by_name}):
         raise UserError(
             f"reward {show(name)}: the signature is {attribute}{signature}; arguments are passed by name, so "
             f"wanted {attribute}(completions, ...)"

@@ -15,7 +15,7 @@ from typing import Any
 
 from runners.errors import UserError
 from runners.machine import install_hints
-from runners.rewards.builtin import extract_answer
+from runners.rewards.builtin import answer_text, extract_answer
 from runners.rewards.calls import is_async
 
 Rewards = list[float | None]
@@ -49,7 +49,7 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
         if not gold:
             found.append(None)
             continue
-        text = completion[0]["content"]
+        text = answer_text(completion)
         tagged = extract_answer(text)
         given = parse(text, parsing_timeout=None) if tagged is None else _expression(parse, tagged)
         found.append(float(bool(given) and verify(gold, given, timeout_seconds=None)))
@@ -71,7 +71,7 @@ def regex_reward(
     test = compiled.fullmatch if whole else compiled.search
 
     def reward(completions: Sequence[Any], **_: Any) -> Rewards:
-        return [value * (test(completion[0]["content"]) is not None) for completion in completions]
+        return [value * (test(answer_text(completion)) is not None) for completion in completions]
 
     return reward
 

@@ -69,13 +69,18 @@ class Scorer:
         columns: Mapping[str, Sequence[Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState = NO_RUN,
+        *,
+        conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        environments: Sequence[Any] | None = None,
     ) -> Scores:
         """Call every reward on B completions.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
         reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and whichever
         of `prompts`, `completion_ids`, the columns, `trainer_state`, `log_extra` and `log_metric` it takes;
-        each call gets lists of its own. Async rewards are awaited together, the others run one after another.
+        each call gets lists of its own. Where there are `conversations`, each one's messages are its
+        completion; `environments` are passed on as they are. Async rewards are awaited together, the others
+        run one after another.
 
         Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
         reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
@@ -90,11 +95,14 @@ class Scorer:
             if len(entries) != len(texts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(texts)} completions")
         check_columns(self.rewards, columns)
+        if environments is not None:
+            given["environments"] = environments
+        completions = _wrap(texts) if conversations is None else conversations
 
         log = RewardLog(len(texts))
         same = {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         calls = [
-            _Called(reward, _arguments(reward, texts, given) | reward.pick(same), len(texts))
+            _Called(reward, _arguments(reward, completions, given) | reward.pick(same), len(texts))
             for reward in self.rewards
         ]
         outcomes = self._call_all(calls)
@@ -163,7 +171,7 @@ class _Called:
     size: int  # completions
 
     @property
-    def completions(self) -> list[list[dict[str, str]]]:
+    def completions(self) -> list[list[dict[str, Any]]]:
         return self.arguments.get("completions", [])
 
     def read(self, result: Any) -> tuple[list[float], list[str], int]:
@@ -190,13 +198,15 @@ class _Called:
         return numbers_b, lines, sum(map(len, faults.values()))
 
 
-def _arguments(reward: Reward, texts: Sequence[str], given: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _arguments(
+    reward: Reward, completions: Sequence[Any], given: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
     """What a reward takes of the completions and the columns, as lists of its own."""
-    picked = reward.pick({"completions": _wrap(texts), **given})
-    return {name: _copied(list(entries)) if name in given else entries for name, entries in picked.items()}
+    picked = reward.pick({"completions": completions, **given})
+    return {name: _copied(list(entries)) for name, entries in picked.items()}
 
 
-def _wrap(texts: Sequence[str]) -> list[list[dict[str, str]]]:
+def _wrap(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
@@ -240,7 +250,7 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
     return number, ""
 
 
-def _culprit(error: BaseException, completions: list[list[dict[str, str]]]) -> int | None:
+def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
     """The completion that a reward had in hand when it failed; None where that cannot be told.
 
     Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
@@ -250,7 +260,7 @@ def _culprit(error: BaseException, completions: list[list[dict[str, str]]]) -> i
         return 0
     owners: dict[int, set[int]] = {}
     for index, completion in enumerate(completions):
-        for part in (completion, completion[0], completion[0]["content"]):
+        for part in (completion, *completion, *(message.get("content") for message in completion)):
             owners.setdefault(id(part), set()).add(index)
     frames = []
     step = error.__traceback__

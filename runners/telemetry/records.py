@@ -79,7 +79,8 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
-    lengths = np.array(experience.rollout.lengths_b).tolist()
+    lengths = experience.sampled_lengths.tolist()
+    played = experience.played
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: float(np.mean(values)) for name, values in experience.logged.items()}
@@ -101,6 +102,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             "finished": finished[row],
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
+            **({"messages": list(played.messages[row])} if played else {}),
         }
 
 

@@ -27,6 +27,7 @@ class Tally:
     resampled: int
     logged: dict[str, list[float]]  # metrics that rewards logged
     seconds: dict[str, float]
+    counts: dict[str, np.ndarray] = attrs.field(factory=dict)  # of conversations: see `rewards.played`
 
     @classmethod
     def of(cls, experience: Experience) -> Tally:
@@ -34,12 +35,13 @@ class Tally:
         return cls(
             rewards_pg=experience.rewards_pg,
             values_kb=experience.values_kb,
-            lengths_b=np.array(experience.rollout.lengths_b),
+            lengths_b=experience.sampled_lengths,
             finished_b=np.array(experience.rollout.finished_b),
             sampled_tokens=experience.sampled_tokens,
             resampled=experience.resampled,
             logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
             seconds=dict(experience.seconds),
+            counts={} if experience.played is None else dict(experience.played.counts),
         )
 
 
@@ -81,6 +83,8 @@ def rollout_metrics(
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - finished.mean()),
     }
+    if all(tally.counts for tally in tallies):
+        metrics |= _turn_metrics(tallies)
     resampled = sum(tally.resampled for tally in tallies)
     if resampled:
         metrics["dynamic_sampling/resampled_groups"] = float(resampled)
@@ -88,6 +92,21 @@ def rollout_metrics(
         drawn = sum(tally.sampled_tokens for tally in tallies)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
     return metrics
+
+
+def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
+    """Turns and tool calls of an update's conversations; the frequencies are TRL's."""
+    names = tallies[0].counts
+    counts = {name: np.concatenate([tally.counts[name] for tally in tallies]) for name in names}
+    calls = int(counts["calls"].sum())
+    return {
+        "tools/call_frequency": float(counts["calls"].mean()),
+        "tools/failure_frequency": float(counts["failures"].sum()) / calls if calls else 0.0,
+        "tools/timeouts": float(counts["timeouts"].sum()),
+        "tools/cut_observations": float(counts["cut"].sum()),
+        "turns/mean": float(counts["turns"].mean()),
+        "turns/max": float(counts["turns"].max()),
+    }
 
 
 def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float]:

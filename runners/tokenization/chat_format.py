@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,3 +97,10 @@ def merge_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     if not rest or rest[0]["role"] != "user":
         raise ValueError("no user message follows the system message")
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def described_tools(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """What a model is told of tools where its chat template knows none, and how it calls one."""
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
+    return "\n".join(["You can call these tools:", *lines, f"To call one, write {form} and end your turn."])

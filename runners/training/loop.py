@@ -280,6 +280,7 @@ class Loop:
             find_stop=self.run.find_stop,
             max_batch=config.rollout.max_batch,
             launch=config.rollout.launch,
+            environments=self.run.environments,
         )
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}

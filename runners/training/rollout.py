@@ -23,12 +23,14 @@ from runners.rewards.experience import (
     select_groups,
     varied_groups,
 )
+from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import Part, meet_for_rollout
 
 Generate = Callable[..., g.Rollout]  # parameters, examples, key; number of the first one, and their stride
+Play = Callable[[Tree, Sequence[Example], mx.array], tuple[g.Rollout, Played]]
 
 
 @attrs.frozen(eq=False)
@@ -40,6 +42,7 @@ class Collector:
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
     ranks: Ranks = attrs.field(factory=Ranks)
+    play: Play | None = None  # in place of `generate` where there are environments
 
     def collect(
         self,
@@ -117,7 +120,11 @@ class Collector:
     ) -> Part:
         """One round of these examples; `numbers`: the first one's and their stride, where not 0 and 1."""
         started = time.perf_counter()
-        rollout = self.generate(params, examples, key, *numbers)
+        played = None
+        if self.play is None:
+            rollout = self.generate(params, examples, key, *numbers)
+        else:
+            rollout, played = self.play(params, examples, key)
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations
@@ -129,7 +136,11 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
+            conversations=None if played is None else played.messages,
+            environments=None if played is None else played.environments,
         )
+        if played is not None:
+            scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         rewards_pg = self._combined(scores.values_kb, penalty_b, rollout)
         experience = Experience(
@@ -139,14 +150,15 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, completions)),
+            sampled_tokens=sum(map(len, completions if played is None else played.said)),
             resampled=0,
-            problems=tuple(scores.problems),
+            problems=(*(played.problems if played else ()), *scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
             reward_names=tuple(reward.name for reward in self.scorer.rewards),
             penalty_b=None if penalty_b is None else np.array(penalty_b),
+            played=played,
         )
         return experience, scores.failed
 

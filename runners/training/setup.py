@@ -12,13 +12,15 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_token_ids
-from grpo_fn.rollout import FindStop
+from grpo_fn.rollout import FindStop, Replies
 from grpo_fn.trees import Tree
 from runners.config.conditions import Condition
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import PromptStream, RunLength
+from runners.environments.environments import Environments, build_environments
+from runners.environments.tools import check_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.machine.gpu_programs import compile_ahead
@@ -31,6 +33,7 @@ from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.rewards.functions import Reward, check_columns, resolve_rewards
+from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
@@ -70,6 +73,7 @@ class Run:
     on_gpu: bool
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
+    environments: Environments | None  # what answers the model's turns
     trial: Trial | None  # what rollout.quantization = "auto" measured
     ranks: Ranks  # those that share the run
 
@@ -92,7 +96,9 @@ def build_run(
     """
     ranks = ranks or Ranks()
     spec = config.loss_spec()
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    functions = config.reward.functions
+    rewards = resolve_rewards(functions, config.reward.weights, config.folders) if functions else ()
+    check_names(config.env, config.folders)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
@@ -102,11 +108,19 @@ def build_run(
         loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
         say("compiling GPU programs")
         uncompiled = programs.wait()
-    data = _examples(config, rows, loaded)
+    decoder = TextDecoder(loaded.tokenizer)
+    environments = build_environments(
+        config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders
+    )
+    if environments is not None and not ranks.alone:
+        raise UserError(
+            f"{config.where('env')}: environments play on one rank; start grpo-run without mlx.launch"
+        )
+    rewards = _all_rewards(rewards, environments)
+    data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
     config = resolve_micro_batch(config, sizes, platform, longest)
     expected = memory_outlook(config, platform, sizes, longest, ranks.count)
-    decoder = TextDecoder(loaded.tokenizer)
     find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
     stream, trial = PromptStream(data.train, config.run.seed), None
@@ -140,7 +154,8 @@ def build_run(
         length=length,
         stream=stream,
         learner=learner,
-        collector=_collector(config, learner, rewards, decoder, find_stop, loaded, ranks),
+        collector=_collector(config, learner, rewards, decoder, find_stop, loaded, ranks, environments),
+        environments=environments,
         decoder=decoder,
         find_stop=find_stop,
         on_gpu=platform.backend != "cpu",
@@ -165,12 +180,28 @@ def _of_one_rank(config: Config, ranks: Ranks) -> Config:
     return attrs.evolve(config, optim=attrs.evolve(config.optim, batch_size=prompts))
 
 
-def _examples(config: Config, rows: tuple, loaded: LoadedModel) -> Data:
+def _all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
+    """The config's and the environment's own. UserError where there is none, or one lacks what it takes."""
+    for reward in rewards:
+        if environments is None and "environments" in reward.needs:
+            raise UserError(
+                f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
+            )
+    own = () if environments is None or environments.reward is None else (environments.reward,)
+    if not rewards and not own:
+        raise UserError(
+            "reward.functions is empty, and the environment has no get_reward; wanted one reward at least"
+        )
+    return (*rewards, *own)
+
+
+def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: Environments | None) -> Data:
     notices = []
     built = []
     vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
     for name, part in zip(("train", "eval"), rows, strict=True):
-        examples, too_long = build_examples(part, config.data, loaded.tokenizer)
+        schemas = environments.schemas if environments else ()
+        examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas)
         try:
             check_token_ids([example.tokens for example in examples], vocabulary)
         except ValueError as error:
@@ -189,10 +220,14 @@ def _collector(
     find_stop: FindStop | None,
     loaded: LoadedModel,
     ranks: Ranks,
+    environments: Environments | None,
 ) -> Collector:
     rollout, sampler = config.rollout, sampler_of(config)
     decoding = g.Decoding(
-        max_batch=rollout.max_batch, check_every=rollout.check_every, **launch_keywords(rollout.launch)
+        max_batch=rollout.max_batch,
+        check_every=rollout.check_every,
+        turns_together=config.env.schedule == "together",
+        **launch_keywords(rollout.launch),
     )
 
     role = learner.role  # the learner itself would keep its first state alive
@@ -220,8 +255,33 @@ def _collector(
 
         return role.draw(sample, params)
 
+    def play(params: Tree, examples: Sequence[Example], key: mx.array) -> tuple[g.Rollout, Played]:
+        assert environments is not None
+
+        def converse(
+            prompts: Sequence[Sequence[int]], num_generations: int, replies: Replies, stops: frozenset[int]
+        ) -> g.Rollout:
+            def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+                return g.generate(
+                    policy,
+                    params,
+                    prompts,
+                    key=key,
+                    num_generations=num_generations,
+                    max_new_tokens=rollout.max_new_tokens,
+                    sampler=sampler,
+                    eos_ids=[*loaded.eos_ids, *stops],
+                    find_stop=find_stop,
+                    decoding=decoding,
+                    replies=replies,
+                )
+
+            return role.draw(sample, params)
+
+        return environments.play(examples, rollout.num_generations, converse)
+
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
-    return Collector(generate, scorer, decoder, config, ranks)
+    return Collector(generate, scorer, decoder, config, ranks, play if environments else None)
 
 
 def _warnings(config: Config, learner: Learner) -> list[str]:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_origin
 
 import attrs
 import pytest
@@ -35,8 +35,10 @@ def test_defaults_are_the_documented_ones(load):
             "eval_split": "test",
             "question": "question",
             "answer": "answer",
+            "prompt": "",
             "system_prompt": "...",
             "nudge": "<reasoning>",
+            "chat_template_kwargs": {},
             "max_samples": 0,
             "max_prompt_length": 512,
             "on_bad_row": "raise",
@@ -102,6 +104,17 @@ def test_defaults_are_the_documented_ones(load):
             "minibatches": 1,
             "max_bad_updates": 10,
         },
+        "env": {
+            "factory": "",
+            "tools": [],
+            "max_turns": 8,
+            "max_tool_calls": 0,
+            "max_observation_tokens": 512,
+            "timeout": 30.0,
+            "workers": 32,
+            "on_error": "observation",
+            "schedule": "together",
+        },
         "eval": {"every": 0, "samples": 200, "max_new_tokens": 0, "at_start": True},
         "checkpoint": {"every": 100, "keep_last": 3, "keep_best": 1, "on_error": "continue"},
         "log": {
@@ -158,6 +171,8 @@ def taken(kind):
     """The TOML types that a key of this type takes."""
     if type(None) in get_args(kind):
         return taken(get_args(kind)[0])
+    if get_origin(kind) is dict:
+        return {dict}
     return {int: {int}, float: {int, float}, bool: {bool}}.get(kind, {str} if is_text(kind) else set())
 
 

@@ -363,3 +363,73 @@ def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
     assert "interrupted" in output
     assert list((tmp_path / "small").glob("checkpoint-*/trainer_state.json"))
     assert all(json.loads(line) for line in log.read_text().splitlines())
+
+
+TALKS = '''"""An environment that greets each row, and a reward of its own."""
+
+
+class Talks:
+    """Asks once more."""
+
+    def reset(self, answer, **row):
+        """Begin."""
+        self.answer = answer
+        return " Say it twice."
+
+    def check(self, text: str) -> str:
+        """
+        Look at a text.
+
+        Args:
+            text: The text.
+        """
+        return text
+
+    def get_reward(self):
+        """By the answer's length."""
+        return float(len(self.answer))
+
+
+def by_length(completions, environments, **_):
+    return [float(len(c[-1]["content"])) + e.get_reward() for c, e in zip(completions, environments)]
+'''
+
+
+def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have what reset says, the log its metrics, and a resumed run has the same weights.
+
+    Turns end at every eighth token or so, and each is answered by tokens: conversations of several turns.
+    """
+    from runners.environments import episodes
+
+    def hear(self: Any, episode: Any, tokens: Any) -> tuple:
+        episode.messages.append({"role": "assistant", "content": self._chat.text(tokens)})
+        episode.counts["turns"] += 1
+        return (episodes.ToolCall("check", {"text": "again"}),)
+
+    monkeypatch.setattr(episodes.Session, "_hear", hear)
+    (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
+    text = small(
+        rollout={"max_new_tokens": 64, "stop": ["1", "2", "e", "="]},
+        optim={"learning_rate": 1e-3, "batch_size": 2, "max_steps": 2},
+        reward={"functions": ["talks.py:by_length"]},
+        env={"factory": "talks.py:Talks", "max_turns": 3},
+        checkpoint={"every": 1},
+        eval={"samples": 2, "at_start": False},
+    )
+    whole, log = run(tmp_path, text=text)
+    (update, _) = updates_of(log)
+    assert update["turns/max"] > 1 and update["tools/call_frequency"] > 0
+    assert {"rewards/by_length/mean", "rewards/Talks/mean", "tools/failure_frequency"} <= set(update)
+    lines = (whole.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert any(message["role"] == "tool" for line in lines for message in json.loads(line)["messages"])
+
+    folder = tmp_path / "again"
+    folder.mkdir()
+    (folder / "talks.py").write_text(TALKS, encoding="utf-8")
+    config = load_config(str(tmp_path / "train.toml"), [f"run.output_dir={folder}"])
+    again = run_training(config, report=Quiet(), resume=whole.folder / "checkpoint-1")
+    for (name, one), (_, other) in zip(
+        named_leaves(whole.state.params).items(), named_leaves(again.state.params).items(), strict=True
+    ):
+        assert mx.array_equal(one, other).item(), name

@@ -1,0 +1,206 @@
+"""Conversations: what it costs to extend rows by given tokens, a second turn, and environments that sleep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+import grpo_fn as g
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.measure import interleaved
+from benchmarks.harness.record import Figure, ratio_figure
+from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
+from benchmarks.rollout import rate_figure
+from grpo_fn.policy import plain_caches
+from grpo_fn.rollout import Respond
+from grpo_fn.rollout.extend import SharedPromptRows
+from grpo_fn.rollout.prefill import prefill_once
+from runners.environments.call_pool import CallPool
+
+SLEEP = 0.1  # seconds of a call
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """Sizes."""
+
+    model: str
+    prompt: int = 128
+    turn: int = 64  # tokens sampled a turn
+    given: int = 20
+    rows: int = 32
+    repeats: int = 7
+
+
+CPU_CASE = Case(model="qwen2-6x256")
+GPU_CASE = Case(model="nanochat-d20", rows=32)
+QUICK_CASE = Case(model="tiny", prompt=16, turn=8, given=4, rows=4, repeats=1)
+
+
+def extension(case: Case, policy: g.Policy) -> list[Figure]:
+    """Extending all rows in their second turn, against a forward of the same tokens by themselves.
+
+    Targets: at most 1.3 × that of the tokens alone. For comparison also a forward that attends to as much.
+    """
+    vocabulary = vocabulary_of(policy.module)
+    (prompt,) = make_prompts(1, case.prompt, vocabulary)
+    rows = list(range(case.rows))
+    given = make_prompts(case.rows, case.given, vocabulary)
+    tokens_be = mx.array(given, mx.int32)
+
+    with policy.sampling(policy.params) as model:
+        _, prompt_caches = prefill_once(policy, model, [prompt])
+        extender = SharedPromptRows(policy, model, prompt_caches, [case.prompt], rows)
+        for n in range(case.turn):
+            mx.eval(extender.first(tokens_be[:, n % case.given]))
+        full = plain_caches(model)
+        mx.eval(model(mx.array([prompt] * case.rows, mx.int32), cache=full))
+        mx.eval(model(mx.array(make_prompts(case.rows, case.turn, vocabulary), mx.int32), cache=full))
+
+        def parked() -> None:
+            extender._own_tokens = dict.fromkeys(rows, 0)
+            extender.park(extender.first, rows, rows, [case.turn] * case.rows, case.turn)
+
+        def extended() -> Any:
+            parked()
+            return extender.resume(dict(zip(rows, given, strict=True)))[0][2]
+
+        def alone() -> Any:
+            return policy.split.backbone(model)(tokens_be, cache=plain_caches(model))
+
+        def attending() -> Any:
+            hidden = policy.split.backbone(model)(tokens_be, cache=full)
+            mx.eval(hidden)
+            for cache in full:
+                cache.trim(case.given)
+            return hidden
+
+        calls = {"extend": extended, "alone": alone, "attending": attending}
+        times = interleaved(calls, repeats=case.repeats * 3)
+    bound = 1.3
+    return [
+        *(
+            Figure(name=f"extend: {name}", value=1e3 * times[key].median, unit="ms")
+            for key, name in (
+                ("extend", "park, extend, logits"),
+                ("alone", "a forward of the tokens alone"),
+                ("attending", "a forward over the same context"),
+            )
+        ),
+        ratio_figure("extend: over the tokens alone", times["extend"] / times["alone"], at_most=bound),
+        ratio_figure("extend: over a forward with context", times["extend"] / times["attending"]),
+    ]
+
+
+def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
+    """Tokens sampled per second: two turns with given tokens between, against one of the same length.
+
+    Target: at least 0.8 × that of one turn.
+    """
+    prompts = make_prompts(1, case.prompt, vocabulary_of(policy.module))
+    given = make_prompts(case.rows, case.given, vocabulary_of(policy.module))
+    sampled = 2 * case.turn
+
+    def find_stop(tokens: Sequence[int], start: int) -> int | None:
+        return case.turn if len(tokens) >= case.turn else None
+
+    def call(new: int, **options: Any) -> Callable[[], Any]:
+        return lambda: g.generate(
+            policy,
+            policy.params,
+            prompts,
+            key=mx.random.key(0),
+            num_generations=case.rows,
+            max_new_tokens=new,
+            **options,
+        )
+
+    def conversation() -> Any:
+        asked: set[int] = set()
+
+        def respond(row: int, tokens: Sequence[int]) -> Sequence[int] | None:
+            if row in asked:
+                return None
+            asked.add(row)
+            return given[row]
+
+        return call(sampled + case.given + 1, find_stop=find_stop, replies=Respond(respond))()
+
+    calls = {"one": call(sampled), "two": conversation}
+    drawn = sum(map(sum, conversation().sampled()))
+    if drawn != sampled * case.rows:
+        raise RuntimeError(f"two turns drew {drawn} tokens, wanted {sampled * case.rows}")
+    times = interleaved(calls, repeats=case.repeats)
+    return [
+        rate_figure("turns: one turn", drawn, times["one"]),
+        rate_figure("turns: two turns", drawn, times["two"]),
+        ratio_figure("turns: two over one", times["one"] / times["two"], at_least=0.8),
+    ]
+
+
+class _Sleeping:
+    """Replies that take their time, each in the pool."""
+
+    def __init__(self, rows: int) -> None:
+        self._pool, self.waited = CallPool(rows, 0), 0.0
+
+    def begin(self, row: int, tokens: Sequence[int]) -> bool:
+        """A call that sleeps."""
+        self._pool.submit(row, lambda: time.sleep(SLEEP))
+        return True
+
+    def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
+        """The end of each conversation."""
+        started = time.perf_counter()
+        found = self._pool.collect(least)
+        self.waited += time.perf_counter() - started
+        return dict.fromkeys(found)
+
+
+def sleeping(case: Case, policy: g.Policy) -> list[Figure]:
+    """How long a rollout waits for environments that sleep 100 ms a row. Target: at most twice that."""
+    waits = []
+    for _ in range(max(case.repeats // 2, 1)):
+        replies = _Sleeping(case.rows)
+        g.generate(
+            policy,
+            policy.params,
+            make_prompts(1, case.prompt, vocabulary_of(policy.module)),
+            key=mx.random.key(0),
+            num_generations=case.rows,
+            max_new_tokens=case.turn,
+            find_stop=lambda tokens, start: 4 if len(tokens) >= 4 else None,
+            replies=replies,
+        )
+        waits.append(replies.waited)
+    return [
+        Figure(
+            name=f"wait: {case.rows} rows of {1e3 * SLEEP:.0f} ms each",
+            value=1e3 * sorted(waits)[len(waits) // 2],
+            unit="ms",
+            at_most=2e3 * SLEEP,
+        )
+    ]
+
+
+@benchmark("turns")
+def main(quick: bool) -> Sequence[Figure]:
+    """Extending rows by given tokens, a second turn, and environments that sleep."""
+    case = QUICK_CASE if quick else CPU_CASE if backend() == "cpu" else GPU_CASE
+    module: nn.Module = make_module(case.model)
+    policy = g.Policy.from_module(module)
+    figures: list[Figure] = []
+    for part in (extension, two_turns, sleeping):
+        say(f"turns: {part.__name__} ({case.model})")
+        figures += part(case, policy)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

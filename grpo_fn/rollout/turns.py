@@ -1,0 +1,246 @@
+"""Conversations in the decoding loop: who waits for a reply, who goes on with which tokens, what was said.
+
+    sample a turn ─its end→ park the row ─reply→ extend it by the given tokens ─→ sample the next turn
+
+Replies come from outside, through `Replies`. What a row becomes depends on its key, its prompt and its
+replies alone, to the rounding of batched products.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.checks import check_token_ids
+from grpo_fn.completions import Rollout
+from grpo_fn.rollout.extend import Extender
+from grpo_fn.rollout.lanes import Lane, Stream
+from grpo_fn.rollout.sampler import seen_tokens
+from grpo_fn.trees import on_host
+
+
+class Replies(Protocol):
+    """What answers a model's turns, seen from the decoding loop. Rows are those of the `Rollout`."""
+
+    def begin(self, row: int, tokens: Sequence[int]) -> bool:
+        """A turn has ended, by an end token or a stop; `tokens` are the turn's, its end included.
+
+        Returns whether there may be a reply: False ends the conversation. It should not wait for anything.
+        """
+        ...
+
+    def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
+        """The replies that have come since the last call, of `least` rows at least: it waits for these.
+
+        A reply is the token ids to go on after, exactly as they follow the turn's last token; None ends the
+        conversation.
+        """
+        ...
+
+
+class Respond:
+    """`Replies` of a plain function, called where its reply is collected, row by row."""
+
+    def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
+        """`function(row, tokens)` gives the tokens to go on after, or None at the conversation's end."""
+        self._function = function
+        self._begun: dict[int, Sequence[int]] = {}
+
+    def begin(self, row: int, tokens: Sequence[int]) -> bool:
+        """As `Replies`."""
+        self._begun[row] = tokens
+        return True
+
+    def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
+        """As `Replies`."""
+        begun, self._begun = self._begun, {}
+        return {row: self._function(row, tokens) for row, tokens in begun.items()}
+
+
+@attrs.define(eq=False)
+class _Said:
+    """One conversation so far, without its prompt."""
+
+    tokens: list[int] = attrs.field(factory=list)
+    sampled: list[bool] = attrs.field(factory=list)
+    drawn: dict[str, list[float]] = attrs.field(factory=dict)  # "logp" and, where asked for, "entropy"
+    turn: int = 0  # where its last turn begins
+    finished: bool = False
+
+    def cut(self, length: int) -> None:
+        """Forget what comes after so many tokens of the last turn."""
+        end = self.turn + length
+        del self.tokens[end:], self.sampled[end:]
+        for values in self.drawn.values():
+            del values[end:]
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Append tokens that were not sampled; the next turn begins behind them."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        for values in self.drawn.values():
+            values += [0.0] * len(tokens)
+        self.turn = len(self.tokens)
+
+
+class Transcript:
+    """All rows' conversations; stands in the loop where `Columns` do for completions of one turn."""
+
+    def __init__(self, rows: int, with_entropy: bool) -> None:
+        """Nothing said."""
+        names = ("logp", "entropy") if with_entropy else ("logp",)
+        self.rows = [_Said(drawn={name: [] for name in names}) for _ in range(rows)]
+
+    def store(self, lane: Lane, stacked: dict[str, mx.array], start: int) -> None:
+        """The lane's tokens since the last look, of rows that have not ended."""
+        columns = {name: on_host(array) for name, array in stacked.items()}
+        for place, row in enumerate(lane.rows):
+            if row in lane.alive:
+                said = self.rows[row]
+                said.tokens += columns["tokens"][place]
+                said.sampled += [True] * len(columns["tokens"][place])
+                for name, values in said.drawn.items():
+                    values += columns[name][place]
+
+    def end(self, row: int, length: int, finished: bool) -> None:
+        """The row's turn has ended after so many tokens."""
+        self.rows[row].cut(length)
+        self.rows[row].finished = finished
+
+    def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
+        """The rollout, as wide as its longest conversation, at least 1; zeros after the end of each."""
+        lengths = [len(said.tokens) for said in self.rows]
+        width = max(1, *lengths)
+
+        def array(columns: Sequence[Sequence[float]], dtype: mx.Dtype) -> mx.array:
+            return mx.array([[*row, *[0] * (width - len(row))] for row in columns], dtype)
+
+        drawn = {
+            name: array([said.drawn[name] for said in self.rows], mx.float32) for name in self.rows[0].drawn
+        }
+        return Rollout(
+            prompts=tuple(tuple(prompt) for prompt in prompts),
+            num_generations=num_generations,
+            tokens_bt=array([said.tokens for said in self.rows], mx.int32),
+            lengths_b=mx.array(lengths, mx.int32),
+            logp_bt=drawn["logp"],
+            finished_b=mx.array([said.finished for said in self.rows]),
+            entropy_bt=drawn.get("entropy"),
+            sampled_bt=array([said.sampled for said in self.rows], mx.bool_),
+        )
+
+
+class Turns:
+    """The turns of one part of the rows, for the decoding loop."""
+
+    def __init__(
+        self,
+        replies: Replies,
+        extender: Extender,
+        transcript: Transcript,
+        *,
+        prompts: Mapping[int, Sequence[int]],
+        words_nbw: mx.array,
+        limit: int,
+        together: bool,
+        vocabulary: int | None,
+        penalizes: bool,
+        stream: Stream,
+    ) -> None:
+        """Before the first turn.
+
+        Args:
+            prompts: of each row of the part, by its number, in the order of `words_nbw`.
+            words_nbw: random bits of all draws.
+            limit: tokens of a conversation at most, given ones included.
+            together: turns begin together, when no row decodes any more; else as soon as replies are there.
+            vocabulary: given token ids are below it; None: any.
+            penalizes: whether the sampler wants to know the tokens that a row has had.
+        """
+        self._replies, self._extender, self._transcript = replies, extender, transcript
+        self._prompts, self._words_nbw, self._limit = prompts, words_nbw, limit
+        self._place = {row: place for place, row in enumerate(prompts)}
+        self._together, self._vocabulary, self._penalizes = together, vocabulary, penalizes
+        self._stream = stream
+        self._waiting: set[int] = set()
+        self.sees_each_step = extender.sees_each_step
+
+    @property
+    def waits(self) -> bool:
+        """Whether a reply is still to come."""
+        return bool(self._waiting)
+
+    def room(self, row: int) -> int:
+        """Tokens that the row's present turn may have."""
+        return self._limit - self._transcript.rows[row].turn
+
+    def ended(self, lane: Lane, ends: Sequence[tuple[int, int, int]]) -> None:
+        """Turns of a lane have ended: (place, row, tokens of the turn) each. Those that go on are parked."""
+        going = []
+        for place, row, length in ends:
+            said = self._transcript.rows[row]
+            if (
+                length
+                and len(said.tokens) < self._limit
+                and self._replies.begin(row, said.tokens[said.turn :])
+            ):
+                going.append((place, row, length))
+        if going:
+            places, rows, lengths = (list(column) for column in zip(*going, strict=True))
+            # A turn's last token was drawn, but not fed.
+            fed = [length - 1 for length in lengths]
+            self._extender.park(lane.steps, places, rows, fed, lane.count - 1)
+            self._waiting.update(rows)
+
+    def joining(self, decoding: bool) -> list[Lane]:
+        """Rows that go on with their replies, ready to be drawn from.
+
+        Raises ValueError where replies are of other rows than asked for, or token ids are out of range.
+        """
+        if not self._waiting or (self._together and decoding):
+            return []
+        least = len(self._waiting) if self._together else 0 if decoding else 1
+        found = self._replies.collect(least)
+        if not found.keys() <= self._waiting or len(found) < least:
+            raise ValueError(
+                f"replies came of rows {sorted(found)}: wanted at least {least} of the rows "
+                f"{sorted(self._waiting)}"
+            )
+        self._waiting -= found.keys()
+        given: dict[int, list[int]] = {}
+        for row in sorted(found):
+            tokens = found[row]
+            said = self._transcript.rows[row]
+            if tokens is None:
+                self._extender.drop(row)
+            elif len(said.tokens) + len(tokens) >= self._limit:
+                said.finished = False  # no room for an answer to it
+                self._extender.drop(row)
+            else:
+                check_token_ids([tokens], self._vocabulary)
+                given[row] = [said.tokens[-1], *tokens]
+                said.give(tokens)
+                said.finished = False
+        if not given:
+            return []
+        lanes = []
+        for steps, rows, logits_bv in self._extender.resume(given):
+            lanes.append(
+                Lane(steps, logits_bv, self._words(rows), rows, self._stream, self._seen(rows, logits_bv))
+            )
+        return lanes
+
+    def _words(self, rows: Sequence[int]) -> mx.array:
+        """The random bits [N,B,W] of draws to come: a row's n-th sampled token takes the n-th ones."""
+        used = [sum(self._transcript.rows[row].sampled) for row in rows]
+        most = max(map(self.room, rows))
+        number_nb = mx.arange(most)[:, None] + mx.array(used, mx.int32)
+        place_b = mx.array([self._place[row] for row in rows], mx.int32)
+        return self._words_nbw[mx.minimum(number_nb, self._limit - 1), place_b]
+
+    def _seen(self, rows: Sequence[int], logits_bv: mx.array) -> mx.array | None:
+        if not self._penalizes:
+            return None
+        texts = [[*self._prompts[row], *self._transcript.rows[row].tokens] for row in rows]
+        return seen_tokens(texts, logits_bv.shape[-1])

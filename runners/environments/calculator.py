@@ -1,0 +1,160 @@
+"""nanochat's calculator: a protocol of special tokens, without messages.
+
+    … <|python_start|> 12*(3+4) <|python_end|>  →  <|output_start|> 84 <|output_end|> …
+
+A turn ends at <|python_end|>. What comes back is forced into the text, and the model goes on. Where the
+expression has no value nothing is forced, as in nanochat.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import grpo_fn as g
+from runners.environments.episodes import Episode
+from runners.environments.tools import CALCULATOR
+from runners.errors import UserError
+from runners.rewards.played import COUNTS, Played
+from runners.tokenization.text import encode
+
+MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+LONGEST = 200  # characters of an expression
+_DIGITS = 60  # of an integer on the way
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def calculate(expression: str) -> str | None:
+    """The value of an expression as Python writes it; None where it has none.
+
+    Numbers (commas between digits are left out), + - * / and brackets, and 'text'.count('part'), as in
+    nanochat. Nothing is executed: the expression is read as a tree, and only these nodes are evaluated.
+    """
+    if len(expression) > LONGEST:
+        return None
+    try:
+        body = ast.parse(expression.strip(), mode="eval").body
+        if isinstance(body, ast.Call):
+            return str(_counted(body))
+        return str(_value(ast.parse(expression.replace(",", "").strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+            raise ValueError("not a number")
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _bounded(_OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError("not arithmetic")
+
+
+def _bounded(value: int | float) -> int | float:
+    if isinstance(value, int) and abs(value) >= 10**_DIGITS:
+        raise ValueError("too large")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("not finite")
+    return value
+
+
+def _counted(node: ast.Call) -> int:
+    """'text'.count('part')."""
+    function, arguments = node.func, node.args
+    if (
+        isinstance(function, ast.Attribute)
+        and function.attr == "count"
+        and isinstance(function.value, ast.Constant)
+        and isinstance(function.value.value, str)
+        and len(arguments) == 1
+        and not node.keywords
+        and isinstance(arguments[0], ast.Constant)
+        and isinstance(arguments[0].value, str)
+    ):
+        return function.value.value.count(arguments[0].value)
+    raise ValueError("not a count")
+
+
+class CalculatorSession:
+    """`grpo_fn.rollout.Replies` of the calculator."""
+
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        tokenizer: Any,
+        text: Callable[[Sequence[int]], str],
+        max_turns: int,
+        max_calls: int,
+        nudge: str = "",
+    ) -> None:
+        """`text` is what rewards read of tokens."""
+        self.episodes, self._tokenizer, self._text, self._nudge = list(episodes), tokenizer, text, nudge
+        self._start, self._end, self._output, self._output_end = mark_ids(tokenizer)
+        self._max_turns, self._max_calls = max_turns, max_calls
+        self._replies: dict[int, list[int]] = {}
+
+    def begin(self, row: int, tokens: Sequence[int]) -> bool:
+        """As `Replies`: any other end than <|python_end|> ends the completion."""
+        counts = self.episodes[row].counts
+        counts["turns"] += 1
+        spent = counts["turns"] >= self._max_turns or 0 < self._max_calls <= counts["calls"]
+        if tokens[-1] != self._end or spent:
+            return False
+        counts["calls"] += 1
+        places = [n for n, token in enumerate(tokens[:-1]) if token == self._start]
+        inside = tokens[places[-1] + 1 : -1] if places else ()
+        found = calculate(self._tokenizer.decode(list(inside))) if inside else None
+        counts["failures"] += found is None
+        given: list[int] = []
+        if found is not None:
+            digits = encode(self._tokenizer, found, add_special_tokens=False)
+            given = [self._output, *digits, self._output_end]
+        self._replies[row] = given
+        return True
+
+    def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
+        """As `Replies`: all are there at once."""
+        found, self._replies = self._replies, {}
+        return found
+
+    def finish(self, rollout: g.Rollout) -> Played:
+        """A completion is one assistant's message, as nanochat's rewards see it."""
+        said = []
+        for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
+            said.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
+            content = self._nudge + self._text(tokens)
+            self.episodes[row].messages.append({"role": "assistant", "content": content})
+        return Played(
+            tuple(tuple(episode.messages) for episode in self.episodes),
+            (None,) * len(self.episodes),
+            {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
+            ("",) * len(self.episodes),
+            tuple(said),
+        )
+
+
+def mark_ids(tokenizer: Any) -> tuple[int, int, int, int]:
+    """Ids of the four marks. UserError where the vocabulary lacks one."""
+    known = tokenizer.get_vocab()
+    missing = [mark for mark in MARKS if mark not in known]
+    if missing:
+        raise UserError(
+            f'env.factory = "{CALCULATOR}" needs the special tokens {", ".join(MARKS)}; the tokenizer lacks '
+            f"{', '.join(missing)}"
+        )
+    start, end, output, output_end = (int(known[mark]) for mark in MARKS)
+    return start, end, output, output_end

@@ -1,0 +1,119 @@
+"""What follows a model's turn in its chat: observations as tokens, and the head of the next turn.
+
+Nothing that was said is tokenised again. The template renders a small conversation with the observations;
+what stands behind its last assistant turn follows the tokens that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from runners.data.prompts import apply_template, has_template
+from runners.errors import UserError, error_line
+from runners.tokenization.text import encode
+
+_ASKED = {"role": "user", "content": "a question"}
+_PROBE = "observed"  # some templates leave out what they do not know
+
+
+@attrs.frozen(eq=False)
+class ChatTurns:
+    """Observations as tokens, for one tokenizer and its tools."""
+
+    tokenizer: Any
+    schemas: Sequence[dict[str, Any]]
+    template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    end_ids: frozenset[int] = frozenset()  # tokens that end a turn
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """A turn as it was written, special tokens among it, without the token that ended it."""
+        kept = tokens[:-1] if tokens and tokens[-1] in self.end_ids else tokens
+        if not kept:
+            return ""
+        return self.tokenizer.decode(
+            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def cut(self, content: str, most: int) -> tuple[str, bool]:
+        """An observation of at most so many tokens, and whether something was cut off."""
+        head = content[: most * 32]  # hardly a token is longer on average; to encode 10 MB would take long
+        tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
+        if len(tokens) <= most and len(head) == len(content):
+            return content, False
+        return self.tokenizer.decode(list(tokens[:most]), skip_special_tokens=False) + " [cut]", True
+
+    def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        """The tokens that follow a turn with these tokens: its close, the observations, the next head."""
+        if not has_template(self.tokenizer):
+            told = "".join(f"\n\nTool: {each['content']}" for each in observations)
+            return encode(self.tokenizer, f"{told}\n\nAssistant: ", add_special_tokens=False)
+        before, after = self._rendered(observations)
+        ended = self._text_of(tokens[-1]) if tokens and tokens[-1] in self.end_ids else None
+        close = self._close(before)
+        if ended is not None:  # the end is there, whichever of the model's it is
+            close = close[len(self._end_in(close)) :]
+        return encode(self.tokenizer, close + after, add_special_tokens=False)
+
+    def _rendered(self, observations: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        """A conversation up to its assistant's turn, and the rest of it."""
+        calls = [
+            {
+                "id": f"call{number:05d}",
+                "type": "function",
+                "function": {"name": each.get("name") or "tool", "arguments": {}},
+            }
+            for number, each in enumerate(observations)
+        ]
+        asking = {"role": "assistant", "content": "", "tool_calls": calls}
+        tools = [{**each, "tool_call_id": call["id"]} for each, call in zip(observations, calls, strict=True)]
+        as_user = [{"role": "user", "content": each["content"]} for each in observations]
+        forms = (
+            (asking, tools),
+            ({"role": "assistant", "content": "ok"}, tools),
+            ({"role": "assistant", "content": "ok"}, _merged(as_user)),  # a template without tools
+        )
+        fault = ""
+        for assistant, told in forms:
+            try:
+                before = self._apply([_ASKED, assistant], head=False)
+                whole = self._apply([_ASKED, assistant, *told], head=True)
+                probed = [{**each, "content": _PROBE} for each in told]
+                shows = _PROBE in self._apply([_ASKED, assistant, *probed], head=True)
+            except Exception as error:  # a template raises what it likes
+                fault = f": {error_line(error)}"
+                continue
+            if shows and whole.startswith(before):
+                return before, whole[len(before) :]
+        raise UserError(
+            "the tokenizer's chat template cannot put a tool's answer behind an assistant's turn" + fault
+        )
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:
+        return apply_template(
+            self.tokenizer,
+            messages,
+            tools=self.schemas,
+            template_kwargs=self.template_kwargs,
+            add_generation_prompt=head,
+        )
+
+    def _close(self, before: str) -> str:
+        """How a rendered assistant's turn ends: from its last end token on."""
+        places = [before.rfind(text) for text in map(self._text_of, self.end_ids) if text]
+        place = max(places, default=-1)
+        return before[place:] if place >= 0 else ""
+
+    def _end_in(self, close: str) -> str:
+        found = [text for text in map(self._text_of, self.end_ids) if text and close.startswith(text)]
+        return max(found, key=len, default="")
+
+    def _text_of(self, token: int) -> str:
+        text = self.tokenizer.convert_ids_to_tokens(int(token))
+        return text if isinstance(text, str) else ""
+
+
+def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "\n\n".join(each["content"] for each in messages)}]

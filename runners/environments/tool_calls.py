@@ -1,0 +1,116 @@
+"""Reading the tool calls that a model has written: by mlx-lm's parser of the tokenizer, or as plain JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from runners.errors import error_line
+
+START, END = "<tool_call>", "</tool_call>"  # of the plain form
+MAX_CALLS = 64  # of one turn: what a policy writes has no other bound
+
+
+@attrs.frozen(eq=False)
+class ToolCall:
+    """One call, or what is wrong with it."""
+
+    name: str
+    arguments: dict[str, Any]
+    fault: str = ""
+
+
+@attrs.frozen(eq=False)
+class Written:
+    """A turn's text in parts."""
+
+    content: str  # what stands before and between the calls, stripped
+    calls: tuple[ToolCall, ...]
+
+    def message(self) -> dict[str, Any]:
+        """As a message; with `tool_calls` where there are some, as TRL shows them to rewards."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            found["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return found
+
+
+@attrs.frozen(eq=False)
+class CallReader:
+    """Finds tool calls in a turn's text."""
+
+    schemas: Sequence[dict[str, Any]]
+    parser: Callable[..., Any] | None = None  # of mlx-lm; None: the plain form
+    start: str = START
+    end: str = END  # empty: a call goes to the end of the text
+
+    @classmethod
+    def of(cls, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> CallReader:
+        """The reader for a tokenizer: mlx-lm's parser where it names one."""
+        parser = getattr(tokenizer, "tool_parser", None)
+        start = getattr(tokenizer, "tool_call_start", None)
+        if parser is None or not start:
+            return cls(schemas)
+        return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
+
+    def read(self, text: str) -> Written:
+        """The calls of a turn, in order. A call that cannot be read is one with a fault."""
+        if self.parser is None and self.start not in text:
+            whole = _whole_json(text)
+            if whole is not None:
+                return Written("", (whole,))
+        around, calls, place = [], [], 0
+        while len(calls) < MAX_CALLS and (start := text.find(self.start, place)) >= 0:
+            around.append(text[place:start])
+            body = start + len(self.start)
+            end = text.find(self.end, body) if self.end else len(text)
+            closed = end >= 0
+            end = end if closed else len(text)
+            calls += self._parsed(text[body:end])
+            place = end + len(self.end) if closed else end
+        around.append(text[place:])
+        return Written("".join(around).strip(), tuple(calls[:MAX_CALLS]))
+
+    def _parsed(self, body: str) -> list[ToolCall]:
+        try:
+            found = json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
+        except Exception as error:  # a parser raises what it likes on what a policy writes
+            return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
+        return [_call(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def _call(found: Any) -> ToolCall:
+    """A parser's result, checked."""
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    name = found.get("name") if isinstance(found, dict) else None
+    if not isinstance(name, str) or not name:
+        return ToolCall("", {}, "the tool call has no name")
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return ToolCall(name, {}, "the arguments are no JSON object")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, "the arguments are no JSON object")
+    return ToolCall(name, arguments)
+
+
+def _whole_json(text: str) -> ToolCall | None:
+    """A call where the whole text is one JSON object with a name, as Llama 3's templates ask for."""
+    text = text.strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(found, dict) and ("arguments" in found or "parameters" in found)
+    return _call(found) if known and isinstance(found.get("name"), str) else None

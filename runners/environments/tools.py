@@ -1,0 +1,89 @@
+"""Tools: functions and methods that a model may call, with the schemas that it is told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.config.sections import EnvConfig
+from runners.config.user_functions import resolve_function
+from runners.errors import UserError, error_line, show
+
+CALCULATOR = "calculator"  # nanochat's, as env.factory
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+@attrs.frozen(eq=False)
+class Tool:
+    """One tool: its name, what a chat template is told of it, and whether it is a coroutine function."""
+
+    name: str
+    schema: dict[str, Any]
+    is_async: bool
+
+
+def tool_of(function: Callable[..., Any], name: str, key: str) -> Tool:
+    """The tool that a function or bound method is.
+
+    Raises UserError where its type hints or docstring do not say what each argument is.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:
+        raise UserError(
+            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; wanted type hints "
+            "for all arguments and a docstring with an Args section"
+        ) from error
+    return Tool(name, schema, inspect.iscoroutinefunction(function))
+
+
+def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[str, Callable[..., Any]]:
+    """The plain functions of env.tools, by their own names.
+
+    Raises UserError as `resolve_function` does, and for two of one name.
+    """
+    dirs = tuple(folders)
+    found: dict[str, Callable[..., Any]] = {}
+    for text in names:
+        function = resolve_function(text, dirs, key="env.tools")
+        name = getattr(function, "__name__", text.rpartition(":")[2])
+        if name in found:
+            raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
+        found[name] = function
+    return found
+
+
+def check_names(env: EnvConfig, folders: Iterable[Path] = ()) -> None:
+    """Raise UserError where a factory or tool of [env] cannot be found; nothing is made or called."""
+    dirs = tuple(folders)
+    resolve_tools(env.tools, dirs)
+    if env.factory and env.factory != CALCULATOR:
+        resolve_function(env.factory, dirs, key="env.factory", takes=(), classes=True)
+
+
+def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of an environment that are tools, bound, by name.
+
+    They are looked up in the class: properties of the instance are not evaluated.
+    """
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return {
+        name: getattr(environment, name)
+        for name, _ in members
+        if not name.startswith("_") and name not in _NOT_TOOLS
+    }
+
+
+def check_environment(environment: Any, key: str) -> None:
+    """Raise UserError unless an instance is an environment: it has a `reset` method."""
+    if not callable(getattr(type(environment), "reset", None)):
+        raise UserError(
+            f"{key}: {type(environment).__name__} has no method reset(self, **row); wanted a class with one, "
+            "and with public methods as its tools"
+        )

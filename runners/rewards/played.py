@@ -1,0 +1,54 @@
+"""What is left of a rollout's conversations when they are over: for rewards, the log and the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+COUNTS = ("turns", "calls", "failures", "timeouts", "cut")  # of a conversation; the last: results cut short
+
+Message = dict[str, Any]
+
+
+@attrs.frozen(eq=False)
+class Played:
+    """What is left of a rollout's episodes, row by row."""
+
+    messages: tuple[tuple[Message, ...], ...]  # after the prompt, as TRL shows completions to rewards
+    environments: tuple[Any, ...]
+    counts: Mapping[str, np.ndarray]  # int64 [B], by the names of `COUNTS`
+    faults: tuple[str, ...]  # why a row has no reward; empty: it has one
+    said: tuple[tuple[int, ...], ...]  # tokens of each row that the model sampled
+
+    def rows(self, index: Sequence[int]) -> Played:
+        """Of these rows alone."""
+        return Played(
+            tuple(self.messages[i] for i in index),
+            tuple(self.environments[i] for i in index),
+            {name: values[list(index)] for name, values in self.counts.items()},
+            tuple(self.faults[i] for i in index),
+            tuple(self.said[i] for i in index),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Played]) -> Played:
+        """One after another."""
+        return cls(
+            tuple(each for part in parts for each in part.messages),
+            tuple(each for part in parts for each in part.environments),
+            {name: np.concatenate([part.counts[name] for part in parts]) for name in COUNTS},
+            tuple(each for part in parts for each in part.faults),
+            tuple(each for part in parts for each in part.said),
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """A line for each kind of fault."""
+        found = [fault for fault in self.faults if fault]
+        return [
+            f"environment: {fault}" + (f" ({found.count(fault)} times)" if found.count(fault) > 1 else "")
+            for fault in dict.fromkeys(found)
+        ]

@@ -1,0 +1,200 @@
+"""Conversations: turns that are sampled, and tokens between them that are given."""
+
+from itertools import pairwise
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.prng import completion_keys
+from grpo_fn.rollout import Respond, draw_words
+from grpo_fn.trees import arrays_of
+from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll, teacher_forced
+from tests.support.tiny_policies import VOCAB, tiny_policy
+
+ENDS = tuple(range(0, VOCAB, 5))  # turns of a few tokens
+
+
+def answers(turns=3, length=4):
+    """Replies to each row's first turns, of different lengths and contents; then the conversation ends."""
+    told: dict[int, int] = {}
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def respond(row, tokens):
+        seen.append((row, tuple(tokens)))
+        told[row] = told.get(row, 0) + 1
+        if told[row] > turns:
+            return None
+        return [(7 * row + 3 * told[row] + i) % VOCAB for i in range((row + told[row]) % (length + 1))]
+
+    replies = Respond(respond)
+    replies.seen = seen
+    return replies
+
+
+def alone(policy, prompt, key, row, group, *, limit, ends, turns):
+    """One conversation by whole forwards, nothing cached: its tokens and which of them were sampled."""
+    replies = answers(turns)
+    tokens, sampled, turn, drawn = [], [], 0, 0
+    keys = draw_words(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
+    while len(tokens) < limit:
+        logits = policy.logits(policy.params, mx.array([[*prompt, *tokens]]))[:, -1]
+        token = g.Sampler().at(logits, keys[drawn])["tokens"].item()
+        drawn += 1
+        tokens.append(token)
+        sampled.append(True)
+        if token in ends and len(tokens) < limit:
+            replies.begin(row, tokens[turn:])
+            given = replies.collect(1)[row]
+            if given is None or len(tokens) + len(given) >= limit:
+                break
+            tokens += given
+            sampled += [False] * len(given)
+            turn = len(tokens)
+        elif token in ends:
+            break
+    return tokens, sampled
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mamba", "nanochat"])
+@pytest.mark.parametrize("share", [None, False])
+def test_a_conversation_is_that_of_whole_forwards(name, share):
+    """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
+    policy, group = tiny_policy(name), 2
+    rollout = roll(
+        policy,
+        generations=group,
+        limit=24,
+        eos_ids=ENDS,
+        replies=answers(),
+        share_prefix=share,
+        check_every=3,
+    )
+    rows = list(zip(rollout.completions(), rollout.sampled(), strict=True))
+    for row, (tokens, sampled) in enumerate(rows):
+        want = alone(policy, RAGGED[row // group], mx.random.key(0), row, group, limit=24, ends=ENDS, turns=3)
+        assert (tokens, sampled) == want, f"row {row}"
+        logp, _ = teacher_forced(policy, RAGGED[row // group], tokens)
+        got = np.array(rollout.logp_bt[row])[: len(tokens)]
+        assert np.abs(np.where(sampled, got - logp, 0)).max() < 1e-4
+        assert not got[~np.array(sampled)].any()
+    assert sum(sampled.count(False) for _, sampled in rows) > 8, "tokens were given"
+    assert len({sum(a and not b for a, b in pairwise(sampled)) for _, sampled in rows}) > 1, "turns differ"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"check_every": 1},
+        {"check_every": 7},
+        {"max_batch": 3},
+        {"turns_together": False},
+        {"turns_together": False, "share_prefix": False, "check_every": 2},
+        {"compact": False},
+        {"pipelined": True},
+        {"lanes": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
+    """Nor on when replies are taken."""
+    policy = tiny_policy(name)
+    want = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers())
+    got = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers(), **options)
+    assert_same(got, want)
+    assert got.sampled() == want.sampled()
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("share", [None, False])
+def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts, share):
+    """With replies that end each conversation at once, every number is that of `generate` without them."""
+    policy = tiny_policy()
+    options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": share, "check_every": 4}
+    plain = roll(policy, prompts, sampler=g.Sampler(with_entropy=True), **options)
+    turns = roll(
+        policy, prompts, sampler=g.Sampler(with_entropy=True), replies=Respond(lambda row, t: None), **options
+    )
+    for name in ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt"):
+        assert mx.array_equal(getattr(plain, name), getattr(turns, name)).item(), name
+    assert turns.sampled() == [[True] * n for n in plain.lengths_b.tolist()]
+
+
+def test_each_turn_is_asked_about_once_and_ends_with_its_end():
+    """The environment sees the turn's own tokens, the end token among them."""
+    replies = answers()
+    rollout = roll(tiny_policy(), generations=4, limit=30, eos_ids=ENDS, replies=replies)
+    per_row: dict[int, list[int]] = {}
+    for row, tokens in replies.seen:
+        assert tokens[-1] in ENDS and not set(tokens[:-1]) & set(ENDS)
+        per_row.setdefault(row, []).extend(tokens)
+    for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
+        said = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
+        asked = per_row.get(row, [])
+        assert said[: len(asked)] == asked
+
+
+def test_the_limit_counts_given_tokens_and_leaves_room_for_an_answer():
+    """A reply that would fill the rest is left out, and the conversation counts as cut off."""
+    rollout = roll(
+        tiny_policy(), generations=4, limit=12, eos_ids=ENDS, replies=Respond(lambda row, t: [1] * 5)
+    )
+    assert rollout.tokens_bt.shape[1] <= 12
+    for tokens, sampled, finished in zip(
+        rollout.completions(), rollout.sampled(), rollout.finished_b.tolist(), strict=True
+    ):
+        assert sampled[-1] and len(tokens) > 12 - 6
+        assert finished == (len(tokens) == 12 and tokens[-1] in ENDS), "an end at the very limit is one"
+
+
+def test_an_empty_reply_goes_on_after_the_end_token():
+    """No token is given: the next turn follows the last one's end."""
+    policy = tiny_policy()
+    replies = Respond(lambda row, tokens: [])
+    with_ends = roll(policy, generations=4, limit=12, eos_ids=ENDS, replies=replies)
+    free = roll(policy, generations=4, limit=12)
+    for got, want in zip(with_ends.completions(), free.completions(), strict=True):
+        assert got == want[: len(got)]
+        assert len(got) == 12 or len(got) == 11
+
+
+def test_bad_replies_are_refused():
+    """Token ids that the model has no row for, and rows that were not asked about."""
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match=f"token id {VOCAB}"):
+        roll(policy, eos_ids=ENDS, limit=30, replies=Respond(lambda row, t: [VOCAB]))
+
+    class Silent(Respond):
+        def collect(self, least):
+            return {}
+
+    with pytest.raises(ValueError, match="replies came of rows"):
+        roll(policy, eos_ids=ENDS, limit=30, replies=Silent(lambda row, t: None))
+
+
+def test_given_tokens_have_no_gradient_but_through_attention():
+    """The loss's gradient is that of the same batch with the given tokens' targets taken out of the mask."""
+    policy = tiny_policy()
+    rollout = roll(policy, generations=4, limit=30, eos_ids=ENDS, replies=answers())
+    adv_pg = mx.array(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
+    batch = g.make_batch(rollout, adv_pg)
+    assert batch.num_tokens.item() == sum(sum(sampled) for sampled in rollout.sampled())
+    spec = g.preset("grpo")
+
+    def stepped(batch, **options):
+        state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+        step = g.make_grad_step(policy, spec, compile=False)
+        state, stats = step(state, g.split_batch(batch, **options))
+        return state, stats
+
+    junk = mx.where(batch.mask_bt, batch.rollout_logp_bt, 1e4)
+    state, stats = stepped(batch, max_tokens=4096)
+    other, other_stats = stepped(attrs.evolve(batch, rollout_logp_bt=junk), max_tokens=4096)
+    shared, _ = stepped(batch, max_tokens=200, share_prompts=True)
+    assert stats.loss.item() == other_stats.loss.item()
+    for one, two, three in zip(*(arrays_of(s.accum_grads) for s in (state, other, shared)), strict=True):
+        assert mx.array_equal(one, two).item()
+        assert mx.allclose(one, three, atol=1e-5).item()

@@ -1,0 +1,527 @@
+"""Episodes: calls that a model writes, what they return as tokens, and what rewards get of them."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import grpo_fn as g
+from runners.config.sections import DataConfig, EnvConfig
+from runners.data.prompts import Example, render
+from runners.environments.chat_turns import ChatTurns
+from runners.environments.environments import build_environments, own_reward
+from runners.errors import UserError
+from runners.rewards.scoring import Scorer
+from runners.tokenization.text import TextDecoder
+
+# Templates by the formats that Qwen 2.5 and Llama 3 document, and one that knows neither system nor tools.
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.tool_calls %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {}}'
+    "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(template):
+    """A tokenizer of bytes with two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    found.chat_template = template
+    return Wrapped(found)
+
+
+class Wrapped:
+    """What mlx-lm's wrapper adds."""
+
+    def __init__(self, tokenizer):
+        """Around a tokenizer of transformers."""
+        self._inner, self.eos_token_ids = tokenizer, {tokenizer.eos_token_id}
+        self.has_chat_template = tokenizer.chat_template is not None
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def call(name, **arguments):
+    """A tool call as text."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Scripted:
+    """In place of a model: row i's n-th turn is `script(i)[n]`, ended by the end token."""
+
+    def __init__(self, tokenizer, script, limit=100_000):
+        """`limit`: tokens of a conversation."""
+        self.tokenizer, self.script, self.limit = tokenizer, script, limit
+
+    def __call__(self, prompts, num_generations, replies, stops):
+        """As `Environments.play` wants it."""
+        self.prompts = prompts
+        rows = len(prompts) * num_generations
+        tokens, sampled, waiting = [[] for _ in range(rows)], [[] for _ in range(rows)], list(range(rows))
+        number = [0] * rows
+        while waiting:
+            begun = []
+            for row in waiting:
+                turn = [*self.tokenizer.encode(self.script(row)[number[row]], add_special_tokens=False), 1]
+                number[row] += 1
+                tokens[row] += turn
+                sampled[row] += [True] * len(turn)
+                if replies.begin(row, turn):
+                    begun.append(row)
+            found = {}
+            while len(found) < len(begun):
+                found |= replies.collect(1)
+            waiting = [row for row, given in found.items() if given is not None]
+            for row in waiting:
+                tokens[row] += found[row]
+                sampled[row] += [False] * len(found[row])
+        width = max(map(len, tokens))
+        padded = lambda rows, kind: mx.array([[*r, *[0] * (width - len(r))] for r in rows], kind)  # noqa: E731
+        return g.Rollout(
+            prompts=tuple(map(tuple, prompts)),
+            num_generations=num_generations,
+            tokens_bt=padded(tokens, mx.int32),
+            lengths_b=mx.array(list(map(len, tokens)), mx.int32),
+            logp_bt=mx.zeros((rows, width)),
+            finished_b=mx.ones((rows,), mx.bool_),
+            sampled_bt=padded(sampled, mx.bool_),
+        )
+
+
+SOURCE = '''
+import asyncio, time
+
+
+class Shop:
+    """Sells."""
+
+    made = []
+
+    def __init__(self):
+        self.made.append(self)
+
+    def reset(self, answer, **row):
+        """Begin."""
+        self.log, self.answer = [], answer
+        return row.get("greeting")
+
+    def price(self, item: str, count: int = 1) -> float:
+        """
+        Look up a price.
+
+        Args:
+            item: What.
+            count: How many.
+        """
+        self.log.append(item)
+        return {"apple": 3, "pear": 4}[item] * count
+
+    async def later(self, item: str) -> str:
+        """
+        Look it up later.
+
+        Args:
+            item: What.
+        """
+        await asyncio.sleep(0.05)
+        return item + "!"
+
+    def odd(self, kind: str) -> str:
+        """
+        Do something odd.
+
+        Args:
+            kind: What.
+        """
+        if kind == "hang":
+            time.sleep(5)
+        if kind == "exit":
+            raise SystemExit(1)
+        if kind == "long":
+            return "x" * 10_000_000
+        if kind == "bytes":
+            return b"\\xff"
+        if kind == "surrogate":
+            return "\\ud800"
+        if kind == "none":
+            return None
+        if kind == "print":
+            print("from a tool")
+            return "printed"
+        class Bad:
+            def __str__(self):
+                raise RuntimeError("no text")
+        return Bad()
+
+    def _hidden(self):
+        """No tool."""
+
+    def get_reward(self):
+        """How often it was asked."""
+        if self.answer == "fails":
+            raise ValueError("no reward")
+        return float(len(self.log))
+
+
+class NoReset:
+    """Lacks it."""
+
+
+class Untyped:
+    """A method without hints."""
+
+    def reset(self, **row):
+        """Begin."""
+
+    def tool(self, a):
+        """Undescribed."""
+
+
+class Needs:
+    """Cannot be made."""
+
+    def __init__(self):
+        raise RuntimeError("no server at localhost:1")
+
+    def reset(self, **row):
+        """Begin."""
+
+
+def double(a: int) -> int:
+    """
+    Twice a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+'''
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A function that builds environments of [env], with a template."""
+    (tmp_path / "shop.py").write_text(SOURCE)
+
+    def build(template=QWEN, **env):
+        tokenizer = make_tokenizer(template)
+        keys = {"factory": "shop.py:Shop", "timeout": 5.0, **env}
+        return build_environments(
+            EnvConfig(**keys), DataConfig(nudge=""), tokenizer, TextDecoder(tokenizer), [1], [tmp_path]
+        )
+
+    return build
+
+
+def examples(environments, count=1, **columns):
+    """Problems with columns."""
+    messages = ({"role": "user", "content": "What do 2 apples cost?"},)
+    tokens = render(environments.tokenizer, messages, tools=environments.schemas)[1]
+    return [Example(messages, "", tokens, "6", {"answer": "6", **columns}) for _ in range(count)]
+
+
+def play(environments, *turns, rows=1, **columns):
+    """One conversation a row with these turns of the model."""
+    script = Scripted(environments.tokenizer, lambda row: turns)
+    rollout, played = environments.play(examples(environments, rows, **columns), 1, script)
+    return rollout, played, script
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, PLAIN, None], ids=["qwen", "llama", "plain", "none"])
+def test_a_conversation_with_calls(built, template):
+    """Two turns: the result is between them as given tokens, and rewards see TRL's messages."""
+    environments = built(template)
+    rollout, played, script = play(
+        environments, "Let me see. " + call("price", item="apple", count=2), "It is 6."
+    )
+    (messages,) = played.messages
+    asked = {"item": "apple", "count": 2}
+    assert messages == (
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"type": "function", "function": {"name": "price", "arguments": asked}}],
+        },
+        {"role": "tool", "name": "price", "content": "6"},
+        {"role": "assistant", "content": "It is 6."},
+    )
+    assert {name: values.tolist() for name, values in played.counts.items()} == {
+        "turns": [2],
+        "calls": [1],
+        "failures": [0],
+        "timeouts": [0],
+        "cut": [0],
+    }
+    prompt = environments.tokenizer.decode(list(script.prompts[0]))
+    assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
+    tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
+    given = environments.tokenizer.decode([t for t, mine in zip(tokens, sampled, strict=True) if not mine])
+    assert "6" in given and "It is" not in given and "Let me" not in given
+    assert given.rstrip().endswith(("assistant", "Assistant:"))
+
+
+def test_the_given_tokens_are_those_of_the_whole_template():
+    """Turn by turn the tokens spell what the template makes of the whole conversation at once."""
+    tokenizer = make_tokenizer(QWEN)
+    chat = ChatTurns(tokenizer, [], {}, frozenset({1}))
+    question = {"role": "user", "content": "q"}
+    observations = [
+        {"role": "tool", "name": "f", "content": "one\nline"},
+        {"role": "tool", "name": "g", "content": "2"},
+    ]
+    start = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    for end in ([1], []):  # a turn that ended by itself, and one cut by a stop string
+        turn = [*tokenizer.encode("I ask"), *end]
+        given = chat.follow(turn, observations)
+        got = [*tokenizer.encode(start), *turn, *given]
+        want = tokenizer.apply_chat_template(
+            [question, {"role": "assistant", "content": "I ask"}, *observations],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        assert got == want
+
+
+def test_template_arguments_reach_later_turns():
+    """As they reach the prompt."""
+    tokenizer = make_tokenizer(QWEN)
+    observation = [{"role": "tool", "name": "f", "content": "1"}]
+    for kwargs, thinks in (({}, False), ({"enable_thinking": False}, True)):
+        text = tokenizer.decode(
+            list(ChatTurns(tokenizer, [], kwargs, frozenset({1})).follow([1], observation))
+        )
+        assert text.endswith("<think>\n\n</think>\n\n") == thinks
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        (call("price", item="plum"), "plum"),
+        (call("prices", item="apple"), "there is no tool prices; did you mean price?"),
+        (call("price"), "missing 1 required"),
+        (call("odd", kind="exit"), "1"),
+        (call("odd", kind="bad"), "no text"),
+        ("<tool_call>{broken</tool_call>", "cannot be read"),
+    ],
+)
+def test_a_call_that_fails_is_told(built, turn, told):
+    """The model sees an error and goes on."""
+    _, played, _ = play(built(), turn, "I see.")
+    assert told in played.messages[0][1]["content"] and "error" in played.messages[0][1]["content"]
+    assert played.counts["failures"].tolist() == [1] and played.faults == ("",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown", "cut"),
+    [
+        ("bytes", r"b'\xff'", 0),
+        ("surrogate", "?", 0),
+        ("none", "None", 0),
+        ("print", "printed", 0),
+        ("long", "xxx [cut]", 1),
+    ],
+)
+def test_an_odd_result_becomes_a_text(built, kind, shown, cut):
+    """Ten megabytes are cut off, whatever it is."""
+    rollout, played, _ = play(built(max_observation_tokens=20), call("odd", kind=kind), "I see.")
+    assert played.messages[0][1]["content"].endswith(shown) and played.counts["cut"].tolist() == [cut]
+    assert rollout.tokens_bt.shape[1] < 300
+
+
+def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(built):
+    """The other rows get theirs; a later episode has a new instance."""
+    environments = built(timeout=0.3)
+    turns = [(call("odd", kind="hang"), "Late."), (call("price", item="apple"), "3")]
+    script = Scripted(environments.tokenizer, lambda row: turns[row])
+    _, played = environments.play(examples(environments, 2), 1, script)
+    assert "timed out" in played.messages[0][1]["content"] and played.messages[1][1]["content"] == "3"
+    assert played.counts["timeouts"].tolist() == [1, 0]
+    _, again, _ = play(environments, "Hello.", rows=2)
+    assert played.environments[0] not in again.environments
+    assert played.environments[1] in again.environments
+
+
+def test_a_failure_may_cost_the_reward(built):
+    """With on_error = "no_reward" the conversation ends there."""
+    environments = built(on_error="no_reward")
+    _, played, _ = play(environments, call("price", item="plum"), "never said")
+    assert played.faults[0].startswith("price: ") and len(played.messages[0]) == 1
+    assert "environment: price" in played.problems[0]
+
+
+def test_bounds_on_turns_and_calls(built):
+    """The last turn's calls are not made; calls beyond the bound are refused."""
+    asks = call("price", item="apple")
+    _, played, _ = play(built(max_turns=3), *[asks] * 5)
+    assert played.counts["turns"].tolist() == [3] and played.counts["calls"].tolist() == [2]
+    environments = built(max_tool_calls=2)
+    _, played, _ = play(environments, asks * 3, "So.")
+    contents = [message["content"] for message in played.messages[0] if message["role"] == "tool"]
+    assert contents[:2] == ["3", "3"] and "used up" in contents[2]
+
+
+def test_coroutines_are_awaited_together(built):
+    """Of all rows, beside plain calls."""
+    environments = built(workers=1)
+    started = time.monotonic()
+    _, played, _ = play(environments, call("later", item="a"), "So.", rows=24)
+    assert time.monotonic() - started < 24 * 0.05
+    assert {m[1]["content"] for m in played.messages} == {"a!"}
+    _, played, _ = play(environments, call("later", item="a") + call("price", item="pear"), "So.")
+    assert [m["content"] for m in played.messages[0] if m["role"] == "tool"] == ["a!", "4"]
+
+
+def test_reset_may_speak_and_the_group_shares_what_it_can(built):
+    """What it returns ends the last message; different texts are given tokens behind a shared prompt."""
+    environments = built()
+    _, _, script = play(environments, "Hello.", greeting=" Welcome!")
+    assert " Welcome!<|im_end|>" in environments.tokenizer.decode(list(script.prompts[0]))
+
+    greetings = iter([" A", " A", " B", " BB"])
+    environments.factory = lambda: SimpleShop(next(greetings))
+    environments._idle.clear()
+    script = Scripted(environments.tokenizer, lambda row: ["Hello."])
+    rollout, played = environments.play(examples(environments, 2), 2, script)
+    assert len(rollout.prompts) == 2 and rollout.num_generations == 2
+    spelled = [
+        environments.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
+        for row, tokens in enumerate(rollout.completions())
+    ]
+    assert all(
+        f"cost?{mine}<|im_end|>" in text
+        for mine, text in zip([" A", " A", " B", " BB"], spelled, strict=True)
+    )
+    assert {tuple(m["content"] for m in messages) for messages in played.messages} == {("Hello.",)}
+    batch = g.make_batch(rollout, mx.ones((2, 2)))
+    assert batch.num_tokens.item() == 4 * 7, "six letters and the end of each"
+
+
+class SimpleShop:
+    """Says something at the start."""
+
+    def __init__(self, greeting):
+        """What it says."""
+        self.greeting = greeting
+
+    def reset(self, **row):
+        """Begin."""
+        return self.greeting
+
+
+def test_a_reset_that_fails_costs_the_reward(built):
+    """Nothing else ends."""
+    environments = built()
+    script = Scripted(environments.tokenizer, lambda row: ["Hello."])
+    rows = examples(environments, 2)
+    del rows[0].columns["answer"]
+    _, played = environments.play(rows, 1, script)
+    assert played.faults[0].startswith("reset: ") and played.faults[1] == ""
+
+
+def test_rewards_get_messages_and_environments(built):
+    """TRL's signature; and the environment's own reward."""
+    environments = built()
+    _, played, _ = play(environments, call("price", item="apple"), "3", rows=2)
+
+    def by_environment(environments, **kwargs):
+        return [len(environment.log) for environment in environments]
+
+    def by_messages(completions):
+        return [len(completion) for completion in completions]
+
+    from runners.rewards.functions import Reward
+
+    rewards = [Reward("a", by_environment), Reward("b", by_messages), environments.reward]
+    scores = Scorer(rewards).score(
+        ["x", "y"],
+        [[], []],
+        {"answer": ["6", "6"]},
+        conversations=played.messages,
+        environments=played.environments,
+    )
+    assert not scores.problems and environments.reward.name == "Shop"
+    assert np.array_equal(scores.values_kb, [[1, 1], [3, 3], [1, 1]])
+
+
+def test_an_async_reward_of_its_own_is_awaited():
+    """get_reward may be a coroutine."""
+
+    class Judged:
+        async def get_reward(self):
+            """A number."""
+            await asyncio.sleep(0)
+            return 2.0
+
+    reward = own_reward(Judged)
+    scores = Scorer([reward]).score(["x"], [[]], {}, environments=[Judged()])
+    assert scores.values_kb.tolist() == [[2.0]]
+    assert own_reward(SimpleNamespace) is None
+
+
+def test_plain_functions_are_tools(built):
+    """Without a class."""
+    environments = built(factory="", tools=("shop.py:double",))
+    _, played, _ = play(environments, call("double", a=21), "42")
+    assert played.messages[0][1] == {"role": "tool", "name": "double", "content": "42"}
+    assert played.environments == (None,) and environments.reward is None
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"factory": "shop.py:Shops"}, "did you mean Shop?"),
+        ({"factory": "shop.py:NoReset"}, "has no method reset"),
+        ({"factory": "shop.py:Untyped"}, "wanted type hints"),
+        ({"factory": "shop.py:Needs"}, "no server at localhost:1"),
+        ({"factory": "", "tools": ("shop.py:nothing",)}, "has no nothing"),
+        ({"factory": "calculator"}, "python_start"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused(built, env, said):
+    """Before anything is sampled, in one line."""
+    with pytest.raises(UserError) as refused:
+        built(**env)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_none_is_asked_for(tmp_path):
+    """Without factory and tools there are no environments."""
+    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path]) is None
