@@ -34,6 +34,11 @@ HARMLESS = (
     "reward.stop_if_all_fail",
     "system.memory_limit_gb",
 )
+# Of a table [judge.NAME], what changes no verdict that comes.
+HARMLESS_OF_JUDGES = (
+    "api_key_env", "concurrency", "timeout", "batch_timeout", "retries", "cache", "price_in", "price_out",
+    "batch_tokens",
+)  # fmt: skip
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
 MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")
 Note = Callable[[str], None]
@@ -164,4 +169,6 @@ def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _harmless(key: str) -> bool:
-    return key in HARMLESS or key.split(".")[0] in HARMLESS
+    section, _, rest = key.partition(".")
+    of_judge = section == "judge" and rest.rpartition(".")[2] in HARMLESS_OF_JUDGES
+    return of_judge or key in HARMLESS or section in HARMLESS

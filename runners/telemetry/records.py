@@ -12,6 +12,7 @@ import numpy as np
 from runners.config.loading import Config
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
+from runners.telemetry.run_statistics import combine_logged
 
 
 def run_header(
@@ -75,7 +76,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     lengths = np.array(experience.rollout.lengths_b).tolist()
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
-    metrics = {name: float(np.mean(values)) for name, values in experience.logged.items()}
+    metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
         values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)

@@ -102,6 +102,7 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
+            group_size=size,
         )
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         rewards_pg = self._combined(scores.values_kb, penalty_b, rollout)

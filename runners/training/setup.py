@@ -29,7 +29,7 @@ from runners.memory.micro_batch import resolve_micro_batch
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
-from runners.rewards.functions import Reward, check_columns, resolve_rewards
+from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
@@ -85,7 +85,8 @@ def build_run(
     Raises UserError or ConfigError, in one line, for whatever is wrong.
     """
     spec = config.loss_spec()
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders, config.judge)
+    check_judges(rewards)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
