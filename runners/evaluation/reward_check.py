@@ -47,10 +47,8 @@ class RewardCheck:
     kinds: tuple[str, ...]  # of answers that were scored
     rewards: tuple[str, ...]
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
-    exchanges: tuple[
-        tuple[str, Exchange], ...
-    ]  # of each judge, by its name: what it was asked first, and said
     warnings: tuple[str, ...]
+    exchanges: tuple[tuple[str, Exchange], ...] = ()  # what each judge was asked first, and said
 
 
 def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
