@@ -157,7 +157,9 @@ class Loop:
             raise
         for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
             self.report.note(problem)
-        self.log.completions(completion_records(experience, self.at.batch_step, self.at.update + 1))
+        records = list(completion_records(experience, self.at.batch_step, self.at.update + 1))
+        self.log.completions(records)
+        self.report.example(records[0])
         self.report.status("learning")
         self.steps.learn(experience)
 
