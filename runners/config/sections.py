@@ -271,6 +271,10 @@ class LogConfig:
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
+    project: str = field(default="grpo_fn", validator=rules.text())  # of W&B and Trackio
+    entity: str = ""  # of W&B: a user or a team; empty: the account's own
+    run_name: str = ""  # in these two; empty: run.name
+    table_rows: int = field(default=8, validator=rules.at_least(0))  # completions of a batch step they show
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

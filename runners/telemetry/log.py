@@ -9,7 +9,7 @@ from typing import Any
 from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
-from runners.telemetry.dashboards import open_sinks
+from runners.telemetry.dashboards import Completions, Target, open_sinks
 
 
 class MetricsLog:
@@ -27,12 +27,23 @@ class MetricsLog:
         name: str = "grpo",
         config: Mapping[str, Any] | None = None,
         keep: Mapping[str, int] | None = None,
+        update: int = 0,
     ):
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
-        `keep` has what `positions` gave: the files are continued from there. None: they begin anew.
+        `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
+        `update` that the run is at. None: they begin anew.
         """
-        self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
+        target = Target(
+            folder=run_dir,
+            name=settings.run_name or name,
+            project=settings.project,
+            entity=settings.entity,
+            config=dict(config or {}),
+            resumed=keep is not None,
+            from_update=update,
+        )
+        self._sinks, self._table_rows = open_sinks(target, settings), settings.table_rows
         wanted = {"training_log.jsonl": settings.jsonl, "completions.jsonl": settings.completions}
         self._files: dict[str, JsonLines] = {}
         for file in (file for file, asked in wanted.items() if asked):
@@ -56,10 +67,15 @@ class MetricsLog:
             sink.log(numbers, int(plain.get("update") or 0))
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line for each completion."""
+        """Writes one line for each completion of a batch step; dashboards get a table of the first."""
+        records = list(records)
         if "completions.jsonl" in self._files:
             for record in records:
                 self._files["completions.jsonl"].write(record)
+        if self._sinks and self._table_rows and records:
+            batch = Completions.of(records, self._table_rows)
+            for sink in self._sinks:
+                sink.completions(batch, int(records[0]["update"]))
 
     def fault(self) -> str | None:
         """Why a line could not be written yet; None: all of them are."""

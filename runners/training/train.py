@@ -114,7 +114,12 @@ def run_training(
         settings = run.config
         with (
             MetricsLog(
-                folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
+                folder,
+                settings.log,
+                name=settings.run.name,
+                config=settings.to_dict(),
+                keep=keep,
+                update=at.update,
             ) as log,
             Saver(held, settings.checkpoint, log.names, shown.note, room) as saver,
             StopSignals(shown.alert) as signals,
