@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
-from runners.machine.key_presses import restore_terminals
+from runners.machine.terminal import restore_terminals
 
 ASKED = "Saving after this step. Press Ctrl-C again to quit now."
 # The cursor stands at the end of the display's last line.

@@ -152,7 +152,7 @@ class _WandB:
 
     def completions(self, batch: Completions, step: int) -> None:
         if batch.rows:
-            data = [list(row.values()) for row in batch.rows]
+            data: list[Any] = [list(row.values()) for row in batch.rows]
             table = self._wandb.Table(columns=list(batch.rows[0]), data=data)
             self._run.log({"completions": table, "update": step})
 
@@ -176,7 +176,7 @@ class _Trackio:
 
     def completions(self, batch: Completions, step: int) -> None:
         if batch.rows:
-            data = [list(row.values()) for row in batch.rows]
+            data: list[Any] = [list(row.values()) for row in batch.rows]
             table = self._trackio.Table(columns=list(batch.rows[0]), data=data)
             self._trackio.log({"completions": table}, step=step)
 

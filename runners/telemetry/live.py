@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from runners.errors import gigabytes
-from runners.machine.key_presses import KeyPresses
 from runners.machine.terminal import Output, echo, visible
-from runners.telemetry.block_rows import Example, detail_rows, example_rows
+from runners.telemetry.block.key_presses import KeyPresses
+from runners.telemetry.block.rows import Example, detail_rows, example_rows
 from runners.telemetry.progress import (
     Progress,
     as_text,

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console, Group
 
-from runners.telemetry.block_rows import Example, detail_rows, example_rows
+from runners.telemetry.block.rows import Example, detail_rows, example_rows
 from runners.telemetry.progress import Progress
 
 METRICS = {

@@ -11,16 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
+from runners.machine.terminal import read_keys_singly, restore_terminals
+
 _LOOK = 0.2  # seconds between looks at whether it is over
-_changed: dict[int, list] = {}  # descriptor -> the terminal's settings before
-
-
-def restore_terminals() -> None:
-    """Gives every terminal its settings back; for a process that is about to end at once."""
-    for number, before in list(_changed.items()):
-        with suppress(termios.error, OSError):
-            termios.tcsetattr(number, termios.TCSANOW, before)
-        _changed.pop(number, None)
 
 
 class KeyPresses:
@@ -45,13 +38,8 @@ class KeyPresses:
     def __enter__(self) -> KeyPresses:
         try:
             number = sys.stdin.fileno()
-            if number in _changed or not os.isatty(number) or not _in_front(number):
+            if not os.isatty(number) or not _in_front(number) or not read_keys_singly(number):
                 return self
-            before = termios.tcgetattr(number)
-            quiet = termios.tcgetattr(number)
-            quiet[3] &= ~(termios.ICANON | termios.ECHO)
-            _changed[number] = before
-            termios.tcsetattr(number, termios.TCSANOW, quiet)
         except (OSError, ValueError, AttributeError, termios.error):
             return self  # closed, or none at all: then there are no keys
         self._thread = threading.Thread(target=self._read, args=(number,), name="keys", daemon=True)
