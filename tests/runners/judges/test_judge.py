@@ -81,17 +81,15 @@ def test_answers_are_kept_between_runs_by_content():
 
 
 def test_requests_run_side_by_side_up_to_the_limit():
-    """Twelve answers of 0.1 s, four at a time; two judges wait for each other no more than needed."""
+    """Twelve answers of 0.1 s, four at a time."""
 
     def slow(*_):
         time.sleep(0.1)
         return "SCORE: 5"
 
     with answering(slow) as (url, asked):
-        started = time.perf_counter()
         scores = score(judge(url, concurrency=4), [str(i) for i in range(12)])
-        seconds = time.perf_counter() - started
-    assert scores.problems == [] and asked.together == 4 and 0.3 <= seconds < 1.2
+    assert scores.problems == [] and asked.together == 4
 
 
 def test_a_fault_that_passes_is_tried_again():
@@ -160,20 +158,23 @@ def test_what_fails_is_not_kept_and_hurts_nobody_else():
 def test_a_slow_answer_is_given_up():
     """After the request's time limit; what is open when the batch's is over; the others count."""
 
+    over = threading.Event()
+
     def answer(body, _):
         if "slow" in body["messages"][0]["content"]:
-            time.sleep(1.0)
+            over.wait(60)
         return "SCORE: 5"
 
     with answering(answer) as (url, _):
-        scores = score(judge(url, timeout=0.3), ["slow", "b"])
-        assert "got no answer in 0.3 s, at completion 0" in scores.problems[0]
+        scores = score(judge(url, timeout=2), ["slow", "b"])
+        assert "got no answer in 2 s, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
         started = time.perf_counter()
-        scores = score(judge(url, batch_timeout=0.3), ["slow 2", "c"])
-        assert time.perf_counter() - started < 0.9
-        assert "within the 0.3 s of a batch step, at completion 0" in scores.problems[0]
+        scores = score(judge(url, timeout=50, batch_timeout=2), ["slow 2", "c"])
+        assert time.perf_counter() - started < 30
+        assert "within the 2 s of a batch step, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
+        over.set()
 
 
 def test_a_dead_or_closed_server_is_asked_only_so_often():
