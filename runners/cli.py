@@ -30,6 +30,7 @@ COMMANDS = {
     "run": "runners.cli:run_command",
     "plan": "runners.commands.plan:plan_command",
     "check": "runners.commands.check:check_command",
+    "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",
     "chat": "runners.commands.chat:chat_command",
     "convert": "runners.commands.convert:convert_command",

@@ -13,7 +13,7 @@ from runners.checkpoints.manifest import Damaged, check_manifest
 from runners.checkpoints.run_folder import holds_a_run, interrupted
 from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
 from runners.checkpoints.state_files import STATE_FILE
-from runners.config.loading import Config
+from runners.config.loading import RESOLVED, Config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.data.prompts import Example
 from runners.errors import UserError, show
@@ -37,8 +37,14 @@ HARMLESS = (
     "system.collective_timeout",
     "system.check_model",
 )
+# Of a table [judge.NAME], what changes no verdict that comes.
+HARMLESS_OF_JUDGES = (
+    "api_key_env", "concurrency", "timeout", "batch_timeout", "retries", "cache", "price_in", "price_out",
+    "batch_tokens",
+)  # fmt: skip
 # What the config may leave to a measurement, and a resumed run takes over from the first one.
 MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")
+LEFT_OPEN = (0, "auto")  # what such a key holds, and one that the model or the machine decides
 Note = Callable[[str], None]
 
 
@@ -112,11 +118,20 @@ def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
     """The keys in which the config differs from the checkpoint's: name, was, is."""
     defaults = _flat(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was, now = _flat(origin.table("config")), _flat(config.to_dict())
-    return [
-        (key, show(was.get(key, defaults.get(key))), show(now.get(key, defaults.get(key))))
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key, defaults.get(key)) != now.get(key, defaults.get(key))
-    ]
+    resolved = _resolved(origin)
+    found = []
+    for key in sorted(was.keys() | now.keys()):
+        before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
+        # What the run's config left open, its config.resolved.json has as the run then did it.
+        if before != after and not (before in LEFT_OPEN and after == resolved.get(key, before)):
+            found.append((key, show(before), show(after)))
+    return found
+
+
+def _resolved(origin: Origin) -> dict[str, Any]:
+    """The config.resolved.json of the run that a checkpoint belongs to, flat; {} where there is none."""
+    file = origin.folder.parent / RESOLVED
+    return _flat(read_json(file)) if file.is_file() else {}
 
 
 def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:
@@ -167,4 +182,6 @@ def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _harmless(key: str) -> bool:
-    return key in HARMLESS or key.split(".")[0] in HARMLESS
+    section, _, rest = key.partition(".")
+    of_judge = section == "judge" and rest.rpartition(".")[2] in HARMLESS_OF_JUDGES
+    return of_judge or key in HARMLESS or section in HARMLESS

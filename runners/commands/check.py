@@ -13,6 +13,7 @@ from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
+    from runners.judges import Exchange
 
 _NOTES = """\
 \b
@@ -22,7 +23,8 @@ Examples:
 
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
-form, the form without an answer, one cut off before the answer, and nothing. No weights are loaded.
+form, the form without an answer, one cut off before the answer, and nothing. A judge's first questions and
+answers are shown. No weights are loaded but a judge's own.
 """
 
 
@@ -78,8 +80,23 @@ def _show(checked: RewardCheck) -> None:
         cells = [_mean(values) for values in values_an]
         row = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
         echo(f"  {name:{width}}  {row}")
+    for name, exchange in checked.exchanges:
+        _show_exchange(name, exchange)
     for warning in checked.warnings:
         echo(f"warning: {warning}")
+
+
+def _show_exchange(name: str, exchange: Exchange) -> None:
+    """What a judge was asked, what it answered, and the rewards of that."""
+    echo(f"{name} is asked")
+    for message in exchange.messages:
+        for line in f"{message['role']}: {message['content']}".split("\n"):
+            echo(f"  > {line}")
+    echo(f"{name} answers")
+    for line in (exchange.answer or "(nothing)").split("\n"):
+        echo(f"  < {line}")
+    said = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
+    echo(f"{name} rewards   {' '.join(said)}")
 
 
 def _mean(values) -> str:

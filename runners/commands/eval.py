@@ -161,9 +161,10 @@ def _measure_all(
     from runners.data.prompts import reward_columns
     from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
     from runners.inference.inference_model import load_inference
-    from runners.rewards.functions import check_columns, resolve_rewards
+    from runners.rewards.functions import check_columns, check_judges, resolve_rewards
 
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders, config.judge)
+    check_judges(rewards)
     rows = eval_rows(config, whole=bool(values["data"]))
     check_columns(rewards, reward_columns(rows))
     plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)

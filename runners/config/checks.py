@@ -10,8 +10,18 @@ from typing import Any
 import attrs
 
 from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
+from runners.config.judge_checks import check_judge, check_names, resolved_path
 from runners.config.reading import PRESET_FOLDER, Settings
-from runners.config.sections import EMBEDDED, REWARD_NAMES, DataConfig, ModelConfig, RewardConfig, RunConfig
+from runners.config.sections import (
+    EMBEDDED,
+    JUDGE_PREFIX,
+    REWARD_NAMES,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    judge_of,
+)
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
 
@@ -29,6 +39,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     for name, check in (("run", _run), ("model", _model), ("data", _data), ("reward", _reward)):
         if built[name] is not None:
             result[name] = check(built[name], found)
+    _judges(result, found)
     _lengths(built, found)
     _roles(built, found)
     _sharding(built, found)
@@ -94,6 +105,23 @@ def _reward(reward: RewardConfig, found: Settings) -> RewardConfig:
     return attrs.evolve(reward, functions=functions)
 
 
+def _judges(built: dict[str, Any], found: Settings) -> None:
+    """The judges of `built`, with the folders of classifiers resolved."""
+    judges, reward = built["judge"], built["reward"]
+
+    def fault(key: str, message: str) -> None:
+        _problem(found, key, message)
+
+    for name, judge in (judges or {}).items():
+        check_judge(name, judge, fault, found.notices.append)
+        judges[name] = resolved_path(judge, lambda path: _existing(path, found))
+        key = f"{JUDGE_PREFIX}{name}.path"
+        if judge.path and judges[name] is judge and judge.path != EMBEDDED:
+            _not_local(judge.path, (".safetensors",), key, WANTED_MODEL, found)
+    if judges is not None and reward is not None:
+        check_names(reward, judges, fault, found.notices.append)
+
+
 def _function(name: str, key: str, want: str, found: Settings) -> str:
     """A function of one's own as a config names it, with the path of a Python file resolved."""
     module, colon, function = name.rpartition(":")
@@ -112,8 +140,8 @@ def _function(name: str, key: str, want: str, found: Settings) -> str:
 
 def _reward_function(name: str, found: Settings) -> str:
     """One entry of reward.functions."""
-    if name in REWARD_NAMES:
-        return name
+    if name in REWARD_NAMES or judge_of(name) is not None:
+        return name  # judges are looked at when all tables are there
     want = f"one of ours, {FUNCTION_FORMS}"
     if ":" not in name:
         want += did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"

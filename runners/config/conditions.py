@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
+from runners.config.sections import judge_of
 from runners.errors import nearest
 
 METRICS = (
@@ -70,7 +71,21 @@ METRICS = (
     "dynamic_sampling/resampled_groups",
     "dynamic_sampling/tokens_per_used_token",
 )
-"""Numbers of the log that a condition may name, besides `rewards/NAME/mean` and `rewards/NAME/std`."""
+"""Numbers that a condition may name, besides judges' and `rewards/NAME/mean` and `rewards/NAME/std`."""
+
+
+JUDGE_METRICS = (
+    "requests",
+    "cached",
+    "failed",
+    "latency",
+    "slowest",
+    "tokens_in",
+    "tokens_out",
+    "cost",
+    "total_cost",
+)
+"""What a judge logs, as `judge/NAME/…`."""
 
 
 CONDITION_FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
@@ -129,7 +144,14 @@ def unknown_metric(metric: str, rewards: Iterable[str]) -> str | None:
     `rewards` are the config's reward.functions.
     """
     names = {spelling for name in rewards for spelling in (name, name.rpartition(":")[2])}
-    known = [*METRICS, *(f"rewards/{name}/{part}" for name in sorted(names) for part in ("mean", "std"))]
+    judged = [
+        f"judge/{judge}/{part}" for name in rewards if (judge := judge_of(name)) for part in JUDGE_METRICS
+    ]
+    known = [
+        *METRICS,
+        *judged,
+        *(f"rewards/{name}/{part}" for name in sorted(names) for part in ("mean", "std")),
+    ]
     if metric in known:
         return None
     return nearest(metric, known) or ""

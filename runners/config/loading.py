@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, get_args
 import attrs
 
 from runners.config import checks, rules, sections
-from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
+from runners.config.reading import (
+    ANY_NAME,
+    NAME,
+    KeyPath,
+    Settings,
+    apply_override,
+    key_hint,
+    read_settings,
+)
 from runners.errors import ConfigError, UserError, show, spell_tables
 from runners.files.durable import save_text
 
@@ -33,6 +41,7 @@ class Config:
     data: sections.DataConfig = attrs.field(factory=sections.DataConfig)
     rollout: sections.RolloutConfig = attrs.field(factory=sections.RolloutConfig)
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
+    judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by their names
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
     env: sections.EnvConfig = attrs.field(factory=sections.EnvConfig)
@@ -97,18 +106,15 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The sections as JSON takes them; keys that are still left to the preset are left out."""
-        return {
-            name: attrs.asdict(
-                getattr(self, name),
-                filter=lambda _, value: value is not None,
-                value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
-            )
-            for name in SECTIONS
-        }
+        return {name: _plain(getattr(self, name)) for name in SECTIONS}
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        return spell_tables(self.to_dict())
+        tables: dict[str, dict[str, Any]] = {}
+        for name, table in self.to_dict().items():
+            named = name in NAMED and table
+            tables |= {f"{name}.{key}": value for key, value in table.items()} if named else {name: table}
+        return spell_tables(tables)
 
 
 SECTIONS: dict[str, Any] = {
@@ -117,6 +123,7 @@ SECTIONS: dict[str, Any] = {
     "data": sections.DataConfig,
     "rollout": sections.RolloutConfig,
     "reward": sections.RewardConfig,
+    "judge": sections.JudgeConfig,
     "loss": sections.LossConfig,
     "optim": sections.OptimConfig,
     "env": sections.EnvConfig,
@@ -127,6 +134,8 @@ SECTIONS: dict[str, Any] = {
     "stop": sections.StopConfig,
     "system": sections.SystemConfig,
 }
+NAMED = ("judge",)
+"""Sections that are tables of tables, each with a name of the user's own."""
 
 
 def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
@@ -146,7 +155,8 @@ def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
     if not found.problems or found.values:
         ordered = [name for name in found.values if name in SECTIONS]
         for name in [*ordered, *(name for name in SECTIONS if name not in ordered)]:
-            built[name] = _build(SECTIONS[name], found.values.get(name, {}), (name,), found)
+            build = _build_named if name in NAMED else _build
+            built[name] = build(SECTIONS[name], found.values.get(name, {}), (name,), found)
         built = checks.check_sections(built, found)
     if found.problems:
         raise ConfigError(found.problems)
@@ -229,6 +239,40 @@ def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
     return kind(**values) if len(found.problems) == before else None
 
 
+def _build_named(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
+    """The tables of a section by their names; None where one has faults."""
+    if not isinstance(raw, Mapping):
+        found.problems.append(f"{found.where(path)}: found {show(raw)}, want tables [{path[0]}.NAME]")
+        return None
+    before = len(found.problems)
+    built = {}
+    for name, table in raw.items():
+        if not NAME.fullmatch(name):
+            want = "a name of letters, digits, - and _"
+            found.problems.append(f"{found.where((*path, name))}: found the name {show(name)}, want {want}")
+        elif not isinstance(table, Mapping):
+            where = found.where((*path, name))
+            hint = (
+                f", each with a name of its own; want [{path[0]}.NAME]"
+                if name in attrs.fields_dict(kind)
+                else ""
+            )
+            found.problems.append(f"{where}: found {show(table)}, want a table{hint}")
+        else:
+            built[name] = _build(kind, table, (*path, name), found)
+    return built if len(found.problems) == before else None
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    if isinstance(section, Mapping):
+        return {name: _plain(table) for name, table in section.items()}
+    return attrs.asdict(
+        section,
+        filter=lambda _, value: value is not None,
+        value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
+    )
+
+
 def _table_kind(kind: Any) -> Any:
     """The attrs class of a nested table (optional or not), or None."""
     return next((part for part in (kind, *get_args(kind)) if attrs.has(part)), None)
@@ -243,5 +287,8 @@ def _leaf_kinds(kind: Any, path: KeyPath) -> dict[KeyPath, Any]:
 
 
 KEYS: dict[KeyPath, Any] = {
-    path: kind for name, cls in SECTIONS.items() for path, kind in _leaf_kinds(cls, (name,)).items()
+    path: kind
+    for name, cls in SECTIONS.items()
+    for path, kind in _leaf_kinds(cls, (name, ANY_NAME) if name in NAMED else (name,)).items()
 }
+"""The type of every key, by its path; `ANY_NAME` stands where the user gives a table its name."""

@@ -24,6 +24,10 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty
 
 KeyPath = tuple[str, ...]
+ANY_NAME = "*"
+"""In a key's path, the place of a name that the user gives to a table."""
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Such a name."""
 
 
 @attrs.define
@@ -105,14 +109,22 @@ def apply_override(settings: Settings, override: str, kinds: Mapping[KeyPath, An
         settings.problems.append(f"--set {override}: want section.key=value")
         return
     path = tuple(key.split("."))
+    listed = as_listed(path, kinds)
     if len(path) == 1 and key in flat_keys.FLAT_KEYS:
         value = _override_value(written, flat_keys.FLAT_KEYS[key].kind)
         translation = flat_keys.translate({key: value}, complete=False, sections=settings.values)
         _take(settings, translation, "--set: ")
-    elif any(known[: len(path)] == path for known in kinds):
-        settings.put(path, _override_value(written, kinds.get(path)), f"--set: {key}")
+    elif any(known[: len(path)] == listed for known in kinds):
+        settings.put(path, _override_value(written, kinds.get(listed)), f"--set: {key}")
     else:
         settings.problems.append(f"--set: {key}: unknown key{key_hint(path, kinds)}")
+
+
+def as_listed(path: KeyPath, kinds: Iterable[KeyPath]) -> KeyPath:
+    """A key's path as `kinds` has it: with `ANY_NAME` in place of a table's name."""
+    if len(path) > 1 and any(known[:2] == (path[0], ANY_NAME) for known in kinds):
+        return path[0], ANY_NAME, *path[2:]
+    return path
 
 
 def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
@@ -123,13 +135,12 @@ def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
         elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
     if elsewhere:
         return f"; did you mean {'.'.join(elsewhere[0])}?"
-    parent = path[:-1]
+    parent, table = as_listed(path, kinds)[:-1], ".".join(path[:-1])
     if parent in kinds:
-        return f"; {'.'.join(parent)} is no table"
+        return f"; {table} is no table"
     siblings = {known[len(parent)]: None for known in kinds if known[: len(parent)] == parent}
     near = nearest(path[-1], siblings)
     if siblings and parent:
-        table = ".".join(parent)
         return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
     known = [".".join(known) for known in kinds] + list(flat_keys.FLAT_KEYS) + list(siblings)
     hint = did_you_mean(".".join(path), known)

@@ -59,6 +59,16 @@ OnToolError = Literal["observation", "no_reward"]
 Schedule = Literal["together", "arrival"]
 OnSaveError = Literal["continue", "stop"]
 TokenLog = Literal["none", "sampled", "moved"]
+JudgeKind = Literal["score", "ranking", "classifier"]
+
+JUDGE_PREFIX = "judge."
+"""In `reward.functions`, what stands before the name of a table [judge.NAME]."""
+
+
+def judge_of(function: str) -> str | None:
+    """The NAME of the table [judge.NAME] that an entry of `reward.functions` means, else None."""
+    is_judge = function.startswith(JUDGE_PREFIX) and ":" not in function
+    return function.removeprefix(JUDGE_PREFIX) if is_judge else None
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -140,7 +150,7 @@ class RolloutConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class RewardConfig:
-    """[reward]: the functions (a name, package.module:function or file.py:function) and their weights."""
+    """[reward]: functions (a name, package.module:function, file.py:function, judge.NAME), their weights."""
 
     functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.each_once())
     weights: tuple[float, ...] = ()  # empty: 1.0 each
@@ -148,6 +158,35 @@ class RewardConfig:
     timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
     on_error: OnError = "skip"
     stop_if_all_fail: bool = True  # where a reward fails for every completion of a batch step
+
+
+@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+class JudgeConfig:
+    """[judge.NAME]: a model that rewards completions; `reward.functions` names it as "judge.NAME"."""
+
+    kind: JudgeKind = "score"
+    url: str = ""  # of an API like OpenAI's, up to and without /chat/completions
+    model: str = ""  # as that API calls it; empty: the server's only one
+    api_key_env: str = ""  # the variable of the environment that holds the key; empty: no key
+    criteria: str = "The response answers the question correctly, and its working is sound."
+    system_prompt: str = ""  # empty: no system message
+    prompt: str = ""  # one's own text with {question}, {completion}, ...; empty: ours
+    pattern: str = ""  # one's own regular expression that finds the score; empty: the form that ours asks for
+    scale: tuple[float, float] = field(default=(0.0, 10.0), validator=rules.rising())  # of scores
+    temperature: float = field(default=0.0, validator=rules.not_negative())
+    max_tokens: int = field(default=512, validator=rules.at_least(1))  # of an answer
+    extra: str = ""  # more of the request, a JSON object
+    path: str = ""  # of a classifier: a folder, or a Hub name
+    label: str = ""  # of a classifier with several: the one whose probability is the reward
+    max_length: int = field(default=4096, validator=rules.at_least(8))  # tokens that a classifier reads
+    batch_tokens: int = field(default=8192, validator=rules.at_least(8))  # that it computes together
+    concurrency: int = field(default=8, validator=rules.at_least(1, 1024))  # requests at a time
+    timeout: float = field(default=60.0, validator=rules.above(0))  # seconds a request
+    batch_timeout: float = field(default=600.0, validator=rules.not_negative())  # seconds; 0: none
+    retries: int = field(default=3, validator=rules.at_least(0, 100))
+    cache: bool = True  # keep answers in the user's cache folder
+    price_in: float = field(default=0.0, validator=rules.not_negative())  # of a million tokens
+    price_out: float = field(default=0.0, validator=rules.not_negative())
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -251,6 +290,10 @@ class LogConfig:
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
+    project: str = field(default="grpo_fn", validator=rules.text())  # of W&B and Trackio
+    entity: str = ""  # of W&B: a user or a team; empty: the account's own
+    run_name: str = ""  # in these two; empty: run.name
+    table_rows: int = field(default=8, validator=rules.at_least(0))  # completions of a batch step they show
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

@@ -148,6 +148,7 @@ def measure_model(
             [list(example.messages) for example in examples for _ in range(num)],
             columns_of(examples, num),
             [list(completion.tokens) for completion in flat],
+            group_size=num,
         )
         faults.extend(scores.problems)
         values_kpn = scores.values_kb.reshape(len(rewards), len(groups), num)

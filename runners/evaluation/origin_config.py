@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import RESOLVED, Config, load_config
-from runners.config.sections import REWARD_NAMES
+from runners.config.sections import REWARD_NAMES, judge_of
 from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
 
@@ -79,6 +79,11 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
         "data.transform": config.data.transform,
         "model.loader": config.model.loader,
     }
+    if judges := [name for name in config.reward.functions if judge_of(name) is not None]:
+        # Its table has the address that texts and a key would go to.
+        raise UserError(
+            f"{file}: {show(judges)} asks a judge, which needs you to name the config: --config {file}"
+        )
     for key, named in code.items():
         if named and key not in given:
             raise UserError(

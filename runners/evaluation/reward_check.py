@@ -7,7 +7,7 @@ reward that cannot tell them apart teaches nothing.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,17 +19,19 @@ from runners.data.prompts import Example, build_examples, columns_of, reward_col
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.files.json_files import read_json
+from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 from runners.rewards.builtin import parse_number
-from runners.rewards.functions import Reward, check_columns, resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
+from runners.rewards.scoring import Scorer, Scores
 from runners.tokenization.text import encode
 
 ANSWER_FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
 PLACE = "{answer}"
 GOLD = "gold answer"
 NO_ANSWER = "no-such-answer"
+EXCHANGES = 2  # of each judge that are shown
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +48,7 @@ class RewardCheck:
     rewards: tuple[str, ...]
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
     warnings: tuple[str, ...]
+    exchanges: tuple[tuple[str, Exchange], ...] = ()  # what each judge was asked first, and said
 
 
 def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
@@ -60,9 +63,15 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     """
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders)
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders, config.judge)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
+    check_judges(rewards)
+    judges = {
+        reward.name: reward.function for reward in rewards if isinstance(reward.function, EndpointJudge)
+    }
+    for judge in judges.values():
+        judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
     (train, dropped), (evaluation, dropped_there) = (
@@ -88,6 +97,11 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
+        exchanges=tuple(
+            (name, exchange)
+            for name, judge in judges.items()
+            for exchange in (judge.exchanges or [])[:EXCHANGES]
+        ),
         warnings=tuple(warnings),
     )
 
@@ -118,22 +132,43 @@ def _wrong(answer: str) -> str:
 def _score(
     config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, tokenizer: Any
 ) -> tuple[list[str], np.ndarray, list[str]]:
+    """The kinds of answers, what each reward gives each of them [K, A, N], and what went wrong."""
     scorer = Scorer(rewards, config.reward.timeout, "skip")
     by_kind: dict[str, list[str]] = {}
     for example in examples:
         for kind, text in _answers(example, form, config.data.nudge).items():
             by_kind.setdefault(kind, []).append(text)
+    if any(reward.grouped for reward in rewards):
+        return _score_groups(scorer, by_kind, examples, tokenizer)
     values, faults = [], []
     for kind, texts in by_kind.items():
-        scores = scorer.score(
-            texts,
-            [list(example.messages) for example in examples],
-            columns_of(examples),
-            [list(encode(tokenizer, text, add_special_tokens=False)) for text in texts],
-        )
+        scores = _scored(scorer, texts, examples, 1, tokenizer)
         values.append(scores.values_kb)
         faults += [f"{problem} ({kind})" for problem in scores.problems]
     return list(by_kind), np.stack(values, axis=1), faults
+
+
+def _score_groups(
+    scorer: Scorer, by_kind: Mapping[str, Sequence[str]], examples: Sequence[Example], tokenizer: Any
+) -> tuple[list[str], np.ndarray, list[str]]:
+    """As `_score`, in one call: the answers to a problem are its group, as completions are in a run."""
+    size = len(by_kind)
+    texts = [text for group in zip(*by_kind.values(), strict=True) for text in group]
+    scores = _scored(scorer, texts, examples, size, tokenizer)
+    values_kna = scores.values_kb.reshape(len(scorer.rewards), len(examples), size)
+    return list(by_kind), values_kna.transpose(0, 2, 1), list(scores.problems)
+
+
+def _scored(
+    scorer: Scorer, texts: Sequence[str], examples: Sequence[Example], size: int, tokenizer: Any
+) -> Scores:
+    return scorer.score(
+        texts,
+        [list(example.messages) for example in examples for _ in range(size)],
+        columns_of(examples, size),
+        [list(encode(tokenizer, text, add_special_tokens=False)) for text in texts],
+        group_size=size,
+    )
 
 
 def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarray) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
+from runners.machine.terminal import restore_terminals
+
 ASKED = "Saving after this step. Press Ctrl-C again to quit now."
 # The cursor stands at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
@@ -118,6 +120,7 @@ class StopSignals(Interrupts):
             if number[0] not in self.signals:
                 continue
             if asked:
+                restore_terminals()
                 if os.isatty(1):
                     _write(1, _LEAVE_DISPLAY)
                 os._exit(128 + number[0])

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import sys
+import termios
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,31 @@ _CODES = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x206
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
 for _letter in _KEPT:
     del _TABLE[ord(_letter)]
+
+
+_changed: dict[int, list[Any]] = {}  # a terminal's descriptor -> its settings before
+
+
+def read_keys_singly(number: int) -> bool:
+    """A terminal's keys from now on come one by one and are not shown; False where it is so already.
+
+    Raises OSError or termios.error where the descriptor is no terminal. `restore_terminals` undoes it.
+    """
+    if number in _changed:
+        return False
+    before, quiet = termios.tcgetattr(number), termios.tcgetattr(number)
+    quiet[3] &= ~(termios.ICANON | termios.ECHO)
+    _changed[number] = before
+    termios.tcsetattr(number, termios.TCSANOW, quiet)
+    return True
+
+
+def restore_terminals() -> None:
+    """Gives every terminal its settings back; also for a process that is about to end at once."""
+    for number, before in list(_changed.items()):
+        with suppress(termios.error, OSError):
+            termios.tcsetattr(number, termios.TCSANOW, before)
+        _changed.pop(number, None)
 
 
 class OutputLost(UserError):

@@ -8,12 +8,16 @@ from typing import Any
 
 import attrs
 
-from runners.config.sections import REWARD_ARGUMENTS
+from runners.config.sections import REWARD_ARGUMENTS, JudgeConfig, judge_of
 from runners.config.user_functions import FUNCTION_FORMS, resolve_function
 from runners.errors import UserError, did_you_mean, listed, show
+from runners.judges import build_judge
 from runners.rewards.builtin import REWARDS
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _nothing() -> None: ...
 
 
 @attrs.frozen(eq=False)
@@ -23,6 +27,9 @@ class Reward:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
+    timeout: float | None = None  # seconds of its own; None: the scorer's
+    grouped: bool = False  # whether it is told how many completions a prompt has, as `group_size`
+    check: Callable[[], None] = _nothing  # of a judge: UserError where it cannot judge
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the available arguments that the function takes: all of them if it has ``**kwargs``."""
@@ -43,9 +50,12 @@ class Reward:
 
 
 def resolve_rewards(
-    names: Sequence[str], weights: Sequence[float] = (), base_dirs: Iterable[str | Path] = ()
+    names: Sequence[str],
+    weights: Sequence[float] = (),
+    base_dirs: Iterable[str | Path] = (),
+    judges: Mapping[str, JudgeConfig] | None = None,
 ) -> tuple[Reward, ...]:
-    """The rewards of a config, in its order; no weights mean 1.0 each.
+    """The rewards of a config, in its order; no weights mean 1.0 each. `judges` are its tables [judge.NAME].
 
     A reward's name in logs is its function's; where two functions share one, their full texts are used.
     Raises UserError for a reward that cannot be resolved or is named twice, and for weights that are not one
@@ -65,7 +75,7 @@ def resolve_rewards(
             raise UserError(f"reward.functions names {show(name)} twice; wanted each once")
     dirs = tuple(base_dirs)
     rewards = [
-        resolve_reward(name, dirs, weight)
+        resolve_reward(name, dirs, weight, judges)
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
     ]
     short = [reward.name for reward in rewards]
@@ -75,13 +85,23 @@ def resolve_rewards(
     )
 
 
-def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: float = 1.0) -> Reward:
-    """The reward that a name means: a built-in one, ``package.module:function`` or ``a/file.py:function``.
+def resolve_reward(
+    name: str,
+    base_dirs: Iterable[str | Path] = (),
+    weight: float = 1.0,
+    judges: Mapping[str, JudgeConfig] | None = None,
+) -> Reward:
+    """The reward that a name means: a built-in one, ``package.module:function``, ``a/file.py:function``, or
+    ``judge.NAME``, where `judges` has the name.
 
     Files and modules are looked for as `resolve_function` does. Raises UserError, in one line, for an unknown
     name, for what `resolve_function` refuses, for a signature without `completions`, and where the function's
     `check_ready`, if it has one, finds that something is missing.
     """
+    judge = judge_of(name)
+    if judge is not None and judge in (judges or {}):
+        built = build_judge(judge, (judges or {})[judge])
+        return Reward(built.name, built.function, weight, built.timeout, built.grouped, built.check)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, REWARDS[name], weight)
@@ -94,6 +114,12 @@ def resolve_reward(name: str, base_dirs: Iterable[str | Path] = (), weight: floa
     _check_signature(name, attribute, function)
     getattr(function, "check_ready", lambda: None)()
     return Reward(attribute, function, weight)
+
+
+def check_judges(rewards: Iterable[Reward]) -> None:
+    """Raises UserError where a judge among the rewards does not answer, has no key, or is no classifier."""
+    for reward in rewards:
+        reward.check()
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:

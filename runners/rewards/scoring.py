@@ -14,6 +14,7 @@ import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
+from runners.judges import Failure
 from runners.rewards.calls import Outcome, call, call_together, is_async, plain_value
 from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
@@ -70,10 +71,11 @@ class Scorer:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState = NO_RUN,
         *,
+        group_size: int = 1,
         conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         environments: Sequence[Any] | None = None,
     ) -> Scores:
-        """Call every reward on B completions.
+        """Call every reward on B completions; those of one prompt are `group_size` in a row.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
         reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and whichever
@@ -105,6 +107,9 @@ class Scorer:
             _Called(reward, _arguments(reward, completions, given) | reward.pick(same), len(texts))
             for reward in self.rewards
         ]
+        for each in calls:
+            if each.reward.grouped:
+                each.arguments["group_size"] = group_size
         outcomes = self._call_all(calls)
         values_kb = np.full((len(calls), len(texts)), np.nan)
         problems: list[str] = []
@@ -116,6 +121,8 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = notes[0]
             problems.extend(notes)
+        for reward in self.rewards:  # of judges: what went wrong beside their verdicts
+            problems += getattr(reward.function, "take_notices", list)()
         problems += log.problems()
         # Copies: a call that is past its time may still write into the log.
         metrics = {name: list(values) for name, values in log.metrics.items()}
@@ -126,18 +133,23 @@ class Scorer:
         outcomes: dict[int, Outcome] = {}
         ready = [k for k in range(len(calls)) if self._is_free(k)]
         together = [k for k in ready if is_async(calls[k].reward.function)]
-        pairs = [(calls[k].reward.function, calls[k].arguments) for k in together]
-        if pairs:
-            found = call_together(pairs, self.timeout, [calls[k].read for k in together])
-            outcomes.update(zip(together, found, strict=True))
+        for limit in dict.fromkeys(self._limit(calls[k].reward) for k in together):
+            some = [k for k in together if self._limit(calls[k].reward) == limit]
+            pairs = [(calls[k].reward.function, calls[k].arguments) for k in some]
+            found = call_together(pairs, limit, [calls[k].read for k in some])
+            outcomes.update(zip(some, found, strict=True))
         for k in ready:
             if k not in outcomes:
                 each = calls[k]
-                outcomes[k] = call(each.reward.function, each.arguments, self.timeout, each.read)
+                limit = self._limit(each.reward)
+                outcomes[k] = call(each.reward.function, each.arguments, limit, each.read)
         for k, outcome in outcomes.items():
             if outcome.thread is not None:
                 self._hanging.setdefault(k, []).append(outcome.thread)
         return [outcomes.get(k) for k in range(len(calls))]
+
+    def _limit(self, reward: Reward) -> float:
+        return self.timeout if reward.timeout is None else reward.timeout
 
     def _is_free(self, k: int) -> bool:
         self._hanging[k] = [thread for thread in self._hanging.get(k, []) if thread.is_alive()]
@@ -152,7 +164,7 @@ class Scorer:
         if outcome is None:
             return [f"{prefix} was not called: {_MAX_HANGING} earlier calls have not come back"], every
         if outcome.timed_out:
-            return [f"{prefix} timed out after {self.timeout:g} s"], every
+            return [f"{prefix} timed out after {self._limit(each.reward):g} s"], every
         if outcome.error is not None:
             index = _culprit(outcome.error, each.completions)
             where = "" if index is None else f" at completion {index}, {show(texts[index])}"
@@ -191,7 +203,8 @@ class _Called:
             if fault:
                 faults.setdefault(fault, []).append(index)
         lines = [
-            f"{fault}, at completion {first} ({show(values[first])})"
+            f"{fault}, at completion {first}"
+            + (f" ({found})" if (found := _found(values[first])) else "")
             + (f" and {len(others)} more" if others else "")
             for fault, (first, *others) in faults.items()
         ]
@@ -221,6 +234,11 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, set | bytearray | np.ndarray) else value
 
 
+def _found(value: Any) -> str:
+    """What a line quotes of a value that is no reward."""
+    return value.found if isinstance(value, Failure) else show(value)
+
+
 def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
     """A reward's result as a list of `wanted` entries, or what is wrong with it."""
     if not isinstance(value, list):
@@ -234,6 +252,8 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
     """One entry of a reward's result as a float (NaN where there is none), and what is wrong with it."""
     if value is None:
         return np.nan, ""
+    if isinstance(value, Failure):
+        return np.nan, value.reason
     if not isinstance(value, numbers.Real | Decimal):
         return np.nan, f"returned {type(value).__name__}, wanted a number or None"
     try:

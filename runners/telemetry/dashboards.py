@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import attrs
+import numpy as np
+
 from runners.config.sections import LogConfig
 from runners.errors import UserError, first_line
+
+_LONG = ("prompt", "completion")
+_ID_FILE = "wandb_run_id"
+_TEXT = 10_000  # characters of a text in a table
+
+
+@attrs.frozen
+class Completions:
+    """What dashboards get of a batch step's completions."""
+
+    rows: list[dict[str, Any]]  # of a table: the first ones
+    numbers: dict[str, list[float]]  # of all: reward, each function's own, advantage, length
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]], most: int) -> Completions:
+        """Of records as completions.jsonl has them; `most` go into the table."""
+        rewards = list(dict.fromkeys(name for record in records for name in record.get("rewards", {})))
+        rows = [
+            {
+                "update": record["update"],
+                "prompt": _text(record["prompt"]),
+                "completion": _text(record["completion"]),
+                "answer": _text(record["answer"]),
+                "reward": _finite(record["reward"]),
+                **{f"rewards/{name}": _finite(record["rewards"].get(name)) for name in rewards},
+                "advantage": _finite(record["advantage"]),
+                "tokens": record["tokens"],
+                "finished": record["finished"],
+            }
+            for record in records[:most]
+        ]
+        columns = {"reward": [r["reward"] for r in records], "advantage": [r["advantage"] for r in records]}
+        columns |= {f"rewards/{name}": [r["rewards"].get(name) for r in records] for name in rewards}
+        columns["tokens"] = [r["tokens"] for r in records]
+        numbers = {
+            name: [v for v in map(_finite, values) if v is not None] for name, values in columns.items()
+        }
+        return cls(rows, numbers)
 
 
 class Sink(Protocol):
     """Somewhere else that the metrics go."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def completions(self, batch: Completions, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -27,14 +72,14 @@ def check_installed(settings: LogConfig) -> None:
         raise UserError("; ".join(problems))
 
 
-def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, Any]) -> list[Sink]:
+def open_sinks(target: Target, settings: LogConfig) -> list[Sink]:
     """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
     check_installed(settings)
     sinks: list[Sink] = []
     for key, kind in _DASHBOARDS.items():
         if getattr(settings, key):
             try:
-                sinks.append(kind(run_dir, name, config))
+                sinks.append(kind(target))
             except Exception as error:  # each package has errors of its own: no login, no network, no disk
                 raise UserError(
                     f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
@@ -42,18 +87,41 @@ def open_sinks(run_dir: Path, settings: LogConfig, name: str, config: dict[str, 
     return sinks
 
 
+@attrs.frozen
+class Target:
+    """Where and as what a run's numbers are shown."""
+
+    folder: Path  # the run's
+    name: str
+    project: str
+    entity: str
+    config: dict[str, Any]
+    resumed: bool  # the same run goes on
+    from_update: int = 0  # of a resumed run: later numbers are of steps that it does again
+
+
 class _TensorBoard:
     package = "tensorboardX"
 
-    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+    def __init__(self, target: Target):
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-        self._writer.add_text("config", f"    {json.dumps(config)}")
+        purge = target.from_update + 1 if target.resumed else None
+        self._writer = SummaryWriter(str(target.folder / "tensorboard"), purge_step=purge)
+        self._writer.add_text("config", f"    {json.dumps(target.config)}")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def completions(self, batch: Completions, step: int) -> None:
+        for number, row in enumerate(batch.rows):
+            facts = ", ".join(f"{name} {value}" for name, value in row.items() if name not in _LONG)
+            text = "\n\n".join([f"`{facts}`", *(f"**{name}**\n\n{_quoted(row[name])}" for name in _LONG)])
+            self._writer.add_text(f"completions/{number}", text, step)
+        for name, values in batch.numbers.items():
+            if values:
+                self._writer.add_histogram(f"histograms/{name}", np.array(values), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -62,13 +130,31 @@ class _TensorBoard:
 class _WandB:
     package = "wandb"
 
-    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+    def __init__(self, target: Target):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run = wandb.init(project="grpo_fn", name=name, config=config, dir=str(run_dir))
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=target.project,
+            entity=target.entity or None,
+            name=target.name,
+            id=_run_id(target),
+            resume="allow" if target.resumed else None,
+            config=target.config,
+            dir=str(target.folder),
+        )
+        # Not W&B's own step, which only rises: a resumed run does some updates again.
+        self._run.define_metric("update")
+        self._run.define_metric("*", step_metric="update")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "update": step})
+
+    def completions(self, batch: Completions, step: int) -> None:
+        if batch.rows:
+            data: list[Any] = [list(row.values()) for row in batch.rows]
+            table = self._wandb.Table(columns=list(batch.rows[0]), data=data)
+            self._run.log({"completions": table, "update": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -77,20 +163,53 @@ class _WandB:
 class _Trackio:
     package = "trackio"
 
-    def __init__(self, run_dir: Path, name: str, config: dict[str, Any]):
+    def __init__(self, target: Target):
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio = trackio
-        trackio.init(project="grpo_fn", name=name, config=config)
+        # A run is known by its name there.
+        resume = "allow" if target.resumed else "never"
+        trackio.init(project=target.project, name=target.name, config=target.config, resume=resume)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._trackio.log(dict(metrics), step=step)
+
+    def completions(self, batch: Completions, step: int) -> None:
+        if batch.rows:
+            data: list[Any] = [list(row.values()) for row in batch.rows]
+            table = self._trackio.Table(columns=list(batch.rows[0]), data=data)
+            self._trackio.log({"completions": table}, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
 
 
 _DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
+
+
+def _run_id(target: Target) -> str:
+    """W&B's name of the run, kept in its folder so that a resume finds it; a new one for a new run."""
+    file = target.folder / _ID_FILE
+    if target.resumed and file.is_file():
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    run_id = secrets.token_hex(4)
+    file.write_text(f"{run_id}\n", encoding="ascii")
+    return run_id
+
+
+def _text(value: Any) -> str:
+    text = "" if value is None else str(value)
+    text = text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+    return text.encode("utf-8", "backslashreplace").decode()  # halves of surrogate pairs
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _quoted(text: str) -> str:
+    """Indented, which Markdown shows as it is."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def _missing(key: str, package: str) -> str | None:

@@ -91,6 +91,10 @@ class Diary:
         """See `Report.alert`. Another thread may call this: nothing is kept of it."""
         self._report.alert(text)
 
+    def example(self, record: Mapping[str, Any]) -> None:
+        """See `Report.example`."""
+        self._report.example(record)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`."""
         self._event("table", text=title, columns=list(columns), rows=[list(map(str, row)) for row in rows])

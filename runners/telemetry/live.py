@@ -17,6 +17,8 @@ from rich.text import Text
 
 from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
+from runners.telemetry.block.key_presses import KeyPresses
+from runners.telemetry.block.rows import Example, detail_rows, example_rows
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -64,6 +66,9 @@ class LiveReport:
         self._title = "grpo"
         self._status = ""
         self._begun = self._finished = False
+        self._example: Example | None = None
+        self._example_shown = False
+        self._keys = KeyPresses(self.key)
         # Twice a second is enough for the time to tick, and leaves the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
 
@@ -86,6 +91,7 @@ class LiveReport:
         self._begun, self._status = True, ""
         self._print(_table({name: value for name, value in header.items() if name != "run"}))
         self._live.start(refresh=True)
+        self._keys.__enter__()
         self._redraw()
 
     def status(self, text: str) -> None:
@@ -106,6 +112,16 @@ class LiveReport:
         self._progress.eval(score, seconds)
         self._status = ""
         self._print(_text(eval_line(name, score, correct, total, seconds), "cyan"))
+
+    def example(self, record: Mapping[str, Any]) -> None:
+        """See `Report.example`."""
+        self._example = Example.of(record)
+
+    def key(self, letter: str) -> None:
+        """What a key does: e shows an example, or hides it again."""
+        if letter.lower() == "e":
+            self._example_shown = not self._example_shown
+            self._redraw()
 
     def note(self, text: str) -> None:
         """See `Report.note`."""
@@ -129,6 +145,7 @@ class LiveReport:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """See `Report.finish`."""
         self._status = f"finished in {duration_text(self._progress.elapsed())}"
+        self._keys.__exit__(None, None, None)
         self._redraw()
         self._live.stop()
         self._finished = True
@@ -140,6 +157,7 @@ class LiveReport:
     def __exit__(self, *error: object) -> None:
         if not self._finished:
             self._status = "stopped"  # what was going on no longer is
+            self._keys.__exit__(None, None, None)
         self._live.stop()
 
     def render(self) -> RenderableType:
@@ -149,8 +167,14 @@ class LiveReport:
         progress = self._progress
         width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
         rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
+        rows += detail_rows(progress, width - 4)
+        if self._example_shown:
+            rows += [Text(), example_rows(self._example, width - 4)]
         title = _text(self._title, "bold")
         status = _text(self._status, "cyan") if self._status else None
+        if self._keys.reading:
+            hint = _text("e: hide the example" if self._example_shown else "e: an example", "dim")
+            status = Text.assemble(status, "  ", hint) if status else hint
         return Panel(
             Group(*rows),
             title=title,

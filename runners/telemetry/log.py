@@ -10,7 +10,7 @@ from typing import Any
 from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
-from runners.telemetry.dashboards import open_sinks
+from runners.telemetry.dashboards import Completions, Target, open_sinks
 
 METRICS, EVENTS, COMPLETIONS = "training_log.jsonl", "events.jsonl", "completions.jsonl"
 EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
@@ -31,13 +31,24 @@ class MetricsLog:
         name: str = "grpo",
         config: Mapping[str, Any] | None = None,
         keep: Mapping[str, int] | None = None,
+        update: int = 0,
     ):
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
-        `keep` has what `positions` gave: the files are continued from there, and the events, which tell of
-        interruptions too, from their end. None: they begin anew.
+        `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
+        `update` that the run is at. Events, which tell of interruptions too, go on from their end. None: all
+        begin anew.
         """
-        self._sinks = open_sinks(run_dir, settings, name, dict(config or {}))
+        target = Target(
+            folder=run_dir,
+            name=settings.run_name or name,
+            project=settings.project,
+            entity=settings.entity,
+            config=dict(config or {}),
+            resumed=keep is not None,
+            from_update=update,
+        )
+        self._sinks, self._table_rows = open_sinks(target, settings), settings.table_rows
         texts = settings.completions
         wanted = {METRICS: settings.jsonl, EVENTS: settings.jsonl, COMPLETIONS: texts, EVALUATIONS: texts}
         wanted[TOKENS] = texts and settings.tokens != "none"
@@ -62,8 +73,13 @@ class MetricsLog:
             sink.log(numbers, int(plain.get("update") or 0))
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line for each completion."""
+        """Writes one line for each completion of a batch step; dashboards get a table of the first."""
+        records = list(records)
         self._write(COMPLETIONS, records)
+        if self._sinks and self._table_rows and records:
+            batch = Completions.of(records, self._table_rows)
+            for sink in self._sinks:
+                sink.completions(batch, int(records[0]["update"]))
 
     def evaluation(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line for each held-out problem of an evaluation."""

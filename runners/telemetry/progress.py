@@ -42,6 +42,7 @@ class Progress:
         self.done = done
         self._steps = 0  # in this process; a resumed run is at an update further on
         self.metrics: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}  # of the update before
         self.rewards: list[float] = []
         self.scores = list(scores)  # of evaluations, in order
         self.memory = 0
@@ -62,7 +63,7 @@ class Progress:
             self._intervals.clear()  # the first update compiles: it says nothing about the others
         self._intervals.append(max(interval, 0.0))
         self._steps += 1
-        self.metrics = dict(metrics)
+        self.before, self.metrics = self.metrics, dict(metrics)
         self.done = int(metrics.get("update", self.done + 1))
         self.memory = max(self.memory, self._read_memory())
         if is_finite(metrics.get("reward")):

@@ -14,6 +14,7 @@ from runners.config.loading import Config
 from runners.data.prompts import Example
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
+from runners.telemetry.run_statistics import combine_logged
 from runners.tokenization.text import TextDecoder
 
 LOGP_STEPS, MOVED_STEPS = 16, 64  # of a nat, in tokens.jsonl
@@ -83,7 +84,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     played = experience.played
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
-    metrics = {name: float(np.mean(values)) for name, values in experience.logged.items()}
+    metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
         values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)

@@ -59,6 +59,10 @@ class Report(Protocol):
         """An evaluation is done: `score`, in 0..1, is the share of exact matches."""
         ...
 
+    def example(self, record: Mapping[str, Any]) -> None:
+        """A completion of the batch step, as completions.jsonl has it; shown where a person asks for one."""
+        ...
+
     def note(self, text: str) -> None:
         """A line worth reading: a notice, a checkpoint."""
         ...
@@ -97,6 +101,8 @@ class Quiet:
     def step(self, metrics: Mapping[str, Any]) -> None: ...
 
     def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
+
+    def example(self, record: Mapping[str, Any]) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -169,6 +175,9 @@ class PlainReport:
         """See `Report.eval`."""
         self._progress.eval(score, seconds)
         self._line(eval_line(name, score, correct, total, seconds))
+
+    def example(self, record: Mapping[str, Any]) -> None:
+        """Says nothing: completions.jsonl has all of them."""
 
     def note(self, text: str) -> None:
         """See `Report.note`."""

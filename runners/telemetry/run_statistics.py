@@ -12,6 +12,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
+from runners.judges import combined
 from runners.rewards.experience import Experience, length_penalty, reward_spread
 
 
@@ -69,7 +70,7 @@ def rollout_metrics(
     for tally in tallies:
         for name, values in tally.logged.items():
             logged.setdefault(name, []).extend(values)
-    metrics = {name: _mean(np.array(values)) for name, values in logged.items()} | {
+    metrics = {name: combine_logged(name, values) for name, values in logged.items()} | {
         "reward": _mean(rewards_pg),
         "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
         "frac_reward_zero_std": float(np.mean(spread == 0)),
@@ -158,6 +159,12 @@ def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
             "clip_ratio/region_mean": stats.clip_region.item(),
         }
     return {"cispo_clip_ratio": stats.clip_high.item()} if sides == ("high",) else {}
+
+
+def combine_logged(name: str, values: Sequence[float]) -> float:
+    """One number for those that rewards logged under a name: their mean; of a judge's counts the sum."""
+    of_judge = combined(name, values)
+    return _mean(np.array(values)) if of_judge is None else of_judge
 
 
 def _mean(values: np.ndarray) -> float:

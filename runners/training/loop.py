@@ -208,7 +208,9 @@ class Loop:
     def _log_completions(self, experience: Experience) -> None:
         """The lines of a batch step's completions, and of their tokens where the config asks for them."""
         step, update = self.at.batch_step, self.at.update + 1
-        self.log.completions(completion_records(experience, step, update))
+        records = list(completion_records(experience, step, update))
+        self.log.completions(records)
+        self.report.example(records[0])
         if self.log.keeps_tokens:
             mask_bt = np.array(self.steps.counted(experience).mask_bt)
             given = len(self.config.data.nudge)

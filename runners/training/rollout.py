@@ -136,6 +136,7 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
+            group_size=size,
             conversations=None if played is None else played.messages,
             environments=None if played is None else played.environments,
         )

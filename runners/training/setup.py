@@ -32,7 +32,7 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.functions import Reward, check_columns, resolve_rewards
+from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
 from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
@@ -96,8 +96,9 @@ def build_run(
     """
     ranks = ranks or Ranks()
     spec = config.loss_spec()
-    functions = config.reward.functions
-    rewards = resolve_rewards(functions, config.reward.weights, config.folders) if functions else ()
+    functions, weights = config.reward.functions, config.reward.weights
+    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
+    check_judges(rewards)
     check_names(config.env, config.folders)
     say("reading the data")
     rows = load_rows(config.data, config.folders)

@@ -161,7 +161,12 @@ def _train(
         wanted.append(True)  # from here on there is something to report
         with (
             MetricsLog(
-                folder, settings.log, name=settings.run.name, config=settings.to_dict(), keep=keep
+                folder,
+                settings.log,
+                name=settings.run.name,
+                config=settings.to_dict(),
+                keep=keep,
+                update=at.update,
             ) as log,
             keeper(held, settings.checkpoint, log.names, shown.note, room) as saver,
             StopSignals(shown.alert) as signals,

@@ -65,7 +65,9 @@ class Toml(Target):
         from runners.config.loading import KEYS
 
         valid = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
-        names = sorted({".".join(key) for key in KEYS} | set(FLAT_KEYS) | {"stop.when", "nonsense"})
+        names = sorted(
+            {".".join(key).replace("*", "x") for key in KEYS} | set(FLAT_KEYS) | {"stop.when", "nonsense"}
+        )
         scalar = JSON.map(lambda value: json.dumps(value).encode("utf-8", "replace"))
         line = st.tuples(st.sampled_from(names).map(str.encode), scalar).map(b" = ".join)
         return mutated(valid) | st.lists(line, max_size=4).map(

@@ -63,7 +63,7 @@ def test_a_toml_snippet_is_a_config(snippet, folder):
         overrides += ["data.source=embedded"] if "source" not in table.get("data", {}) else []
     (folder / "snippet.toml").write_text(snippet.text, encoding="utf-8")
     config = load_config("snippet.toml", overrides).check()
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, [folder])
+    rewards = resolve_rewards(config.reward.functions, config.reward.weights, [folder], config.judge)
     assert len(rewards) == len(config.reward.functions)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from runners.config import sections
 from runners.config.loading import KEYS, ConfigError
-from runners.config.reading import PRESET_FOLDER
+from runners.config.reading import ANY_NAME, PRESET_FOLDER
 from runners.config.rules import is_text
 
 
@@ -76,6 +76,7 @@ def test_defaults_are_the_documented_ones(load):
             "on_error": "skip",
             "stop_if_all_fail": True,
         },
+        "judge": {},
         "loss": {
             "preset": "grpo",
             "mask_truncated_completions": False,
@@ -124,6 +125,10 @@ def test_defaults_are_the_documented_ones(load):
             "tensorboard": False,
             "wandb": False,
             "trackio": False,
+            "project": "grpo_fn",
+            "entity": "",
+            "run_name": "",
+            "table_rows": 8,
         },
         "watch": {"patience": 10, "min_entropy": 0.001, "max_kl": 10.0},
         "stop": {"when": []},
@@ -180,8 +185,9 @@ def taken(kind):
 def test_no_key_coerces(load, path):
     """Each key refuses every TOML type but its own; only an integer may stand for a number."""
     for sample in set(_SAMPLES) - taken(KEYS[path]):
-        text = f"{'.'.join(path)} = {_SAMPLES[sample]}\n"
+        key = ".".join("x" if part == ANY_NAME else part for part in path)
+        text = f"{key} = {_SAMPLES[sample]}\n"
         with pytest.raises(ConfigError) as caught:
             load(text if path == ("model", "path") else f'model.path = "embedded"\n{text}')
-        start = f"train.toml: {'.'.join(path)}: found {_SAMPLES[sample]}, want "
+        start = f"train.toml: {key}: found {_SAMPLES[sample]}, want "
         assert [line.startswith(start) for line in caught.value.problems] == [True], caught.value

@@ -60,7 +60,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
         code, screen = session.finish()
     lines = [line for line in screen.lines if line]
     assert code == 130 and screen.cursor_shown
-    assert blocks(lines) == [5]
+    assert blocks(lines) == [8]
     assert "Saving after this step. Press Ctrl-C again to quit now." in lines
     assert any(line.startswith("interrupted: saved") for line in lines)
     advice = screen.lines[screen.lines.index("interrupted") + 1 :]  # a long line, which the terminal wraps
@@ -89,4 +89,23 @@ def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start)
         session.type(CTRL_C)
         code, screen = session.finish()
     assert code == 130 and screen.cursor_shown
-    assert blocks(screen.lines) == [5] and screen.lines[-1] == ""
+    assert blocks(screen.lines) == [8] and screen.lines[-1] == ""
+
+
+def test_a_key_shows_an_example_and_the_terminal_is_given_back(start):
+    """e shows one, e hides it; keys are not echoed meanwhile; a second Ctrl-C gives it back, too."""
+    with start(seconds=30) as session:
+        session.read_until("e: an example")
+        assert not session.echoes
+        session.type(b"e")
+        session.read_until("e: hide the example")
+        session.read_until("reward ")
+        session.type(b"x")
+        session.type(b"E")
+        session.read_until("e: an example")
+        session.read_until("update 2/6")
+        session.type(CTRL_C)
+        session.read_until("Press Ctrl-C again")
+        session.type(CTRL_C)
+        session.read_until()
+        assert session.child.wait() == 130 and session.echoes

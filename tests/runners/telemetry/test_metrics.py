@@ -158,11 +158,14 @@ def fake_dashboards(monkeypatch):
     calls = []
 
     class Writer:
-        def __init__(self, logdir):
-            calls.append(("writer", logdir.rsplit("/", 1)[-1]))
+        def __init__(self, logdir, purge_step):
+            calls.append(("writer", logdir.rsplit("/", 1)[-1], purge_step))
 
-        def add_text(self, tag, text):
+        def add_text(self, tag, text, step=None):
             calls.append(("text", tag))
+
+        def add_histogram(self, tag, values, step):
+            calls.append(("histogram", tag, step))
 
         def add_scalar(self, tag, value, step):
             calls.append(("scalar", tag, value, step))
@@ -171,17 +174,24 @@ def fake_dashboards(monkeypatch):
             calls.append(("writer closed",))
 
     class Run:
-        def log(self, metrics, step):
-            calls.append(("wandb", metrics, step))
+        def define_metric(self, name, step_metric=None):
+            pass
+
+        def log(self, metrics):
+            calls.append(("wandb", metrics))
 
         def finish(self):
             calls.append(("wandb finished",))
 
     modules = {
         "tensorboardX": types.SimpleNamespace(SummaryWriter=Writer),
-        "wandb": types.SimpleNamespace(init=lambda *, project, name, config, dir: Run()),
+        "wandb": types.SimpleNamespace(
+            init=lambda **settings: calls.append(("wandb init", settings)) or Run(),
+            Table=lambda *, columns, data: ("table", columns, data),
+        ),
         "trackio": types.SimpleNamespace(
-            init=lambda *, project, name, config: None,
+            init=lambda **settings: calls.append(("trackio init", settings)),
+            Table=lambda *, columns, data: ("table", columns, data),
             log=lambda metrics, step: calls.append(("trackio", metrics, step)),
             finish=lambda: calls.append(("trackio finished",)),
         ),
@@ -207,6 +217,6 @@ def test_dashboards_get_finite_numbers_at_the_update(tmp_path, monkeypatch):
         log.log({"update": mx.array(7), "loss": 0.5, "kl": NAN, "who": "text", "flag": True})
     numbers = {"update": 7, "loss": 0.5}
     assert ("scalar", "loss", 0.5, 7) in calls and ("scalar", "update", 7, 7) in calls
-    assert ("wandb", numbers, 7) in calls and ("trackio", numbers, 7) in calls
+    assert ("wandb", numbers) in calls and ("trackio", numbers, 7) in calls
     assert calls[-3:] == [("writer closed",), ("wandb finished",), ("trackio finished",)]
     assert not [call for call in calls if "kl" in call or "flag" in call]

@@ -1,0 +1,172 @@
+"""The runs in a folder: how far each is, how well it did, how to go on with it. Nothing is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
+from runners.checkpoints.run_folder import LOCK, LOGS, interrupted
+from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
+from runners.config.loading import RESOLVED
+from runners.errors import UserError
+from runners.files.json_files import read_json
+
+DEPTH = 4  # a run's name may be a path
+State = Literal["running", "finished", "interrupted", "stopped"]
+
+
+@attrs.frozen
+class RunSummary:
+    """What one run's folder says of it. None: the folder does not say."""
+
+    folder: str
+    state: State  # interrupted: a checkpoint is there to go on from; stopped: none is
+    update: int  # the last one in the log
+    batch_steps: int | None  # of those that the run was to take, where optim.max_steps says it
+    batch_step: int
+    first_em: float | None  # exact match, 0 to 1
+    last_em: float | None
+    reward: float | None  # of the last update
+    seconds: float  # spent in updates and evaluations
+    changed: float  # when its log was written last, seconds since 1970
+    go_on: str  # a command; "" while it runs
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder and below it, the last changed one first. UserError: there is no such folder."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder, want one that holds runs, such as outputs")
+    return sorted(map(summarize, _folders(folder, DEPTH)), key=lambda run: (-run.changed, run.folder))
+
+
+def summarize(folder: Path) -> RunSummary:
+    """One run. Lines of its log that are no JSON are passed over: a run may be writing there."""
+    config = _table(folder / RESOLVED)
+    state = _state(folder)
+    update = batch_step = 0
+    scores: list[float] = []
+    reward, seconds = None, 0.0
+    for line in _lines(folder / LOGS[0]):
+        step = _count(line.get("update"))
+        if "em" in line and "step_time" not in line:
+            scores += [em] if (em := _number(line["em"])) is not None else []
+            seconds += _number(line.get("time/eval")) or 0.0
+        else:
+            # With log.every above 1 a line stands for the updates before it, too.
+            seconds += (_number(line.get("step_time")) or 0.0) * max(step - update, 1)
+            reward = _number(line.get("reward"))
+        update, batch_step = max(update, step), max(batch_step, _count(line.get("batch_step")))
+    return RunSummary(
+        folder=str(folder),
+        state=state,
+        update=update,
+        batch_steps=_count(_part(config, "optim", "max_steps")) or None,
+        batch_step=batch_step,
+        first_em=scores[0] if scores else None,
+        last_em=scores[-1] if scores else None,
+        reward=reward,
+        seconds=seconds,
+        changed=_changed(folder),
+        go_on=_advice(folder, state, config),
+    )
+
+
+def _folders(folder: Path, depth: int) -> Iterator[Path]:
+    """Folders of runs; links are not followed, and nothing in a run is searched."""
+    if (folder / RESOLVED).is_file():
+        yield folder
+    elif depth:
+        with suppress(OSError):
+            below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+            for path in below:
+                yield from _folders(path, depth - 1)
+
+
+def _state(folder: Path) -> State:
+    if _is_locked(folder / LOCK):
+        return "running"
+    if interrupted(folder) is not None:
+        return "interrupted"
+    return "finished" if (folder / "final" / "config.json").is_file() else "stopped"
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process has the run's lock. The look takes a lock that others may share, for an instant."""
+    try:
+        number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(number)
+    return False
+
+
+def _advice(folder: Path, state: State, config: Mapping[str, Any]) -> str:
+    if state == "running":
+        return ""
+    if state == "finished":
+        return shlex.join(["grpo", "chat", str(folder)])
+    resolved = str(folder / RESOLVED)
+    command = ["grpo-run", resolved]
+    output, name = _part(config, "run", "output_dir"), _part(config, "run", "name")
+    if isinstance(output, str) and isinstance(name, str) and Path(output, name).resolve() != folder.resolve():
+        # The run was started elsewhere, or its folder was moved.
+        command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]
+    return shlex.join([*command, "--resume"] if state == "interrupted" else command)
+
+
+def _changed(folder: Path) -> float:
+    times = [0.0]
+    for path in (folder / LOGS[0], folder / RESOLVED, *_states(folder)):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _states(folder: Path) -> list[Path]:
+    return [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                with suppress(ValueError, RecursionError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        yield found
+    except OSError:  # a run without this log, or one whose folder has gone meanwhile
+        return
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except UserError:  # a folder that was damaged is listed all the same
+        return {}
+
+
+def _part(config: Mapping[str, Any], section: str, key: str) -> Any:
+    table = config.get(section)
+    return table.get(key) if isinstance(table, Mapping) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,0 +1,77 @@
+"""`grpo runs [FOLDER]`: the runs of a folder, and how to go on with each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from runners.commands.base import HELP, ends_with_a_line
+from runners.machine.terminal import echo
+
+if TYPE_CHECKING:
+    from runners.checkpoints.run_list import RunSummary
+
+_NOTES = """\
+\b
+States: running; finished, with a final model; interrupted, with a checkpoint to go on from; stopped, before
+its first checkpoint.
+"""
+
+
+@click.command("runs", context_settings=HELP, epilog=_NOTES)
+@click.argument("folder", default="outputs")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@ends_with_a_line
+def runs_command(folder: str, as_json: bool) -> None:
+    """List the runs of a folder [outputs].
+
+    Shows, the last changed one first, each run's state, updates, exact match at its first and last
+    evaluation, last reward, time, and the command to go on with it. Nothing is changed.
+    """
+    from pathlib import Path
+
+    import attrs
+
+    from runners.checkpoints.run_list import find_runs
+    from runners.files.json_lines import to_json
+
+    runs = find_runs(Path(folder).expanduser())
+    if as_json:
+        for run in runs:
+            echo(to_json(attrs.asdict(run))[0])
+        return
+    if not runs:
+        echo(f"{folder} holds no runs")
+        return
+    for line in _lines(runs):
+        echo(line)
+
+
+def _lines(runs: Sequence[RunSummary]) -> list[str]:
+    from runners.telemetry.progress import duration_text, number_text, percent_text
+
+    rows = [("run", "state", "updates", "exact match", "reward", "time", "last change")]
+    for run in runs:
+        first = f"{percent_text(run.first_em)} → " if run.first_em is not None else ""
+        rows.append(
+            (
+                run.folder,
+                run.state,
+                str(run.update),
+                f"{first}{percent_text(run.last_em)}",
+                number_text(run.reward),
+                duration_text(run.seconds),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    for run, place in zip(reversed(runs), range(len(runs), 0, -1), strict=True):
+        if run.go_on:
+            lines.insert(place + 1, f"  {run.go_on}")
+    return lines

@@ -1,0 +1,11 @@
+"""Judges: models that reward completions, behind an API like OpenAI's or in a folder, as [judge.NAME] says.
+
+May import models, tokenization, config, machine and files; not rewards, which call judges.
+"""
+
+from runners.judges.building import CalledJudge, build_judge
+from runners.judges.judge import EndpointJudge, Exchange
+from runners.judges.metrics import combined
+from runners.judges.verdicts import Failure
+
+__all__ = ["CalledJudge", "EndpointJudge", "Exchange", "Failure", "build_judge", "combined"]

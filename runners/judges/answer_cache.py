@@ -1,0 +1,92 @@
+"""Answers of judges, kept between runs by their questions' content: judges.sqlite in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.files.cache_folder import cache_folder
+
+MOST_ANSWERS = 200_000  # the oldest go first
+_AT_A_TIME = 500  # values of one query
+_PATIENCE = 5.0  # seconds that another process may hold the file
+
+
+@attrs.frozen
+class CachedAnswer:
+    """A judge's answer, and what it took."""
+
+    text: str
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+
+def question_digest(url: str, body: Mapping[str, Any]) -> str:
+    """The name of a request's answer: a digest of where it goes and of all that it says, without any key."""
+    content = json.dumps([url, body], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+@attrs.define
+class AnswerCache:
+    """The file. A fault of it ends no run: `notices` tells it, and nothing is kept from then on."""
+
+    file: Path = attrs.field(factory=lambda: cache_folder() / "judges.sqlite")
+    notices: list[str] = attrs.field(factory=list)
+    usable: bool = True
+
+    def find(self, digests: Iterable[str]) -> dict[str, CachedAnswer]:
+        """Those of the answers that are there."""
+        wanted = list(dict.fromkeys(digests))
+        found: dict[str, CachedAnswer] = {}
+        if not wanted or not self.usable or not self.file.exists():
+            return found
+
+        def query(connection: sqlite3.Connection) -> None:
+            for start in range(0, len(wanted), _AT_A_TIME):
+                part = wanted[start : start + _AT_A_TIME]
+                marks = ",".join("?" * len(part))
+                rows = connection.execute(
+                    f"SELECT digest, text, tokens_in, tokens_out FROM answers WHERE digest IN ({marks})", part
+                )
+                found.update((digest, CachedAnswer(*rest)) for digest, *rest in rows)
+
+        self._use(query)
+        return found
+
+    def keep(self, answers: Mapping[str, CachedAnswer]) -> None:
+        """Adds answers."""
+        if not answers or not self.usable:
+            return
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "INSERT OR REPLACE INTO answers (digest, text, tokens_in, tokens_out) VALUES (?, ?, ?, ?)",
+                [(digest, a.text, a.tokens_in, a.tokens_out) for digest, a in answers.items()],
+            )
+            connection.execute(
+                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?", (MOST_ANSWERS,)
+            )
+
+        self._use(insert)
+
+    def _use(self, act: Callable[[sqlite3.Connection], None]) -> None:
+        """Calls `act` with a connection of this thread's own, in a transaction."""
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.file, timeout=_PATIENCE)) as connection, connection:
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS answers (place INTEGER PRIMARY KEY AUTOINCREMENT, "
+                    "digest TEXT UNIQUE, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
+                )
+                act(connection)
+        except (sqlite3.Error, OSError) as error:
+            self.usable = False
+            self.notices.append(f"{self.file}: judges' answers are not kept ({error})")

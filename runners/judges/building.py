@@ -1,0 +1,59 @@
+"""From a table [judge.NAME] to the reward that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from runners.config.sections import JUDGE_PREFIX, JudgeConfig
+from runners.errors import UserError
+from runners.judges.answer_cache import AnswerCache
+from runners.judges.endpoint import Endpoint
+from runners.judges.judge import EndpointJudge
+from runners.judges.keys import take_key
+
+_GRACE = 15.0  # seconds that a judge has to cancel what is past its time limit, before the scorer leaves it
+
+
+@attrs.frozen(eq=False)
+class CalledJudge:
+    """A judge, and how the scorer has to call it."""
+
+    name: str  # in logs
+    function: Callable[..., Any]
+    timeout: float  # seconds; 0: none
+    grouped: bool  # whether it takes `group_size`
+    check: Callable[[], None]  # raises UserError where it cannot judge: nothing answers, no weights, no key
+
+
+def build_judge(name: str, settings: JudgeConfig) -> CalledJudge:
+    """The judge of a table that `load_config` has checked. Nothing is asked or loaded yet."""
+    if settings.kind == "classifier":
+        from runners.judges.classifier import ClassifierJudge
+
+        classifier = ClassifierJudge(name, settings)
+        return CalledJudge(JUDGE_PREFIX + name, classifier, 0.0, False, classifier.load)
+    key = take_key(settings.api_key_env) if settings.api_key_env else ""
+    endpoint = Endpoint(
+        url=settings.url,
+        variable=settings.api_key_env,
+        key=key or "",
+        concurrency=settings.concurrency,
+        timeout=settings.timeout,
+        batch_timeout=settings.batch_timeout,
+        retries=settings.retries,
+    )
+    judge = EndpointJudge(name, settings, endpoint, AnswerCache() if settings.cache else None)
+
+    def check() -> None:
+        if key is None:
+            raise UserError(
+                f"judge.{name}.api_key_env: the environment has nothing in {settings.api_key_env}, "
+                "want the key there"
+            )
+        endpoint.check(name)
+
+    limit = settings.batch_timeout + _GRACE if settings.batch_timeout else 0.0
+    return CalledJudge(JUDGE_PREFIX + name, judge, limit, settings.kind == "ranking", check)

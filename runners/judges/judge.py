@@ -1,0 +1,189 @@
+"""A judge behind an API as a reward: questions, cache, requests, verdicts, and numbers for the log."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from runners.config.sections import JudgeConfig
+from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
+from runners.judges.endpoint import Endpoint, Reply
+from runners.judges.metrics import metric_name
+from runners.judges.questions import columns_of, messages_for
+from runners.judges.verdicts import Failure, presentation_order, read_ranking, read_score
+
+Verdict = float | Failure
+LogMetric = Callable[[str, float], None]
+_SAME = 0.5  # the reward of a group whose completions are all one text: there is nothing to rank
+
+
+@attrs.frozen
+class Exchange:
+    """What a judge was asked about some completions, and what it answered."""
+
+    rows: tuple[int, ...]  # the completions
+    messages: tuple[dict[str, str], ...]
+    answer: str | None  # None: none came
+    verdicts: tuple[Verdict, ...]  # of these completions
+
+
+@attrs.frozen(eq=False)
+class _Question:
+    rows: tuple[int, ...]  # completions that the answer is about
+    body: dict[str, Any]  # of the request
+    digest: str
+    read: Callable[[str], list[Verdict]]  # an answer's verdict on each of the rows
+
+
+@attrs.define(eq=False)
+class EndpointJudge:
+    """Called as an async reward is, with what `__signature__` names; returns a number or a Failure each.
+
+    `exchanges` is None in a run; a list is given every exchange of a call.
+    """
+
+    name: str
+    settings: JudgeConfig
+    endpoint: Endpoint
+    cache: AnswerCache | None
+    exchanges: list[Exchange] | None = None
+    total_cost: float = 0.0
+    __signature__: inspect.Signature = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        columns = columns_of(self.settings)
+        names = ["completions", "prompts", "log_metric", *columns]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        # The scorer passes what a reward's signature names, and refuses a run without such a column.
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    async def __call__(
+        self,
+        *,
+        completions: Sequence[Sequence[Mapping[str, str]]],
+        prompts: Sequence[Sequence[Mapping[str, Any]]],
+        log_metric: LogMetric,
+        group_size: int = 1,
+        **columns: Sequence[Any],
+    ) -> list[Verdict]:
+        """The verdict on each of B completions; the `group_size` ones of a prompt follow one another."""
+        texts = [completion[0]["content"] for completion in completions]
+        verdicts: list[Verdict] = [_SAME] * len(texts)
+        questions = self._questions(texts, prompts, columns, group_size)
+        bodies = {question.digest: question.body for question in questions}
+        known = self._known(bodies)
+        missing = [digest for digest in bodies if digest not in known]
+        replies, sent = await self.endpoint.ask([bodies[digest] for digest in missing])
+        found: dict[str, Reply | Failure] = dict(zip(missing, replies, strict=True))
+        usable: dict[str, CachedAnswer] = {}
+        for question in questions:
+            reply = found.get(question.digest)
+            answer = known.get(question.digest) or (reply if isinstance(reply, Reply) else None)
+            if answer is None:
+                assert isinstance(reply, Failure)
+                ruled: list[Verdict] = [reply] * len(question.rows)
+            else:
+                ruled = question.read(answer.text)
+                if isinstance(answer, Reply) and not any(isinstance(each, Failure) for each in ruled):
+                    usable[question.digest] = CachedAnswer(answer.text, answer.tokens_in, answer.tokens_out)
+            for row, verdict in zip(question.rows, ruled, strict=True):
+                verdicts[row] = verdict
+            if self.exchanges is not None:
+                said = None if answer is None else answer.text
+                self.exchanges.append(
+                    Exchange(question.rows, tuple(question.body["messages"]), said, tuple(ruled))
+                )
+        if self.cache is not None:
+            self.cache.keep(usable)
+        asked = sum(len(question.rows) for question in questions)
+        new = {digest: next(q for q in questions if q.digest == digest) for digest in missing}
+        self._log(
+            log_metric,
+            sent=sent,
+            cached=asked - sum(len(question.rows) for question in new.values()),
+            failed=sum(isinstance(verdict, Failure) for verdict in verdicts),
+            replies=[reply for reply in replies if isinstance(reply, Reply)],
+        )
+        return verdicts
+
+    def take_notices(self) -> list[str]:
+        """Lines on what went wrong beside the verdicts, each once."""
+        if self.cache is None:
+            return []
+        told, self.cache.notices = self.cache.notices, []
+        return told
+
+    def _questions(
+        self,
+        texts: Sequence[str],
+        prompts: Sequence[Sequence[Mapping[str, Any]]],
+        columns: Mapping[str, Sequence[Any]],
+        group_size: int,
+    ) -> list[_Question]:
+        ranking = self.settings.kind == "ranking"
+        questions = []
+        for start in range(0, len(texts), group_size if ranking else 1):
+            rows = tuple(range(start, start + (group_size if ranking else 1)))
+            group = [texts[row] for row in rows]
+            values = {name: entries[start] for name, entries in columns.items()}
+            if ranking:
+                shown = presentation_order(group, self.settings.criteria)
+                if len(shown) == 1:
+                    continue
+                read = _ranks_reader([shown.index(text) for text in group], len(shown))
+            else:
+                shown, read = group, self._read_score
+            body = self._body(messages_for(self.settings, prompts[start], shown, values))
+            questions.append(_Question(rows, body, question_digest(self.endpoint.url, body), read))
+        return questions
+
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        settings = self.settings
+        body = {"messages": messages, "temperature": settings.temperature, "max_tokens": settings.max_tokens}
+        if settings.model:
+            body["model"] = settings.model
+        body |= json.loads(settings.extra) if settings.extra else {}
+        # null in `extra` takes a key away, for a server that refuses it.
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _read_score(self, answer: str) -> list[Verdict]:
+        return [read_score(answer, self.settings.scale, self.settings.pattern)]
+
+    def _known(self, digests: Mapping[str, Any]) -> dict[str, CachedAnswer]:
+        return {} if self.cache is None else self.cache.find(digests)
+
+    def _log(
+        self, log_metric: LogMetric, *, sent: int, cached: int, failed: int, replies: Sequence[Reply]
+    ) -> None:
+        numbers: dict[str, float] = {"requests": sent, "cached": cached, "failed": failed}
+        if replies:
+            seconds = [reply.seconds for reply in replies]
+            numbers |= {"latency": math.fsum(seconds) / len(seconds), "slowest": max(seconds)}
+        counts = {
+            "tokens_in": sum(r.tokens_in for r in replies),
+            "tokens_out": sum(r.tokens_out for r in replies),
+        }
+        numbers |= counts
+        if self.settings.price_in or self.settings.price_out:
+            cost = (
+                counts["tokens_in"] * self.settings.price_in + counts["tokens_out"] * self.settings.price_out
+            )
+            self.total_cost += cost / 1e6
+            numbers |= {"cost": cost / 1e6, "total_cost": self.total_cost}
+        for part, value in numbers.items():
+            log_metric(metric_name(self.name, part), value)
+
+
+def _ranks_reader(places: Sequence[int], size: int) -> Callable[[str], list[Verdict]]:
+    """Reads a ranking of `size` texts; `places` says which of them, from 0, each completion is."""
+
+    def read(answer: str) -> list[Verdict]:
+        ranked = read_ranking(answer, size)
+        return [ranked if isinstance(ranked, Failure) else ranked[place] for place in places]
+
+    return read

@@ -1,0 +1,94 @@
+"""What judges write, as rewards: a score on a scale, a ranking of a group, or neither."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from runners.errors import show
+
+_MOST = 100_000  # characters of an answer that are looked at, from its end
+_THOUGHT_END = "</think>"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
+_SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
+_ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
+_RANKING = re.compile(r"\branking\b[\s*_`\"]*[:=]([^\n]*)", re.IGNORECASE)
+_LIST = re.compile(r"\[([\d,\s]*)\]")
+
+
+@attrs.frozen
+class Failure:
+    """In a reward's place: why there is none. The scorer tells it, and counts it as a fault of the reward."""
+
+    reason: str  # equal ones are told in one line
+    found: str = ""  # what it was found in, of one completion
+
+
+def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> float | Failure:
+    """The score in an answer, as a share of the scale: 0.0 at its low end, 1.0 at its high end.
+
+    It is the last ``SCORE: number``, or the whole answer where that is one number. With `pattern` it is what
+    the last match has in its one group. What a model thinks up to ``</think>`` is passed over.
+    """
+    text = _said(answer)
+    if pattern:
+        found = [match[1] for match in re.finditer(pattern, text)]
+    else:
+        alone = _ALONE.fullmatch(text)
+        found = [alone[1]] if alone else _SCORE.findall(text)
+    if not found:
+        return Failure("got an answer without a score", _end_of(text))
+    low, high = scale
+    try:
+        score = float(found[-1])
+    except (TypeError, ValueError):  # of a pattern of the user's own
+        return Failure("got a score that is no number", show(found[-1]))
+    if not low <= score <= high:  # NaN neither
+        return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{score:g}")
+    return (score - low) / (high - low)
+
+
+def read_ranking(answer: str, size: int) -> list[float] | Failure:
+    """The rewards of `size` ranked texts, by their number: 1.0 for the best, 0.0 for the last, in even steps.
+
+    The ranking is the last ``RANKING: 2, 1, 3``, best first, or else the last list in square brackets. It has
+    to name each number from 1 to `size` once.
+    """
+    text = _said(answer)
+    found = _RANKING.findall(text) or _LIST.findall(text)
+    if not found:
+        return Failure("got an answer without a ranking", _end_of(text))
+    numbers = [int(digits) for digits in re.findall(r"\d{1,9}", found[-1])]
+    if sorted(numbers) != list(range(1, size + 1)):
+        return Failure("got a ranking that does not name each number once", show(found[-1].strip()))
+    rewards = [math.nan] * size
+    for place, number in enumerate(numbers):
+        rewards[number - 1] = 1 - place / (size - 1)
+    return rewards
+
+
+def presentation_order(texts: Sequence[str], salt: str) -> list[str]:
+    """The different texts among `texts`, in an order that depends on their content alone.
+
+    A judge may prefer the first or the last: which text that is has nothing to do with where it stood, and is
+    the same when a step is repeated.
+    """
+    return sorted(
+        dict.fromkeys(texts), key=lambda text: hashlib.sha256(f"{salt}\0{text}".encode(*_ANY)).digest()
+    )
+
+
+_ANY = ("utf-8", "surrogatepass")
+
+
+def _said(answer: str) -> str:
+    return answer[-_MOST:].rpartition(_THOUGHT_END)[2]
+
+
+def _end_of(text: str) -> str:
+    words = " ".join(text.split())
+    return show(words if len(words) <= 60 else f"...{words[-57:]}") if words else "nothing"

@@ -1,0 +1,100 @@
+"""`grpo runs`: each state, how far, how well, how long, and commands that do go on with a run."""
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.checkpoints.run_list import find_runs, summarize
+from runners.config.loading import load_config
+from runners.training.train import run_training
+from tests.support.resuming import lines_of
+from tests.support.tiny_runs import Notes, small
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """A finished run, one cut off after its checkpoint, one stopped before any, and a broken folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("done", "deep/cut"):
+        text = small(run={"name": name, "output_dir": str(folder)}, checkpoint={"every": 1})
+        (folder / "t.toml").write_text(text)
+        run_training(load_config(str(folder / "t.toml"), ["eval.at_start=true"]), report=Notes())
+    shutil.rmtree(folder / "deep/cut/final")
+    shutil.rmtree(folder / "deep/cut/checkpoint-2")
+    (folder / "early").mkdir()
+    shutil.copy(folder / "done/config.resolved.json", folder / "early")
+    (folder / "broken").mkdir()
+    (folder / "broken/config.resolved.json").write_text("{")
+    (folder / "broken/training_log.jsonl").write_bytes(
+        b'{"update": 3, "reward": 0.5}\n[1]\n{"update": 4, "rew\xff'
+    )
+    (folder / "loop").symlink_to(folder)
+    return folder
+
+
+def runs(*arguments):
+    """The command in this process."""
+    return CliRunner().invoke(cli.main, ["runs", *map(str, arguments)])
+
+
+def test_every_run_is_listed_with_its_state(outputs):
+    """Once, those in folders below too; exact match, updates and time are the log's."""
+    found = {os.path.relpath(run.folder, outputs): run for run in find_runs(outputs)}
+    assert {name: run.state for name, run in found.items()} == {
+        "done": "finished",
+        "deep/cut": "interrupted",
+        "early": "stopped",
+        "broken": "stopped",
+    }
+    done, broken = found["done"], found["broken"]
+    assert (done.update, done.batch_step, done.batch_steps) == (2, 2, 2)
+    assert done.first_em is not None and done.last_em is not None and done.reward is not None
+    lines = lines_of(outputs / "done/training_log.jsonl")
+    spent = sum(line.get("step_time", 0) + ("em_subset" in line) * line.get("time/eval", 0) for line in lines)
+    assert done.seconds == pytest.approx(spent)
+    assert (broken.update, broken.reward, broken.last_em) == (3, 0.5, None)
+
+
+def test_the_commands_go_on_with_a_run(outputs, tmp_path):
+    """An interrupted one is resumed by config.resolved.json, here and from elsewhere, and after a move."""
+    shown = runs(outputs)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.splitlines()[0].split()[:3] == ["run", "state", "updates"]
+    assert f"  grpo chat {outputs / 'done'}\n" in shown.output
+    moved = tmp_path / "moved"
+    shutil.copytree(outputs / "deep/cut", moved)
+    for folder in (outputs / "deep/cut", moved):
+        words = shlex.split(summarize(folder).go_on)
+        assert words[0] == "grpo-run" and words[-1] == "--resume"
+        done = CliRunner().invoke(cli.main, ["run", *words[1:]])
+        assert done.exit_code == 0, done.output
+        assert summarize(folder).state == "finished"
+        before, after = (lines_of(run / "training_log.jsonl") for run in (outputs / "done", folder))
+        assert [line.get("loss") for line in after] == [line.get("loss") for line in before]
+
+
+def test_a_running_run_is_known_by_its_lock(outputs):
+    """Which the look neither takes nor removes; a lock file of a dead process is none."""
+    (outputs / "early/.lock").write_text("1\n")
+    assert summarize(outputs / "early").state == "stopped"
+    with open(outputs / "early/.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run = summarize(outputs / "early")
+        assert (run.state, run.go_on) == ("running", "")
+    (outputs / "early/.lock").unlink()
+
+
+def test_json_and_missing_folders(outputs, tmp_path):
+    """An object a line; a folder without runs says so, one that is missing is an error."""
+    lines = [json.loads(line) for line in runs(outputs, "--json").output.splitlines()]
+    assert {line["state"] for line in lines} >= {"finished", "stopped"}
+    (tmp_path / "empty").mkdir()
+    assert runs(tmp_path / "empty").output == f"{tmp_path / 'empty'} holds no runs\n"
+    missing = runs(tmp_path / "none")
+    assert missing.exit_code == 2 and "there is no such folder" in missing.stderr

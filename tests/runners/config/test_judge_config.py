@@ -1,0 +1,144 @@
+"""Tables [judge.NAME]: read, named by rewards, overridden, written down again; and what is refused."""
+
+import json
+
+import pytest
+
+from runners.config.conditions import JUDGE_METRICS
+from runners.config.loading import ConfigError, load_config
+from runners.judges import metrics
+
+BASE = """
+model.path = "embedded"
+data.source = "embedded"
+[reward]
+functions = ["correctness_reward_func", "judge.kind-one"]
+[judge.kind-one]
+url = "http://127.0.0.1:8080/v1"
+"""
+
+
+def with_keys(**keys):
+    """The config with these keys of the judge in place of its own, or beside them."""
+    found = {"url": "http://127.0.0.1:8080/v1", **keys}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in found.items() if value is not None]
+    return BASE.rpartition("url")[0] + "\n".join(lines)
+
+
+def test_a_judge_is_read_and_written_down(load, tmp_path):
+    """With defaults, with --set, from config.resolved.json's form and from --dry-run's."""
+    config = load(
+        BASE, "judge.kind-one.timeout=5", "judge.kind-one.model=large", "judge.kind-one.scale=[1, 5]"
+    )
+    judge = config.judge["kind-one"]
+    assert (judge.kind, judge.timeout, judge.model, judge.scale) == ("score", 5.0, "large", (1.0, 5.0))
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    (tmp_path / "again.json").write_text(json.dumps(config.to_dict()))
+    assert "\n[judge.kind-one]\n" in config.to_toml()
+    assert load_config("again.toml") == load_config("again.json") == config
+    assert hash(config) is not None
+
+
+def test_a_config_without_judges_has_an_empty_section(load):
+    """And reads no key of it."""
+    config = load('model.path = "embedded"')
+    assert config.judge == {} and config.to_dict()["judge"] == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"ulr": 1}, "ulr: unknown key; did you mean judge.kind-one.url?"),
+        (
+            {"kind": "rank"},
+            'kind: found "rank", want one of score, ranking, classifier; did you mean ranking?',
+        ),
+        ({"url": None}, "url: missing, want the address of an API"),
+        ({"url": "ftp://a/v1"}, 'url: found "ftp://a/v1", want the address'),
+        ({"url": "127.0.0.1:8080"}, "url: found"),
+        ({"url": "http://a:x/v1"}, "url: found"),
+        ({"url": "http://a/v1/chat/completions"}, "want it without /chat/completions"),
+        ({"url": "https://me:sk-planted@a/v1"}, "url: found a user or a password in the address"),
+        ({"api_key_env": "sk-planted 1"}, "api_key_env: found no such name (not shown"),
+        ({"api_key_env": "HF_TOKEN"}, 'api_key_env: found "HF_TOKEN", which others read too'),
+        ({"api_key": "sk-planted"}, "api_key: unknown key; did you mean judge.kind-one.api_key_env?"),
+        ({"prompt": "Mark it."}, "prompt: found no {completion} in it"),
+        ({"prompt": "{completion}{completions}"}, "prompt: found {completions} in it, want {completion}"),
+        ({"kind": "ranking", "prompt": "{completion}"}, "prompt: found no {completions} in it"),
+        ({"kind": "ranking", "pattern": "(x)"}, 'pattern: found one with kind = "ranking"'),
+        ({"pattern": "(x"}, "pattern: found"),
+        ({"pattern": "x"}, "found 0 groups"),
+        ({"extra": "[1]"}, "extra: found"),
+        ({"extra": '{"messages": []}'}, "extra: found messages in it"),
+        ({"scale": [5, 1]}, "scale: found [5, 1]"),
+        ({"path": "x"}, 'path: found "x" with kind = "score", which has no use for it'),
+        ({"kind": "classifier"}, 'url: found a value with kind = "classifier"'),
+        ({"kind": "classifier", "url": None}, "path: missing, want the folder of a classifier"),
+        ({"kind": "classifier", "url": None, "path": "./no"}, "path: no such file or folder"),
+    ],
+)
+def test_keys_that_do_not_fit_are_told(load, keys, line):
+    """File, key, what was found, what is wanted; never what may be a key or a password."""
+    with pytest.raises(ConfigError) as caught:
+        load(with_keys(**keys))
+    assert f"train.toml: judge.kind-one.{line}" in str(caught.value) or line in str(caught.value)
+    if "planted" in str(keys) and "api_key" not in keys:
+        assert "planted" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "reward.functions = ['judge.kin']",
+            'found "judge.kin", want the name of a table [judge.NAME]; there are none',
+        ),
+        ("reward.functions = ['judge.on']\n[judge.one]\nurl='http://a'", "; did you mean one?"),
+        (
+            "[judge]\nurl = 'http://a'",
+            'judge.url: found "http://a", want a table, each with a name of its own',
+        ),
+        ("judge = 3", "judge: found 3, want tables [judge.NAME]"),
+        ("[judge.'a b']\nurl = 'http://a'", 'found the name "a b", want a name of letters'),
+    ],
+)
+def test_names_have_to_be_right(load, text, line):
+    """Of the table, and in reward.functions."""
+    with pytest.raises(ConfigError) as caught:
+        load(f"model.path = 'embedded'\n{text}")
+    assert line in str(caught.value)
+
+
+def test_notices(load):
+    """A judge that no reward names, and a key that goes out unencrypted."""
+    config = load(BASE, "reward.functions=['int_reward_func']")
+    assert any("[judge.kind-one] is not used" in notice for notice in config.notices)
+    far = load(with_keys(url="http://example.org/v1", api_key_env="MY_JUDGE"))
+    assert any("goes over the network unencrypted" in notice for notice in far.notices)
+    for url in ("http://127.0.0.1/v1", "http://[::1]:80", "http://localhost:1/v1", "https://example.org/v1"):
+        assert load(with_keys(url=url, api_key_env="MY_JUDGE")).notices == ()
+
+
+def test_a_folder_beside_the_config_and_an_own_module_named_judge(load, tmp_path):
+    """The classifier's path is resolved; `judge.x:f` stays a function of one's own."""
+    (tmp_path / "rm").mkdir()
+    text = BASE.replace('url = "http://127.0.0.1:8080/v1"', 'kind = "classifier"\npath = "rm"')
+    assert load(text).judge["kind-one"].path == "rm"
+    assert load("model.path='embedded'\nreward.functions=['judge.x:f']").reward.functions == ("judge.x:f",)
+
+
+def test_conditions_may_name_a_judges_numbers(load):
+    """Those that it logs, with the nearest spelling."""
+    assert load(BASE, "stop.when=['judge/kind-one/total_cost > 5']").stop.when
+    with pytest.raises(ConfigError, match="did you mean judge/kind-one/failed"):
+        load(BASE, "stop.when=['judge/kind-one/faild > 5']")
+    assert set(JUDGE_METRICS) == set(metrics._RULES)
+
+
+def test_several_batch_steps_become_one_number():
+    """Counts add up, times are averaged, the largest stays; other names are not a judge's."""
+    assert metrics.combined("judge/a/requests", [1.0, 2.0]) == 3
+    assert metrics.combined("judge/a/latency", [1.0, 2.0]) == 1.5
+    assert metrics.combined("judge/a/slowest", [1.0, 2.0]) == 2
+    assert metrics.combined("judge/requests", [1.0]) is None
+    assert metrics.combined("other/a/requests", [1.0]) is None

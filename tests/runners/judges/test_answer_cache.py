@@ -1,0 +1,61 @@
+"""Answers kept by content; a file that cannot be used is told once and costs nothing."""
+
+import threading
+
+from runners.judges import answer_cache
+from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
+
+
+def test_answers_come_back(tmp_path):
+    """Also to another process's cache, which another object stands for; more than one query's worth."""
+    file = tmp_path / "deep" / "judges.sqlite"
+    answers = {f"d{i}": CachedAnswer(f"SCORE: {i}", i, 1) for i in range(1200)}
+    assert AnswerCache(file).find(["d1"]) == {}
+    AnswerCache(file).keep(answers)
+    assert AnswerCache(file).find([*answers, "other"]) == answers
+    AnswerCache(file).keep({"d1": CachedAnswer("new")})
+    assert AnswerCache(file).find(["d1"]) == {"d1": CachedAnswer("new")}
+
+
+def test_the_oldest_go_first(tmp_path, monkeypatch):
+    """The number is bounded."""
+    monkeypatch.setattr(answer_cache, "MOST_ANSWERS", 3)
+    cache = AnswerCache(tmp_path / "judges.sqlite")
+    for i in range(6):
+        cache.keep({f"d{i}": CachedAnswer(str(i))})
+    assert list(cache.find(f"d{i}" for i in range(6))) == ["d3", "d4", "d5"]
+
+
+def test_threads_share_the_file(tmp_path):
+    """Several writers at a time lose nothing."""
+    cache = AnswerCache(tmp_path / "judges.sqlite")
+    threads = [threading.Thread(target=cache.keep, args=({f"d{i}": CachedAnswer(str(i))},)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache.find(f"d{i}" for i in range(8))) == 8 and cache.notices == []
+
+
+def test_a_damaged_file_is_told_once(tmp_path):
+    """Nothing is found and nothing kept; the file stays as it was."""
+    file = tmp_path / "judges.sqlite"
+    file.write_bytes(b"no database" * 100)
+    cache = AnswerCache(file)
+    assert cache.find(["d"]) == {}
+    cache.keep({"d": CachedAnswer("x")})
+    assert cache.find(["d"]) == {}
+    (notice,) = cache.notices
+    assert "judges' answers are not kept" in notice and str(file) in notice
+    assert file.read_bytes() == b"no database" * 100
+
+
+def test_the_digest_depends_on_address_and_body():
+    """On each part of the request, not on the order of keys."""
+    body = {"messages": [{"role": "user", "content": "ü"}], "temperature": 0.0}
+    same = question_digest("http://a", dict(reversed(body.items())))
+    assert question_digest("http://a", body) == same
+    assert (
+        len({same, question_digest("http://b", body), question_digest("http://a", {**body, "model": "m"})})
+        == 3
+    )
