@@ -40,8 +40,7 @@ from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
 from runners.training.loop import Loop, RunResult
 from runners.training.loop_state import LoopState
-from runners.training.rank_start import check_alike, share_start
-from runners.training.restoring import restore
+from runners.training.restoring import check_alike, restore, share_start
 from runners.training.setup import Run, build_run
 
 __all__ = ["RunResult", "run_training"]
