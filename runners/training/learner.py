@@ -86,9 +86,14 @@ def build_learner(
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
     if role.transform is not None:
-        sampler = checked(role.policy, role.transform(params), "rollout")
-        role.decode_as(sampler.way.applied(role.policy))
-        notices += sampler.notices
+        try:
+            sampler = checked(role.policy, role.transform(params), "rollout")
+        except UserError as error:
+            # No reason to end: the role goes back to full precision where its numbers fail.
+            notices += (f"rollout.quantization = {config.rollout.quantization}: {error}",)
+        else:
+            role.decode_as(sampler.way.applied(role.policy))
+            notices += sampler.notices
     reference = make_reference_role(config, policy)
     policy = policy.skeleton()
     role.full = policy
