@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list
         transport = "nccl" if backend() == "cuda" else "ring"
         # fmt: off
         command = [
-            str(Path(sys.executable).parent / "mlx.launch"), "-n", str(ranks), "--backend", transport,
+            launcher_script(), "-n", str(ranks), "--backend", transport,
             "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
         ]
         # fmt: on
@@ -165,6 +166,15 @@ def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list
         if not out.exists():
             raise UserError(f"{ranks} ranks: no result: {(done.stderr or done.stdout)[-600:]}")
         return json.loads(out.read_text())["ranks"]
+
+
+def launcher_script() -> str:
+    """MLX's launcher: beside this Python, or on the PATH. UserError where it is not there."""
+    beside = Path(sys.executable).parent / "mlx.launch"
+    found = str(beside) if beside.is_file() else shutil.which("mlx.launch")
+    if found is None:
+        raise UserError(f"mlx.launch is neither in {beside.parent} nor on the PATH; it comes with mlx")
+    return found
 
 
 def _free_port() -> int:
@@ -230,16 +240,21 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
     return figures
 
 
-@benchmark("ranks")
+@benchmark("ranks", parts="chosen")
+@click.option("--case", "chosen", multiple=True, help="Only this one, such as 'qwen2.5-0.5b, full'.")
 @click.option(
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."
 )
-def main(quick: bool, counts: Sequence[int]) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Sequence[Figure]:
     """Whole steps on several ranks of this host, which it starts itself."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
-    figures = [figure for case in cases(quick) for figure in figures_of(case, counts, quick)]
-    if backend() == "cpu" and not quick:
+    known = {f"{case.model}, {case.tune}": case for case in cases(quick)}
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise UserError(f"case {unknown[0]!r}: wanted one of {' or '.join(known)}")
+    figures = [figure for name in chosen or known for figure in figures_of(known[name], counts, quick)]
+    if backend() == "cpu" and not quick and not chosen:
         case = cases(quick)[0]
         pairs = [
             (
