@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ class Side:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.harness.peer_sides", side, str(path)],
             cwd=ROOT,
+            env={"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
