@@ -73,6 +73,7 @@ class Case:
     updates: int = 4
     cold_at_most: float | None = COLD_TARGET
     warm_at_most: float | None = WARM_TARGET
+    compiles: bool = True  # what MLX compiled for a CPU before is not used
 
 
 LORA = ("model.tune=lora", "model.lora={rank=16}")
@@ -85,7 +86,18 @@ CPU_CASES = {
     "quickstart": Case(cold_at_most=WARM_TARGET),
     "6 × 256, 4 × 8 × 64": Case(model="qwen2-6x256", prompts=4, new=64, cold_at_most=None, warm_at_most=None),
 }
-QUICK_CASES = {"quick": Case(model="tiny", prompts=2, generations=2, new=8, updates=2)}
+QUICK_CASES = {
+    "quick": Case(
+        model="tiny",
+        prompts=2,
+        generations=2,
+        new=8,
+        updates=2,
+        cold_at_most=None,
+        warm_at_most=None,
+        compiles=False,  # a minute and more
+    )
+}
 
 
 @attrs.frozen
@@ -104,7 +116,9 @@ def run_once(folder: Path, case: Case, name: str) -> Seen:
     else:
         config, settings = "quickstart", (f"optim.max_steps={case.updates}", "eval.at_start=false")
     settings = (*settings, f"run.name={name}", f"run.output_dir={folder / 'out'}")
-    caches = {"GRPO_FN_CACHE": folder / "cache", "TMPDIR": folder / "tmp"}
+    caches = {"GRPO_FN_CACHE": folder / "cache"}
+    if case.compiles:
+        caches["TMPDIR"] = folder / "tmp"
     for path in caches.values():
         path.mkdir(exist_ok=True)
     environment = {**os.environ, **{key: str(path) for key, path in caches.items()}, "PYTHONUNBUFFERED": "1"}

@@ -25,11 +25,11 @@ Examples:
 @click.option("--all", "everything", is_flag=True, help="All completions, also where they make a large page.")
 @ends_with_a_line
 def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
-    """Write a page with a run's curves, events, completions and config.
+    """Write the page of a run, or of several.
 
-    RUN is a run's folder: finished, broken off, or still training. The page is one HTML file that needs no
-    network: it can be sent by mail. Where completions.jsonl is larger than 96 MB, the page has those of
-    evenly spread updates.
+    It has curves, events, completions and the config. RUN is a run's folder: finished, broken off, or still
+    training. The page is one HTML file that needs no network: it can be sent by mail. Where completions.jsonl
+    is larger than 96 MB, the page has those of evenly spread updates.
     """
     from runners.report import write_report
     from runners.report.page import MOST_BYTES, REPORT

@@ -23,10 +23,11 @@ def evaluate_on_ranks(
     if ranks.alone:
         return result
     found = [message.value for message in ranks.meet("the evaluation", attrs.asdict(result))]
-    texts = [found[number % ranks.count]["texts"][number // ranks.count] for number in range(len(examples))]
+    places = [(found[number % ranks.count], number // ranks.count) for number in range(len(examples))]
     return EvalResult(
         correct=sum(each["correct"] for each in found),
         total=len(examples),
         seconds=max(each["seconds"] for each in found),
-        texts=tuple(texts),
+        texts=tuple(each["texts"][place] for each, place in places),
+        right=tuple(each["right"][place] for each, place in places),
     )

@@ -67,7 +67,8 @@ def test_every_key_is_in_the_whole_config():
     text = PARTS["every_key"]()
     assert text.startswith("```toml\n") and text.endswith("\n```")
     shown = {line.split(" = ")[0] for line in text.splitlines() if " = " in line}
-    assert len({path[-1] for path in KEYS} & shown) > 0.85 * len({path[-1] for path in KEYS})
+    keys = {path[-1] for path in KEYS if "*" not in path}  # no judge stands there by default
+    assert len(keys & shown) > 0.85 * len(keys)
 
 
 @pytest.mark.skipif(not HAS_MKDOCS, reason="the extra docs is not installed: `make docs` builds the manual")

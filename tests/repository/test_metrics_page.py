@@ -63,7 +63,9 @@ def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*ROWS} == set(), "logged, and not on the page"
-    assert {*ROWS} - found - {"memory/swap_gb"} == set(), "on the page, and never logged"
+    # Conversations have theirs: tests/runners/training/test_train.py plays one.
+    rare = {name for name in ROWS if name.startswith(("tools/", "turns/"))} | {"memory/swap_gb"}
+    assert {*ROWS} - found - rare == set(), "on the page, and never logged"
 
 
 def test_the_page_has_what_a_condition_may_name():

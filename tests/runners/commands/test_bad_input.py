@@ -40,6 +40,7 @@ FOR_A_MODEL = (
     ["convert", "MODEL", "new"],
     ["export", "MODEL", "--out", "new"],
 )
+FOR_A_RUN = (["report", "nope"], ["watch", "nope"], ["runs", "nope"])
 
 
 @pytest.fixture
@@ -95,7 +96,12 @@ def refused_by_all(folder, commands=(*FOR_A_CONFIG, *FOR_A_MODEL)):
 
 def test_every_command_is_tried_here():
     """A new command belongs into the tables above."""
-    assert {command[0] for command in (*FOR_A_CONFIG, *FOR_A_MODEL)} == set(COMMANDS)
+    assert {command[0] for command in (*FOR_A_CONFIG, *FOR_A_MODEL, *FOR_A_RUN)} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", FOR_A_RUN, ids=lambda command: command[0])
+def test_a_run_that_is_not_there(place, command):
+    assert "nope" in refused(*command)
 
 
 @pytest.mark.parametrize(

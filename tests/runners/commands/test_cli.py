@@ -163,7 +163,8 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
     """--resume with and without a folder, --allow-config-change, --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
     how = training.calls[1][2]
-    assert how == {"resume": origin, "allow_config_change": changes, "overwrite": overwrite}
+    wanted = {"resume": origin, "allow_config_change": changes, "overwrite": overwrite, "ranks": None}
+    assert how == wanted
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_defaults_are_the_documented_ones(load):
             "num_iterations": 1,
             "minibatches": 1,
             "max_bad_updates": 10,
+            "shard": False,
         },
         "env": {
             "factory": "",
@@ -122,6 +123,8 @@ def test_defaults_are_the_documented_ones(load):
             "every": 1,
             "jsonl": True,
             "completions": True,
+            "tokens": "none",
+            "report": True,
             "tensorboard": False,
             "wandb": False,
             "trackio": False,
@@ -138,6 +141,8 @@ def test_defaults_are_the_documented_ones(load):
             "memory_limit_gb": 0.0,
             "micro_batch_tokens": 0,
             "share_prompts": "auto",
+            "collective_timeout": 600.0,
+            "check_model": True,
         },
     }
 

@@ -69,5 +69,5 @@ def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
 
 
 def test_every_command_is_among_them():
-    """A new command needs a line above."""
-    assert set(CALLS) == set(COMMANDS)
+    """A new command needs a line above, unless it reads the files of runs and imports no MLX."""
+    assert {*CALLS, "report", "runs", "watch"} == set(COMMANDS)

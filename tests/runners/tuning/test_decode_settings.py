@@ -233,7 +233,8 @@ def test_a_run_uses_and_keeps_the_choice(config, monkeypatch):
         4,
         8,
     )
-    [entry] = json.loads(cache_file().read_text())["answers"].values()
+    answers = json.loads(cache_file().read_text())["answers"].values()
+    [entry] = [answer for answer in answers if "launches" in answer["facts"]]  # not the model's check
     assert recall(cache_file(), entry["facts"])[0] == DecodeChoice("async", 4, 8)
     assert entry["facts"]["backend"] == "cpu" and entry["facts"]["device"]
     other = config('rollout.launch="eval"', "rollout.check_every=8", "rollout.max_batch=16", "run.name=b")
