@@ -278,7 +278,9 @@ class Vandal(Killer):
         if text == self.what:
             self.left -= 1
             if self.left == 0:  # moved first: the thread that saves may be writing into it
-                shutil.rmtree(self.folder.rename(self.folder.with_name("gone")))
+                gone = self.folder.rename(self.folder.with_name("gone"))
+                while gone.exists():  # a save that is under way may add a file meanwhile
+                    shutil.rmtree(gone, ignore_errors=True)
 
     def note(self, text):
         """A line."""
