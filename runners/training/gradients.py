@@ -31,8 +31,8 @@ class HoldsState(Protocol):
 class Gradients:
     """Adds micro-batches to a state, and knows how many tokens they may have.
 
-    A step that runs out of memory is taken again once, with the micro-batches cut in halves, and so are all
-    that follow. Whatever had gathered before it is computed anew: of the old sums nothing is kept, which is
+    A step that runs out of memory is taken again with the micro-batches cut in halves, if need be down to one
+    row each, and so are all that follow. Whatever had gathered before it is computed anew: of the old sums nothing is kept, which is
     what lets MLX write the new ones in their place.
     """
 
@@ -143,22 +143,32 @@ class Gradients:
     def _or_in_halves(
         self, pieces: _Pieces, act: Callable[[_Pieces], _Result], again: Callable[[_Pieces], _Result]
     ) -> tuple[_Result, _Pieces]:
-        """What `act` gives, or `again` with the pieces cut in halves, and the pieces that were taken."""
-        reason, result = None, None
-        try:
-            result = act(pieces)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error)
-        if not self._ranks.alone:
-            messages = self._ranks.meet("the gradients", reason)
-            reason = next((message.value for message in messages if message.value is not None), None)
-        if reason is None:
-            return cast(_Result, result), pieces
-        del result
-        # Outside of the handler the failed step's arrays, which its traceback holds, are gone.
-        mx.clear_cache()
+        """What `act` gives, or `again` with the pieces cut in halves as often as it takes, down to one row
+        each; and the pieces that were taken."""
+        take = act
+        while True:
+            reason, result = None, None
+            try:
+                result = take(pieces)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            if not self._ranks.alone:
+                messages = self._ranks.meet("the gradients", reason)
+                reason = next((message.value for message in messages if message.value is not None), None)
+            if reason is None:
+                return cast(_Result, result), pieces
+            del result
+            # Outside of the handler the failed step's arrays, which its traceback holds, are gone.
+            mx.clear_cache()
+            pieces = self._in_halves(pieces, reason)
+            if take is again:  # what had gathered before may be what is too large now
+                self._taken = [self._fitting(earlier) for earlier in self._taken]
+            take = again
+
+    def _in_halves(self, pieces: _Pieces, reason: str) -> _Pieces:
+        """The pieces cut in halves, and a budget to match. UserError where each is a single row."""
         halves = [half for piece in pieces for half in halved(piece)]
         if len(halves) == len(pieces):
             raise UserError(
@@ -172,16 +182,7 @@ class Gradients:
             f"out of memory ({reason}) with {large:,} tokens at a time: the step is taken again in halves; "
             f"system.micro_batch_tokens is {self.max_tokens:,} from here on"
         )
-        try:
-            return again(halves), halves
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(
-                f"out of memory again with half as many tokens at a time ({error}); set "
-                f"system.micro_batch_tokens to {max(self.max_tokens // 2, 1)} or less, or see what takes the "
-                "memory with `grpo plan CONFIG`"
-            ) from error
+        return halves
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -157,10 +157,15 @@ def test_old_log_probs_are_taken_again_in_halves(policy):
     assert same_tree(one.targets_bt, piece.targets_bt[: one.targets_bt.shape[0]])
 
 
-def test_a_second_failure_is_a_line(policy):
-    """The step is taken again once; then a person has to choose."""
-    with pytest.raises(UserError, match=r"out of memory again with half as many .*micro_batch_tokens to \d+"):
-        gathered(policy, [0, 1])
+def test_a_step_is_halved_as_often_as_it_takes(policy):
+    """Three failures in a row: three notes, an eighth of the tokens, and the sums of an untroubled run."""
+    want, *_ = gathered(policy, steps=2)
+    got, fakes, gradients, notes, _ = gathered(policy, [1, 2, 4], steps=2)
+    assert worst_difference(got.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert got.state.accum_weight.item() == want.state.accum_weight.item()
+    assert len(notes) == 3 and gradients.max_tokens <= fakes.calls[1] // 8
+    # What had gathered before is computed again as it was, and from the second failure on cut as well.
+    assert fakes.calls[2] == fakes.calls[0] > fakes.calls[-2]
 
 
 def test_a_single_completion_cannot_be_halved(policy):
