@@ -148,6 +148,9 @@ class Templates(Target):
         self.feed(CHAT_TEMPLATE.encode())
 
 
+_LARGEST = 1 << 22  # bytes of a Parquet file: one of 300 MB takes seconds to read, and rightly so
+
+
 class Parquet(Target):
     """Parquet files: of any values in any encoding, strings that repeat, and mutated ones."""
 
@@ -197,6 +200,10 @@ class Parquet(Target):
         stream = io.BytesIO()
         table = pyarrow.table({name: values * times for name, values in columns.items()})
         pyarrow.parquet.write_table(table, stream, **options)
+        if stream.tell() > _LARGEST:  # it is small files that must not become large
+            stream = io.BytesIO()
+            packed = {**options, "compression": "zstd", "use_dictionary": True}
+            pyarrow.parquet.write_table(table, stream, **packed)
         return stream.getvalue()
 
 
