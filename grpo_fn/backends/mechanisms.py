@@ -34,6 +34,7 @@ OPERATIONS = {
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",
+    "adamw": "(param, m, v): AdamW's update of one leaf",
     "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
     "blocked_weights": "(): DecodeForm; weights in blocks that one core multiplies by itself",
     "rotation_products": "(): DecodeForm; rotary embeddings of one token a row as a product",

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
+from grpo_fn.backends import find
 from grpo_fn.checks import check_choice
 from grpo_fn.trees import Tree, map_arrays
 
@@ -20,14 +21,58 @@ class Optimizer:
     """Two pure functions over trees.
 
     init(params) -> opt_state
-    apply(grads, opt_state, params, update_step, keep) -> (params, opt_state); `update_step` is 0-d int32,
-        counted from 0, and drives the schedule. `keep(new, old)` turns a new value, float32 where it is a
-        number, into the one that takes the old one's place: every leaf goes through it once.
+    apply(grads, opt_state, params, update_step, keep, factor) -> (params, opt_state); `update_step` is 0-d
+        int32, counted from 0, and drives the schedule. `keep(new, old)` turns a new value, float32 where it
+        is a number, into the one that takes the old one's place: every leaf goes through it once. `factor`,
+        0-d float32, is a factor of all gradients; it may be left out.
     """
 
     init: Callable[[Tree], Tree]
-    apply: Callable[[Tree, Tree, Tree, mx.array, Keep], tuple[Tree, Tree]]
+    apply: Callable[..., tuple[Tree, Tree]]
     schedule: Schedule
+
+
+class Keeper:
+    """A `keep`: a new value takes the old one's place if it is finite and the update may be taken."""
+
+    def __init__(self, finite: mx.array, store: Keep) -> None:
+        """`finite`: 0-d bool, whether the update may be taken; `store`: as `rounding.storing` makes it."""
+        self.finite, self._store = finite, store
+        self._sound: list[mx.array] = []
+        self._faults: list[mx.array] = []
+
+    def __call__(self, new: mx.array, old: mx.array) -> mx.array:
+        """The new value in the old one's dtype, or the old one."""
+        stored = self._store(new, old)
+        self._sound.append(self.finite & all_finite(stored))
+        return mx.where(self._sound[-1], stored, old)
+
+    def chosen(self, new: mx.array, old: mx.array) -> mx.array:
+        """A value of the old one's dtype that was chosen likewise before; see `faulty`."""
+        return self._store(new, old)  # which counts the leaves
+
+    def faulty(self, fault_n: mx.array) -> None:
+        """Numbers that are 0 where such values were finite."""
+        self._faults.append(fault_n)
+
+    def skipped(self) -> mx.array:
+        """0-d bool: whether any value stayed as it was."""
+        sound = mx.stack([self.finite, *self._sound]).all()
+        if self._faults:
+            sound = sound & mx.logical_not(mx.concatenate(self._faults).any())
+        return mx.logical_not(sound)
+
+
+def all_finite(x: mx.array) -> mx.array:
+    """0-d bool: whether all numbers are finite."""
+    # A sum with an infinity or a NaN in it is not finite, and is faster than a test of each number. Only in
+    # float32: in 16 bits a sum of finite numbers can overflow.
+    return mx.isfinite(sum_of(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
+
+
+def sum_of(x: mx.array) -> mx.array:
+    """The sum of all numbers: by columns first, as a CPU sums several columns at a time."""
+    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
 
 
 def adamw(
@@ -68,23 +113,47 @@ def adamw(
         return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
 
     def apply(
-        grads: Tree, opt_state: Tree, params: Tree, update_step: mx.array, keep: Keep
+        grads: Tree,
+        opt_state: Tree,
+        params: Tree,
+        update_step: mx.array,
+        keep: Keep,
+        factor: mx.array | None = None,
     ) -> tuple[Tree, Tree]:
         optimizer = optimizers.AdamW(
             learning_rate=0.0, betas=list(betas), eps=eps, weight_decay=weight_decay, bias_correction=True
         )
         # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
         step = opt_state["step"] + 1
-        optimizer.state = {"step": step, "learning_rate": schedule(update_step)}
+        rate = schedule(update_step)
+        optimizer.state = {"step": step, "learning_rate": rate}
+        # What a kernel takes of all leaves; where none does they are never computed.
+        parts = [
+            mx.array(1.0) if factor is None else factor,
+            1 - rate * weight_decay,
+            rate / (1 - betas[0] ** step),
+            mx.rsqrt(1 - betas[1] ** step),
+            keep.finite if isinstance(keep, Keeper) else mx.array(True),
+        ]
+        numbers_5 = mx.stack([part.astype(mx.float32) for part in parts])
         kept: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
         def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
             # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
             grad = mx.depends(grad, last) if last else grad
-            new = map_arrays(_precise, moments)
-            new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
-            kept.append({name: keep(new[name], old) for name, old in moments.items()})
+            leaf = find("adamw", param, *moments.values()) if isinstance(keep, Keeper) else None
+            if leaf is not None and isinstance(keep, Keeper):
+                *values, fault = leaf(param, grad, moments["m"], moments["v"], numbers_5, betas, eps)
+                keep.faulty(fault)
+                pairs = zip(values, (param, moments["m"], moments["v"]), strict=True)
+                new_param, m, v = (keep.chosen(new, old) for new, old in pairs)
+                kept.append({"m": m, "v": v})
+            else:
+                grad = grad if factor is None else grad * factor
+                new = map_arrays(_precise, moments)
+                new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
+                kept.append({name: keep(new[name], old) for name, old in moments.items()})
             last[:] = [new_param, *kept[-1].values()]
             return new_param
 

@@ -181,11 +181,7 @@ def make_sharded_update_step(
             return stored
 
         masters, moments = optimizer.apply(
-            {key: grads[key] * factor for key in grads},
-            opt_state["moments"],
-            opt_state["masters"],
-            update_step,
-            keep,
+            grads, opt_state["moments"], opt_state["masters"], update_step, keep, factor
         )
         return {"masters": masters, "moments": moments}, mx.stack(sound).all(), norm, rate
 

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import attrs
 import mlx.core as mx
-from mlx.utils import tree_map
 
 from grpo_fn.compile import compiled
-from grpo_fn.learner.optimizer import Optimizer
+from grpo_fn.learner.optimizer import Keeper, Optimizer, sum_of
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, stream_key
 from grpo_fn.rounding import storing
@@ -51,24 +50,16 @@ def make_update_step(
         params, opt_state = held
         # Division and clipping are one factor: no second copy of the gradients.
         weight = mx.maximum(accum_weight, 1e-30)
-        squares = [_sum(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
+        squares = [sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
         norm = mx.sqrt(mx.stack(squares).sum()) / weight
         factor = 1 / weight
         if max_grad_norm is not None:
             factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-        grads = tree_map(lambda total: total * factor, accum_grads)
         rate = optimizer.schedule(update_step)
         finite = mx.isfinite(norm) & mx.isfinite(rate)
-        store = storing(held, stream_key(key, UPDATE_ROUNDING, update_step))
-        sound: list[mx.array] = []
-
-        def keep(new: mx.array, old: mx.array) -> mx.array:
-            stored = store(new, old)
-            sound.append(finite & _all_finite(stored))
-            return mx.where(sound[-1], stored, old)
-
-        kept = optimizer.apply(grads, opt_state, params, update_step, keep)
-        return kept, UpdateStats(norm, rate, mx.logical_not(mx.stack(sound).all()))
+        keep = Keeper(finite, storing(held, stream_key(key, UPDATE_ROUNDING, update_step)))
+        kept = optimizer.apply(accum_grads, opt_state, params, update_step, keep, factor)
+        return kept, UpdateStats(norm, rate, keep.skipped())
 
     step = compiled(apply, enabled=compile)
 
@@ -88,14 +79,3 @@ def make_update_step(
         return state, stats
 
     return update_step
-
-
-def _sum(x: mx.array) -> mx.array:
-    """The sum of all numbers: by columns first, as a CPU sums several columns at a time."""
-    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
-
-
-def _all_finite(x: mx.array) -> mx.array:
-    # A sum with an infinity or a NaN in it is not finite, and is faster than a test of each number. Only in
-    # float32: in 16 bits a sum of finite numbers can overflow.
-    return mx.isfinite(_sum(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()

@@ -12,6 +12,7 @@ MECHANISMS = {
     "draw": ("draw_kernel", "draw_rows", "takes_logits"),
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
+    "adamw": ("adamw_kernel", "adamw_leaf", "takes_leaf"),
     "fused_projections": ("fused_projections", "FORM", ""),
     "kernel_steps": ("kernel_steps", "PROGRAM", ""),
 }

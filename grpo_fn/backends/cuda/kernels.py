@@ -78,6 +78,7 @@ class CudaKernel:
         threadgroup: tuple[int, int, int],
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
     ) -> list[mx.array]:
         """The outputs of one launch.
 
@@ -87,6 +88,7 @@ class CudaKernel:
             grid: threads.
             threadgroup: threads of a block.
             output_shapes, output_dtypes: of what is written.
+            init_value: what the outputs hold before; None: anything.
         """
         key = (*template, *(a.dtype for a in inputs), *output_dtypes)
         if key not in self._compiled:
@@ -104,6 +106,7 @@ class CudaKernel:
             scalars=[by_name[name].shape[axis] for name, axis in self._sizes],
             grid=grid,
             threadgroup=threadgroup,
+            init_value=init_value,
             ensure_row_contiguous=True,
         )
 

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from grpo_fn.backends.cuda import (
+    adamw_kernel,
     draw_kernel,
     kernels,
     logit_kernels,
@@ -83,7 +84,8 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     )
     numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
-    assert len(launched) == 8 and all(len(given["compiled_source"]) > 1000 for given in launched)
+    adamw_kernel.adamw_leaf(ones, ones, ones, ones, mx.ones((5,)), (0.9, 0.999), 1e-8)
+    assert len(launched) == 10 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
 @needs_nvrtc
