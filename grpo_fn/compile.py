@@ -5,7 +5,11 @@ share an entry, and the second call silently gets the first one's program. Here 
 shapes and dtypes of the arguments, and each key gets its own function object, and so its own cache.
 """
 
-from collections.abc import Callable
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +18,8 @@ from grpo_fn.process_check import check_process
 from grpo_fn.trees import map_arrays, structure_of
 
 PROGRAMS = 128  # of one function; each is a graph of some thousand operations
+_SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"  # mlx::core::set_compile_mode
+_UNFUSED, _FUSED = 2, 3  # of MLX's modes
 
 
 class _Hole:
@@ -44,15 +50,19 @@ class Compiled:
         traces: how often the Python body has run under the compiler so far.
     """
 
-    def __init__(self, function: Callable[..., Any], *, enabled: bool = True) -> None:
+    def __init__(self, function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True) -> None:
         """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
+
+        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. Where this
+        MLX cannot be told so, the function is called as it is.
 
         A number, a string or None in the arguments is part of the structure: each new value is traced again.
         Pass a number that changes from call to call as a 0-d array.
         """
         self.traces = 0
         self._function = function
-        self._enabled = enabled
+        self._enabled = enabled and (fuse or _mode_setter() is not None)
+        self._fuse = fuse
         self._programs: dict[Any, Callable[[list[mx.array]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -96,12 +106,50 @@ class Compiled:
         program = mx.compile(flat)
 
         def call(leaves: list[mx.array]) -> Any:
-            found = program(leaves)  # fills the template the first time
+            if result_template or self._fuse:
+                found = program(leaves)  # fills the template the first time
+            else:
+                with _unfused():
+                    found = program(leaves)
             return result_template[0].fill(found)
 
         return call
 
 
-def compiled(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
+def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True) -> Compiled:
     """Compile a pure function of trees (attrs values included); see `Compiled`."""
-    return Compiled(function, enabled=enabled)
+    return Compiled(function, enabled=enabled, fuse=fuse)
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """What is traced in here keeps its operations as they are. Where compiling is disabled, it stays so."""
+    setter = _mode_setter()
+    if setter is None or not _compiles():
+        yield
+        return
+    setter(_UNFUSED)
+    try:
+        yield
+    finally:
+        setter(_FUSED)
+
+
+@functools.cache
+def _mode_setter() -> Callable[[int], Any] | None:
+    """MLX's own function, which it does not offer to Python; None where its library does not have it."""
+    for name in ("libmlx.so", "libmlx.dylib"):
+        try:
+            return getattr(ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / name)), _SET_MODE)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _compiles() -> bool:
+    """Whether mx.compile compiles: `mx.disable_compile` may have been called."""
+    calls = []
+    probe = mx.compile(lambda x: calls.append(1) or x + 1)
+    for _ in range(2):
+        probe(mx.array(0))
+    return len(calls) == 1

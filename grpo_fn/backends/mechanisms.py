@@ -48,6 +48,7 @@ NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
     "merged_16_bits": 0,  # bytes of weights in bfloat16 into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
+    "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
     # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
     # chunk adds to the whole gradient of the head.
     "logits": 2**25,

@@ -16,8 +16,9 @@ from grpo_fn.algorithm import (
     loss_sum,
     merge_stats,
 )
-from grpo_fn.compile import Compiled, compiled
+from grpo_fn.compile import Compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
 from grpo_fn.learner.logprob_step import batch_logprobs
 from grpo_fn.learner.state import TrainState
@@ -157,4 +158,6 @@ def make_grad_step(
         weight = mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
         return (accum_grads, accum_weight + weight), stats
 
-    return GradStep(compiled(micro_step, enabled=compile), policy, reference, spec, max_completion_length)
+    return GradStep(
+        compiled_step(micro_step, enabled=compile), policy, reference, spec, max_completion_length
+    )

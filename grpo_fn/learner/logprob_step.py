@@ -5,8 +5,8 @@ from collections.abc import Callable
 import attrs
 import mlx.core as mx
 
-from grpo_fn.compile import compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
 from grpo_fn.learner.token_logprobs import token_logprobs
 from grpo_fn.policy.policy import Policy
@@ -20,7 +20,7 @@ def make_logprob_step(
 
     For π_old where a rollout serves several updates, and for π_ref where one wants it kept.
     """
-    step = compiled(
+    step = compiled_step(
         lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
         enabled=compile,
     )

@@ -17,7 +17,7 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.compile import compiled
+from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.optimizer import Optimizer
 from grpo_fn.learner.reduce import BUCKET_BYTES, Collectives, buckets, cut
 from grpo_fn.learner.state import TrainState, zeros_like
@@ -185,7 +185,7 @@ def make_sharded_update_step(
         )
         return {"masters": masters, "moments": moments}, mx.stack(sound).all(), norm, rate
 
-    norm_step, step = compiled(squared, enabled=compile), compiled(apply, enabled=compile)
+    norm_step, step = compiled_step(squared, enabled=compile), compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
         materialize(state.accum_grads, state.accum_weight)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
-from grpo_fn.compile import compiled
+from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.optimizer import Keeper, Optimizer, sum_of
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, stream_key
@@ -61,7 +61,7 @@ def make_update_step(
         kept = optimizer.apply(accum_grads, opt_state, params, update_step, keep, factor)
         return kept, UpdateStats(norm, rate, keep.skipped())
 
-    step = compiled(apply, enabled=compile)
+    step = compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
         held = state.params, state.opt_state

@@ -32,8 +32,8 @@ class Gradients:
     """Adds micro-batches to a state, and knows how many tokens they may have.
 
     A step that runs out of memory is taken again with the micro-batches cut in halves, if need be down to one
-    row each, and so are all that follow. Whatever had gathered before it is computed anew: of the old sums nothing is kept, which is
-    what lets MLX write the new ones in their place.
+    row each, and so are all that follow. Whatever had gathered before it is computed anew: of the old sums
+    nothing is kept, which is what lets MLX write the new ones in their place.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ def build_learner(
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
     params = policy.params
-    # On CUDA each of some eighty fused programs takes seconds to compile, and none is faster than its parts.
-    compile_steps = config.system.compile and platform.backend != "cuda"
+    compile_steps = config.system.compile
 
     def checked(policy: g.Policy, params: Tree, role: str) -> Checked:
         way = Way.of(policy, share_prompts=share_prompts, compile=compile_steps)

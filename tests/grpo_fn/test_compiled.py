@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn import compile as compile_module
+from grpo_fn.compile import Compiled
 from grpo_fn.trees import arrays_of
 from tests.support.tiny_policies import memory_in_use
 
@@ -248,3 +250,54 @@ def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
     assert f.traces == 4
     assert f(mx.zeros((2,))).tolist() == [1, 1]
     assert f.traces == 5
+
+
+def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
+    """Its graph keeps every operation; what is compiled after it is fused as ever."""
+
+    def function(tree):
+        return {"y": mx.exp(tree["x"]) * mx.sin(tree["x"]) + 1}
+
+    args = ({"x": mx.arange(8) / 7},)
+    step = Compiled(function, fuse=False)
+    for _ in range(3):
+        unfused = step(*args)
+    assert step.traces == 1
+    assert mx.allclose(unfused["y"], Compiled(function)(*args)["y"], rtol=1e-6).item()
+
+
+@pytest.mark.parametrize("fuse, kernels", [(True, 1), (False, 0)])
+def test_an_unfused_step_has_no_compiled_kernel(fuse, kernels, tmp_path):
+    """The graph that MLX draws names a fused kernel where there is one, also after an unfused step."""
+
+    def function(x):
+        return mx.exp(x) * mx.sin(x) + 1
+
+    x = mx.arange(8) / 7
+    Compiled(lambda x: function(x) * 2, fuse=False)(x)
+    y = Compiled(function, fuse=fuse)(x)
+    mx.export_to_dot(str(tmp_path / "graph.dot"), y)
+    assert (tmp_path / "graph.dot").read_text().count("Compiled") == kernels
+
+
+def test_a_library_without_the_function_means_no_compiling(monkeypatch):
+    """An unfused step is then the plain function, and a fused one is compiled."""
+    monkeypatch.setattr(compile_module, "_mode_setter", lambda: None)
+    for fuse, calls in ((True, 1), (False, 2)):
+        step = Compiled(lambda x: x + 1, fuse=fuse)
+        seen = []
+        step._function = lambda x, seen=seen: seen.append(1) or x + 1
+        for _ in range(2):
+            step(mx.array(1))
+        assert len(seen) == calls
+
+
+def test_an_unfused_step_leaves_compiling_disabled():
+    """Whoever has called mx.disable_compile() keeps what they asked for."""
+    mx.disable_compile()
+    try:
+        Compiled(lambda x: x + 1, fuse=False)(mx.array(1))
+        assert not compile_module._compiles()
+    finally:
+        mx.enable_compile()
+    assert compile_module._compiles()

@@ -31,6 +31,7 @@ NUMBERS = {
     "unpack_rows": 4,
     "merged_16_bits": 0,
     "shares_prompts": 1,
+    "fuses_learner": 1,
     "logits": 2**22,
     "logit_rows": 96,
     "least_logits": 2**18,
