@@ -54,6 +54,19 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     return max(min(free), 0)
 
 
+def usable_memory(memory_limit_gb: float = 0.0) -> int:
+    """Bytes that this process may fill: what it holds and, on a GPU, what others leave; on a CPU all.
+
+    What is free on a CPU changes from second to second, as the system gives up its caches when asked to.
+    """
+    import mlx.core as mx
+
+    now = read_memory()
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return now.total
+    return min(now.total, now.active + free_memory(memory_limit_gb))
+
+
 def swap_used() -> int | None:
     """Bytes of the whole system's swap in use; None where that cannot be told."""
     if sys.platform == "darwin":

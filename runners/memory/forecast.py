@@ -18,12 +18,13 @@ from runners.files.json_files import read_json
 from runners.inference.generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.footprint import MemoryPhase, SampledRows, floor, phases
-from runners.memory.micro_batch import resolve_micro_batch
+from runners.memory.micro_batch import resolve_micro_batch, with_tokens
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.passes import MicroBatch, sampling_arrays
 from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 
+ROOM_TO_LEARN = 0.9  # of the memory that a micro-batch chosen here may fill
 PACKED_ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
 
 
@@ -43,6 +44,11 @@ class Forecast:
     def peak(self) -> MemoryPhase:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of the learner's gradient, of all that the micro-batch decides."""
+        return max(phase.total for phase in self.phases if phase.name in ("gradient", "log-probs"))
 
     @property
     def floor(self) -> int:
@@ -68,7 +74,8 @@ def forecast(
 
     `prompt` is the longest prompt's length; left out, `data.max_prompt_length` stands for it. `total` is the
     machine's memory, of which `system.memory_limit_gb` may leave less. With several `ranks` it is the memory
-    of one of them. Raises UserError as `model_sizes`.
+    of one of them. Where the config leaves it open, the learner's micro-batch is as large as helps and fits.
+    Raises UserError as `model_sizes`.
     """
     sizes = sizes or model_sizes(config, platform)
     weights = attrs.evolve(sizes.weights, ranks=ranks, sharded=config.optim.shard and ranks > 1)
@@ -77,7 +84,29 @@ def forecast(
     total = int(min(total, limit)) if limit else total
     source = "data.max_prompt_length" if prompt is None else "the longest prompt of the data"
     prompt = config.data.max_prompt_length if prompt is None else prompt
-    config = resolve_micro_batch(config, sizes, platform, prompt)
+    given = config.system.micro_batch_tokens
+    found = _forecast(
+        resolve_micro_batch(config, sizes, platform, prompt), platform, total, prompt, sizes, ranks, source
+    )
+    if given or platform.backend == "cpu":
+        return found
+    least = min(prompt + config.rollout.max_new_tokens, found.config.system.micro_batch_tokens)
+    while found.gradient > ROOM_TO_LEARN * total and found.config.system.micro_batch_tokens > least:
+        tokens = max(found.config.system.micro_batch_tokens // 2, least)
+        found = _forecast(with_tokens(config, tokens), platform, total, prompt, sizes, ranks, source)
+    return found
+
+
+def _forecast(
+    config: Config,
+    platform: Platform,
+    total: int,
+    prompt: int,
+    sizes: ModelSizes,
+    ranks: int,
+    source: str,
+) -> Forecast:
+    """The forecast of a config that leaves nothing open."""
     spec, optim = config.loss_spec(), config.optim
     system = config.system
     shares = (

@@ -10,9 +10,10 @@ import attrs
 
 from runners.config.loading import Config
 from runners.errors import UserError, gigabytes
-from runners.machine.memory_readings import read_memory
+from runners.machine.memory_readings import read_memory, usable_memory
 from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, longest_prompt
+from runners.memory.micro_batch import resolve_micro_batch
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.remedies import key_to_turn, largest_batch, remedies
 
@@ -75,6 +76,7 @@ class MemoryOutlook:
 
     key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
+    micro_batch_tokens: int  # the config's own, or what is chosen where it leaves that open
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
@@ -95,12 +97,15 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, ranks: int = 1
 ) -> MemoryOutlook:
-    """What a run with prompts of at most so many tokens should be told."""
+    """What a run with prompts of at most so many tokens should be told, and how much it learns at a time."""
     if isinstance(sizes, str):
-        return MemoryOutlook("system.micro_batch_tokens", (sizes,))
-    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes, ranks=ranks)
+        tokens = resolve_micro_batch(config, sizes, platform, prompt).system.micro_batch_tokens
+        return MemoryOutlook("system.micro_batch_tokens", (sizes,), tokens)
+    total = usable_memory(config.system.memory_limit_gb)
+    found = forecast(config, platform, total, prompt=prompt, sizes=sizes, ranks=ranks)
     line = over_memory_line(found, platform)
-    return MemoryOutlook(key_to_turn(found), (f"memory: {line}",) if line else ())
+    notices = (f"memory: {line}",) if line else ()
+    return MemoryOutlook(key_to_turn(found), notices, found.config.system.micro_batch_tokens)
 
 
 def _facts(found: Forecast, platform: Platform) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from runners.machine.gpu_programs import compile_ahead
 from runners.machine.launch_modes import launch_keywords
 from runners.machine.memory_readings import read_memory
 from runners.machine.startup import Platform
-from runners.memory.micro_batch import resolve_micro_batch
+from runners.memory.micro_batch import with_tokens
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.reading import vocabulary_rows
@@ -120,8 +120,8 @@ def build_run(
     rewards = _all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
-    config = resolve_micro_batch(config, sizes, platform, longest)
     expected = memory_outlook(config, platform, sizes, longest, ranks.count)
+    config = with_tokens(config, expected.micro_batch_tokens)
     find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
     stream, trial = PromptStream(data.train, config.run.seed), None

@@ -200,7 +200,15 @@ def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
 def test_a_shape_is_read_under_every_name():
     """Plain names, GPT-2's, a nested text_config, experts; and what is missing is named."""
     assert model_shape(LLAMA) == ModelShape(
-        layers=2, hidden=64, intermediate=192, heads=4, kv_heads=2, head_dim=16, vocabulary=64, tied=True
+        layers=2,
+        hidden=64,
+        intermediate=192,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocabulary=64,
+        tied=True,
+        gated=True,
     )
     old = model_shape({"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 9})
     assert (old.layers, old.intermediate, old.kv_heads, old.head_dim) == (3, 128, 2, 16)
