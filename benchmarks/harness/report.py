@@ -22,6 +22,7 @@ RATES = (  # key, words, scale, digits, unit
 NAMES = (
     "quickstart",
     "first_update",
+    "matrix",
     "rollout",
     "turns",
     "quant",

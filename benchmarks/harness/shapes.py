@@ -151,7 +151,7 @@ def write_folder(path: Path, name: str) -> Path:
     weights[embedding][END_ID] = 0
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(path, int(config["vocab_size"]))
+    write_tokenizer(path, int(config["vocab_size"]))
     return path
 
 
@@ -162,7 +162,7 @@ def _empty(config: dict[str, Any]) -> nn.Module:
     return model_class(args_class.from_dict(config))
 
 
-def _write_tokenizer(path: Path, size: int) -> None:
+def write_tokenizer(path: Path, size: int) -> None:
     """A byte-level BPE of at most `size` ids, trained on made-up words; id 0 ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

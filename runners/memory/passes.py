@@ -121,8 +121,8 @@ BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, p
 FORWARD = Counts(hidden=8, intermediate=7, queries=3.7, keys=5.5, scores=8.1, precise=1)
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
-# On CUDA gated MLPs have that many more in flight: a LoRA run on Qwen2.5-0.5B takes 1.16 MB more for each token
-# of its micro-batches (H200, between 4,096 and 8,192 tokens).
+# On CUDA gated MLPs have that many more in flight: each token of a micro-batch takes 1.16 MB of a LoRA run on
+# Qwen2.5-0.5B (H200, between 4,096 and 8,192 tokens).
 _CUDA_GATES = 2
 # On CUDA products of hidden states and head, and their slopes, of one chunk and of the next; `logit_kernels`.
 _CUDA_PRODUCTS = 4

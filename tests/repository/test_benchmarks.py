@@ -232,6 +232,7 @@ def test_an_option_that_names_parts_is_no_other_work(tmp_path):
 EXPECTED = {
     "turns": {"extend: over the tokens alone", "turns: two over one"},
     "first_update": {"quick: first update after loading, cold", "quick: step"},
+    "matrix": {"qwen2: runs that failed", "qwen2: full, no KL: slowest step"},
     "rollout": {"quick: ours over shared prefill", "quick compaction: dropped over decoded on"},
     "learner": {"quick: peak, ours / naive", "quick: largest difference of the gradients"},
     "peers": {"lora: step, mlx-lm-lora / ours", "lora: peak, ours / mlx-lm-lora"},
