@@ -32,7 +32,7 @@ max_steps = 1
 [eval]
 samples = 1
 """
-FOR_A_CONFIG = (["run"], ["plan"], ["check"])
+FOR_A_CONFIG = (["run"], ["plan"], ["check"], ["bench"])
 FOR_A_MODEL = (
     ["generate", "MODEL", "hello"],
     ["chat", "MODEL"],

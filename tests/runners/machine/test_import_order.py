@@ -31,6 +31,7 @@ main(sys.argv[1:])
 CALLS = {
     "run": ["run quickstart", "run quickstart --dry-run", "run quickstart --resume"],
     "plan": ["plan quickstart"],
+    "bench": ["bench quickstart"],
     "check": ["check quickstart"],
     "generate": [
         "generate embedded hello",

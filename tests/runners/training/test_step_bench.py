@@ -1,0 +1,59 @@
+"""`grpo bench`: a config's own steps, timed; nothing is written."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.commands.bench import table
+from runners.config.loading import load_config
+from runners.training.step_bench import PARTS, bench_steps
+from tests.support.tiny_models import make_model_folder
+
+TRAIN = """
+[model]
+path = "{model}"
+[data]
+source = "embedded"
+system_prompt = ""
+[rollout]
+num_generations = 4
+max_new_tokens = 8
+[optim]
+batch_size = 2
+max_steps = 50
+gradient_accumulation_steps = 2
+num_iterations = 2
+"""
+
+
+@pytest.fixture(name="train")
+def _train(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text(TRAIN.format(model=make_model_folder(tmp_path / "model")))
+    return file
+
+
+def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
+    """The first update apart, the medians of the others, tokens, floors, and a peak beside the forecast's."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    said = []
+    found = bench_steps(load_config(str(train)).check(), steps=1, say=said.append)
+    assert found.steps == 1 and found.first > 0 and set(found.seconds) == set(PARTS)
+    assert sum(found.seconds.values()) == pytest.approx(found.step, abs=1e-6)
+    assert 0 < found.tokens <= 2 * 2 * 4 * 8 < found.learned
+    assert found.floors.keys() == {"rollout", "learner"} and min(found.floors.values()) > 0
+    assert found.peak > 0 and found.expected_peak
+    assert said[-1] == "step 2 of 2" and sorted(os.listdir(tmp_path)) == before
+    text = table(found)
+    assert f"{found.limit}; shorter with {found.advice}" in text and "foretold" in text
+    assert json.loads(json.dumps(found.facts()))["limited_by"] == found.limit
+
+
+def test_the_command_refuses_what_a_run_refuses(tmp_path):
+    """One line, exit code 2."""
+    done = CliRunner().invoke(cli.main, ["bench", str(tmp_path / "none.toml")])
+    assert done.exit_code == 2 and "none.toml" in done.output
