@@ -39,12 +39,15 @@ class Peer:
     title: str
     side: str  # of `peer_sides`
     more: dict[str, Any] = attrs.field(factory=dict)
+    overrides: tuple[str, ...] = ()  # of our config, where the side is ours
     times: float | None = None  # as fast
     peak: float | None = None  # ours over its
 
 
 _CHECKPOINTING = {"gradient_checkpointing": True}
 _CONTINUOUS = {"use_transformers_continuous_batching": True}
+# Ours with the memory that it may take bounded: smaller micro-batches, and less in flight.
+_BOUNDED = Peer("ours in 11 GB", "ours", overrides=("system.memory_limit_gb=11",))
 PEERS = {
     "cpu": (
         Peer("mlx-lm-lora", "mlx-lm-lora", times=3.0, peak=1.0),
@@ -52,7 +55,8 @@ PEERS = {
     ),
     "cuda": (
         Peer("TRL", "trl", times=2.5),
-        Peer("TRL, checkpointing", "trl", _CHECKPOINTING, times=2.5, peak=1.2),
+        Peer("TRL, checkpointing", "trl", _CHECKPOINTING, times=2.5),
+        _BOUNDED,
         Peer("TRL, continuous batching", "trl", _CONTINUOUS),
         Peer("mlx-lm-lora", "mlx-lm-lora", times=5.0),
     ),
@@ -123,9 +127,11 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
     )
     sides: list[Side] = []
     try:
-        for title, side, more in (("ours", "ours", {}), *((p.title, p.side, p.more) for p in peers)):
-            prompts = sides[0].ready["prompts"] if sides else []
-            sides.append(Side(title, side, attrs.evolve(settings, prompts=prompts, peer=more)))
+        for peer in (Peer("ours", "ours"), *peers):
+            title, prompts = peer.title, sides[0].ready["prompts"] if sides else []
+            overrides = [*settings.overrides, *peer.overrides]
+            own = attrs.evolve(settings, prompts=prompts, peer=peer.more, overrides=overrides)
+            sides.append(Side(title, peer.side, own))
             if backend() != "cpu":
                 _steps(sides[-1:], repeats)
                 sides[-1].close()
@@ -141,6 +147,10 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
         figures += _ratios(
             settings, mine, other, peer if judged else attrs.evolve(peer, times=None, peak=None)
         )
+    by_title = {side.name: side for side in others}
+    if _BOUNDED.title in by_title and "TRL, checkpointing" in by_title:
+        target = attrs.evolve(_BOUNDED, times=2.5 if judged else None, peak=1.2 if judged else None)
+        figures += _ratios(settings, by_title[_BOUNDED.title], by_title["TRL, checkpointing"], target)
     return figures
 
 
@@ -178,12 +188,12 @@ def _figures(settings: Settings, side: Side) -> list[Figure]:
 
 
 def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Figure]:
-    tune, title = settings.tune, other.name
+    tune, title, us = settings.tune, other.name, mine.name
     key = "peak" if other.most("peak") else "resident"
 
     def ratio(part: str, at_least: float | None = None, **of: bool) -> Figure:
         return ratio_figure(
-            f"{tune}: {part}, {title} / ours", other.timing(**of) / mine.timing(**of), at_least=at_least
+            f"{tune}: {part}, {title} / {us}", other.timing(**of) / mine.timing(**of), at_least=at_least
         )
 
     return [
@@ -191,7 +201,7 @@ def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Fig
         ratio("rollout", rollout=True),
         ratio("the rest", without_rollout=True),
         Figure(
-            name=f"{tune}: {'peak' if key == 'peak' else 'resident memory'}, ours / {title}",
+            name=f"{tune}: {'peak' if key == 'peak' else 'resident memory'}, {us} / {title}",
             value=mine.most(key) / other.most(key),
             unit="x",
             at_most=peer.peak,
@@ -267,7 +277,10 @@ def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:
         if found[package] != version:
             say(f"{package} {version} is not here (found {found[package]}): pip install -e '.[peers]'")
     kept = [
-        peer for peer in peers if found[peer.side] == VERSIONS[peer.side] and peer.title in (names or titles)
+        peer
+        for peer in peers
+        if (peer.side == "ours" or found[peer.side] == VERSIONS[peer.side])
+        and peer.title in (names or titles)
     ]
     if not kept:
         raise UserError("there is nothing to compare with: pip install -e '.[peers]'")
