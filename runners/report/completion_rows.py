@@ -18,7 +18,7 @@ COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluat
 ROWS = 2048  # of a part
 _UPDATE = re.compile(rb'\{"batch_step": (\d+), "update": (\d+)')
 _TEXTS = ("completion", "prompt", "answer")
-_MORE = frozenset(("metrics", "extra", "turns"))
+_MORE = ("metrics", "extra", "messages", "turns")
 
 
 @attrs.frozen(eq=False)
@@ -91,7 +91,7 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
         "of": asked,
         "completion": [_text(record.get("completion")) for record in records],
         "more": {
-            str(row): _more(record) for row, record in enumerate(records) if not _MORE.isdisjoint(record)
+            str(row): _more(record) for row, record in enumerate(records) if any(map(record.get, _MORE))
         },
     }
     shown = _tokens(records, tokens) if tokens else None
@@ -209,7 +209,7 @@ def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _more(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What rewards logged of a row, and its turns, if there are any."""
+    """What rewards logged of a row, and its conversation, if there is any."""
     return {name: record[name] for name in _MORE if record.get(name)}
 
 

@@ -94,6 +94,11 @@ class MetricsLog:
         self._write(EVENTS, [record])
 
     @property
+    def wants_completions(self) -> bool:
+        """Whether `completions` does anything: its records take time to make."""
+        return COMPLETIONS in self._files or bool(self._sinks and self._table_rows)
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether `tokens` writes anything: its records take time to make."""
         return TOKENS in self._files

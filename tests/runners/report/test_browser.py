@@ -12,6 +12,7 @@ import pytest
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
 from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
+from tests.support.talking_runs import talking_run
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
@@ -110,6 +111,23 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
     tab.get_by_label("any", exact=True).fill("")
     tab.fill("#query", "1 + 4?")
     playwright.expect(status).to_have_text("4 of 48 completions in 1 groups", timeout=WAIT)
+    assert quiet(tab)
+
+
+def test_a_conversation_is_shown_as_turns(tab, tmp_path, monkeypatch):
+    """Of a real run with an environment: as messages with their calls; shaded, as sampled and given tokens."""
+    folder = talking_run(tmp_path, monkeypatch, tokens="moved")
+    opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
+    tab.wait_for_selector(".card .turn", timeout=WAIT)
+    card = tab.locator(".card", has=tab.locator(".turn.observed")).first
+    sampled, given = card.locator(".turn.sampled"), card.locator(".turn.observed")
+    assert sampled.first.locator(".token.unlikely").count() and given.locator(".token").count() == 0
+    assert given.first.locator(".text").inner_text() == "<|tool|>seen: <b>again</b>"
+    assert "given, 26 tokens" in given.first.inner_text().lower()
+    tab.select_option("#shade", "none")
+    assert 'check({"text":"<b>again</b>"})' in sampled.first.inner_text()
+    assert given.first.locator(".text").inner_text() == "seen: <b>again</b>"
+    assert "tool check" in given.first.inner_text().lower() and tab.locator("main b b").count() == 0
     assert quiet(tab)
 
 

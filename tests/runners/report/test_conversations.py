@@ -1,0 +1,31 @@
+"""Conversations: what the records of a real run with an environment say of their turns."""
+
+import json
+
+import pytest
+
+from tests.support.talking_runs import talking_run
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """completions.jsonl of a run with an environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = talking_run(tmp_path_factory.mktemp("talks"), patch)
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_turns_cut_the_text_where_given_tokens_follow_sampled_ones(records):
+    """Their characters are the text's, the sampled ones' tokens those that count; the given ones were seen."""
+    assert any(len(record["turns"]) > 2 for record in records)
+    for record in records:
+        text, turns, at = record["completion"], record["turns"], 0
+        assert [turn["sampled"] for turn in turns] == [i % 2 == 0 for i in range(len(turns))]
+        assert sum(turn["tokens"] for turn in turns if turn["sampled"]) == record["tokens"]
+        for number, turn in enumerate(turns):
+            piece = text[at : at + turn["characters"]]
+            at += turn["characters"]
+            if number == 0:
+                assert piece.startswith("<reasoning>")
+            assert turn["sampled"] or piece == "<|tool|>seen: <b>again</b>"
+        assert at == len(text)
