@@ -22,7 +22,7 @@ function drawTiles(place, runs) {
   const best = Math.max(...run.column("reward").filter((value) => value !== null));
   place.replaceChildren(
     tile("Exact match", after === null ? "–" : percentText(after),
-      after === null ? "not measured" : [run.column("em").filter((v) => v !== null).length > 1 ? `from ${percentText(before)} · ` : "", range ? h("span", { title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]),
+      after === null ? "not measured" : [run.column("em").filter((v) => v !== null).length > 1 ? `from ${percentText(before)} · ` : "", range ? h("span", { class: "whole", title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]),
     tile("Reward", numberText(run.last("reward")), `first ${numberText(run.first("reward"))} · best ${Number.isFinite(best) ? numberText(best) : "–"}`),
     tile("Updates", planned ? [numberText(updates), h("small", null, ` / ${numberText(planned)}`)] : numberText(updates),
       planned ? h("progress", { max: planned, value: updates, "aria-label": "Updates done" }) : ""),

@@ -125,7 +125,7 @@ function stretchesBlock(completion, turns, known, { pattern, mode }) {
     const piece = characters.slice(at, (at += turn.characters)).join("");
     const tokens = known && turn.sampled ? tokensOf(known).slice(token, token + turn.tokens) : null;
     token += turn.tokens;
-    const name = `${turn.sampled ? "sampled" : "given"}, ${turn.tokens} tokens`;
+    const name = `${turn.sampled ? "sampled" : "given"}, ${turn.tokens} ${turn.tokens === 1 ? "token" : "tokens"}`;
     return turnBlock(name, turn.sampled, textBlock(piece, { pattern, known: tokens && { tokens, given: i ? 0 : known.given }, mode }));
   }));
 }

@@ -4,60 +4,19 @@ Screenshots are left in pytest's temporary folder, under `shots`.
 """
 
 import os
-import shutil
 import time
 
 import pytest
 
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
+from tests.support.browsing import WAIT, opened, quiet
 from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
 from tests.support.talking_runs import talking_run
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
 )
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-WAIT = 20_000  # ms: for what hangs
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium, without a window."""
-    with playwright.sync_playwright() as found:
-        started = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def tab(browser, tmp_path):
-    """A page that keeps what it complained of and what it asked for, in `problems` and `asked`."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    found = context.new_page()
-    found.problems, found.asked = [], []
-    found.on("pageerror", lambda error: found.problems.append(str(error)))
-    found.on("console", lambda said: found.problems.append(said.text) if said.type == "error" else None)
-    found.on("request", lambda request: found.asked.append(request.url))
-    yield found
-    (tmp_path / "shots").mkdir()
-    found.screenshot(path=tmp_path / "shots" / "last.png")
-    context.close()
-
-
-def opened(tab, path, part="overview"):
-    """Opens a file at one of its parts."""
-    tab.goto(f"{path.as_uri()}#{part}")
-    tab.wait_for_selector("html[data-ready]", timeout=WAIT)
-    if part in ("completions", "problems"):
-        tab.wait_for_selector(f"#{part}[data-ready]", timeout=WAIT)
-
-
-def quiet(tab):
-    """Whether the page had no fault and asked for nothing but itself."""
-    outside = [each for each in tab.asked if not each.startswith(("file:", "data:"))]
-    return tab.problems == [] and outside == []
 
 
 def test_a_finished_run_is_drawn(tab, tmp_path):
@@ -115,7 +74,7 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
 
 
 def test_a_conversation_is_shown_as_turns(tab, tmp_path, monkeypatch):
-    """Of a real run with an environment: as messages with their calls; shaded, as sampled and given tokens."""
+    """Of a real run with an environment: as messages with their calls; shaded, as sampled and given ones."""
     folder = talking_run(tmp_path, monkeypatch, tokens="moved")
     opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card .turn", timeout=WAIT)

@@ -16,7 +16,7 @@ def records(tmp_path_factory):
 
 
 def test_turns_cut_the_text_where_given_tokens_follow_sampled_ones(records):
-    """Their characters are the text's, the sampled ones' tokens those that count; the given ones were seen."""
+    """Their characters are the text's, the sampled ones' tokens those that count."""
     assert any(len(record["turns"]) > 2 for record in records)
     for record in records:
         text, turns, at = record["completion"], record["turns"], 0

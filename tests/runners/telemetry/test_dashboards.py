@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, monkeypatch):
 
 
 def test_what_dashboards_have_is_not_sent_again(tmp_path, monkeypatch):
-    """After a resume: lines that the log is cut by are known to W&B and Trackio; TensorBoard replaces them."""
+    """After a resume: lines that the log is cut by are in W&B and Trackio; TensorBoard replaces them."""
     calls = fake_dashboards(monkeypatch)
     settings = LogConfig(**ALL | {"jsonl": True})
 
