@@ -27,11 +27,11 @@ def plain_number(value: Any) -> float | int | None:
 def plain_numbers(values: Sequence[Any]) -> str:
     """`plain_number` of each value, as the text of a JSON array."""
     kinds = set(map(type, values))
-    if kinds == {int} and -_DIGITS < min(values) and max(values) < _DIGITS:
+    if kinds == {int} and min(values) > -_DIGITS and max(values) < _DIGITS:
         return _json(values)
     if kinds == {float}:  # the usual column of a large file: several times faster than one by one
         isfinite = math.isfinite
-        return "[" + ",".join(["%.7g" % value if isfinite(value) else "null" for value in values]) + "]"
+        return "[" + ",".join([f"{value:.7g}" if isfinite(value) else "null" for value in values]) + "]"
     return _json([plain_number(value) for value in values])
 
 

@@ -57,8 +57,8 @@ class Completions:
 class Sink(Protocol):
     """Somewhere else that the metrics go.
 
-    `replaces`: of a resumed run, updates that are done again take the place of the first ones. Else they would
-    be there twice, and are not sent again.
+    `replaces`: of a resumed run, updates that are done again take the place of the first ones. Else they
+    would be there twice, and are not sent again.
     """
 
     replaces: bool

@@ -37,8 +37,8 @@ class MetricsLog:
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
         `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
-        `update` that the run is at; what the file of metrics had behind that is not sent to them twice. Events,
-        which tell of interruptions too, go on from their end. None: all begin anew.
+        `update` that the run is at; what the file of metrics had behind that is not sent to them twice.
+        Events, which tell of interruptions too, go on from their end. None: all begin anew.
         """
         target = Target(
             folder=run_dir,
@@ -50,7 +50,7 @@ class MetricsLog:
             from_update=update,
         )
         self._sinks, self._table_rows = open_sinks(target, settings), settings.table_rows
-        # Updates, and whether they are evaluations, that a resumed run does again: dashboards have them already.
+        # Updates, and whether they are evaluations, that a resumed run does again: dashboards have them.
         self._repeated: set[tuple[Any, bool]] = set()
         if self._sinks and keep is not None:
             self._repeated = _updates_behind(run_dir / METRICS, keep.get(METRICS, 0))

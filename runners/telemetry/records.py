@@ -91,9 +91,7 @@ def completion_records(
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
-    rollout, tokens, sampled = experience.rollout, [], []
-    if played and pieces:
-        tokens, sampled = rollout.completions(), rollout.sampled()
+    turns = [] if played is None or pieces is None else _turns(experience, pieces, given)
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
         values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)
@@ -113,27 +111,28 @@ def completion_records(
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
             **({"messages": list(played.messages[row])} if played else {}),
-            **({"turns": _turns(pieces, tokens[row], sampled[row], text, given)} if played and pieces else {}),
+            **({"turns": turns[row]} if turns else {}),
         }
 
 
-def _turns(
-    pieces: PieceLengths, tokens: Sequence[int], sampled: Sequence[bool], text: str, given: int
-) -> list[dict[str, Any]]:
-    """The stretches of a completion that were sampled or given: tokens, and characters of its text.
+def _turns(experience: Experience, pieces: PieceLengths, given: int) -> list[list[dict[str, Any]]]:
+    """Of each completion the stretches that were sampled or given: tokens, and characters of its text.
 
     The nudge, of `given` characters and no token, belongs to the first stretch.
     """
-    characters = pieces.of(tokens, text[given:])
-    found: list[dict[str, Any]] = []
-    for count, mine in zip(characters, sampled, strict=True):
-        if not found or found[-1]["sampled"] != bool(mine):
-            found.append({"sampled": bool(mine), "tokens": 0, "characters": 0})
-        found[-1]["tokens"] += 1
-        found[-1]["characters"] += count
-    if found:
-        found[0]["characters"] += len(text) - sum(characters)
-    return found
+    rollout, rows = experience.rollout, []
+    for tokens, sampled, text in zip(rollout.completions(), rollout.sampled(), experience.texts, strict=True):
+        characters = pieces.of(tokens, text[given:])
+        found: list[dict[str, Any]] = []
+        for count, mine in zip(characters, sampled, strict=True):
+            if not found or found[-1]["sampled"] != bool(mine):
+                found.append({"sampled": bool(mine), "tokens": 0, "characters": 0})
+            found[-1]["tokens"] += 1
+            found[-1]["characters"] += count
+        if found:
+            found[0]["characters"] += len(text) - sum(characters)
+        rows.append(found)
+    return rows
 
 
 def evaluation_records(

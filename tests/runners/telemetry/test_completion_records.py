@@ -118,9 +118,7 @@ def test_records_are_made_where_they_are_read(tmp_path, monkeypatch, kept, made)
     from runners.training import loop
 
     make, count = loop.completion_records, []
-    monkeypatch.setattr(
-        loop, "completion_records", lambda *a: (count.append(1) or each for each in make(*a))
-    )
+    monkeypatch.setattr(loop, "completion_records", lambda *a: (count.append(1) or each for each in make(*a)))
     text = small(run={"output_dir": str(tmp_path)}, log={"completions": kept, "report": False})
     (tmp_path / "train.toml").write_text(text)
     folder = run_training(load_config(str(tmp_path / "train.toml")), report=Notes()).folder
