@@ -1,8 +1,9 @@
 """`python docs/manual/drawings.py MERMAID.JS`: draws the pages' mermaid diagrams as pictures for the manual.
 
-The manual shows docs/manual/drawings/PAGE.svg in place of a diagram, so that its pages ask no other server for
-mermaid, a script of 3 MB. MERMAID.JS is `dist/mermaid.min.js` of the npm package (`npm pack mermaid@11`); playwright
-and Chromium draw (the extra `browser`). A picture holds the digest of its source: an old one ends the build.
+The manual shows docs/manual/drawings/PAGE.svg in place of a diagram, so that its pages ask no other server
+for mermaid, a script of 3 MB. MERMAID.JS is `dist/mermaid.min.js` of the npm package (`npm pack mermaid@11`);
+playwright and Chromium draw (the extra `browser`). A picture holds the digest of its source: an old one ends
+the build.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ DOCS = Path(__file__).resolve().parents[1]
 DRAWINGS = Path(__file__).resolve().parent / "drawings"
 FENCE = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-OPTIONS = "{startOnLoad: false, theme: 'neutral', htmlLabels: false, flowchart: {htmlLabels: false, wrappingWidth: 320}}"
+OPTIONS = (
+    "{startOnLoad: false, theme: 'neutral', htmlLabels: false, "
+    "flowchart: {htmlLabels: false, wrappingWidth: 320}}"
+)
 
 
 def mark(source: str) -> str:
