@@ -1,8 +1,10 @@
-"""The system's Chromium for the tests of pages, skipped with a clear line where there is none."""
+"""The system's Chromium, skipped with a clear line where there is none; and a run with conversations."""
 
 import shutil
 
 import pytest
+
+from tests.support.talking_runs import talking_run
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -20,6 +22,13 @@ def browser():
         started = found.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+@pytest.fixture(scope="session")
+def talks(tmp_path_factory):
+    """The folder of a run with an environment, with its tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        return talking_run(tmp_path_factory.mktemp("talks"), patch, tokens="moved")
 
 
 @pytest.fixture

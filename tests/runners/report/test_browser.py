@@ -12,7 +12,6 @@ from runners.files.json_lines import JsonLines
 from runners.report import write_report
 from tests.support.browsing import WAIT, opened, quiet
 from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
-from tests.support.talking_runs import talking_run
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
@@ -73,10 +72,9 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
     assert quiet(tab)
 
 
-def test_a_conversation_is_shown_as_turns(tab, tmp_path, monkeypatch):
+def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
     """Of a real run with an environment: as messages with their calls; shaded, as sampled and given ones."""
-    folder = talking_run(tmp_path, monkeypatch, tokens="moved")
-    opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
+    opened(tab, write_report([talks], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card .turn", timeout=WAIT)
     card = tab.locator(".card", has=tab.locator(".turn.observed")).first
     sampled, given = card.locator(".turn.sampled"), card.locator(".turn.observed")

@@ -2,21 +2,11 @@
 
 import json
 
-import pytest
 
-from tests.support.talking_runs import talking_run
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """completions.jsonl of a run with an environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = talking_run(tmp_path_factory.mktemp("talks"), patch)
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_text("utf-8").splitlines()]
-
-
-def test_turns_cut_the_text_where_given_tokens_follow_sampled_ones(records):
+def test_turns_cut_the_text_where_given_tokens_follow_sampled_ones(talks):
     """Their characters are the text's, the sampled ones' tokens those that count."""
+    lines = (talks / "completions.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
     assert any(len(record["turns"]) > 2 for record in records)
     for record in records:
         text, turns, at = record["completion"], record["turns"], 0
