@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)[^)]*\)")
+_LINK = re.compile(r"!?\[([^\]]*)\]\((?![a-z]+:)[^)]*\)")
 
 
 class Description(MetadataHookInterface):
@@ -18,5 +18,5 @@ class Description(MetadataHookInterface):
 
 
 def without_links(text: str) -> str:
-    """Markdown with the text alone of each link that is relative or leads to a heading."""
+    """Markdown with the text alone of each link or picture that is relative or leads to a heading."""
     return _LINK.sub(r"\1", text)

@@ -1,20 +1,38 @@
-"""The report of a run: writing it, its size, opening it in Chromium, and what it adds to the quickstart."""
+"""The report of a run: writing and opening it, its size; what it and the live page cost the quickstart."""
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import attrs
+import click
 
 from benchmarks.harness.command import benchmark, say
-from benchmarks.harness.record import Figure
+from benchmarks.harness.measure import Timing
+from benchmarks.harness.record import Figure, ratio_figure
+from benchmarks.quickstart import QUICK, command_line
+from runners.errors import UserError
 from runners.files.json_lines import json_line
 from runners.report import write_report
 
 WORDS = ("apples", "and", "pears", "is", "then", "left", "minus", "each", "day", "how", "many", "are")
+SIZES = {"large": (1000, 8), "largest": (500, 25)}  # updates of 16 prompts, completions of each
+CASES = (*SIZES, "quickstart")
 
 
 def made_run(folder: Path, updates: int, group: int, seed: int = 0) -> Path:
@@ -69,33 +87,219 @@ def opening(page: Path) -> tuple[float, float] | None:
     return paint, seconds
 
 
-@benchmark("run_report")
-def main(quick: bool) -> Sequence[Figure]:
-    """Pages of 1,000 updates × 128 completions, and of 200,000 completions."""
+def page_figures(title: str, folder: Path, *, quick: bool) -> list[Figure]:
+    """Writing and opening the page of a made-up run; targets only where it has its full size."""
+    updates, group = SIZES[title]
+    updates = max(updates // 50, 1) if quick else updates
+    say(f"{title}: {updates * 16 * group:,} completions")
+    made_run(folder, updates, group)
+    started, spent = time.perf_counter(), time.process_time()
+    written = write_report([folder], folder / "report.html", most_bytes=1 << 40)
+    spent = time.process_time() - spent
+    figures = [
+        Figure(
+            name=f"{title}: written",
+            value=time.perf_counter() - started,
+            unit="s",
+            at_most=3.0,
+            note=f"{updates:,} updates, {written.completions:,} completions",
+        ),
+        Figure(name=f"{title}: written, CPU time", value=spent, unit="s"),
+        Figure(name=f"{title}: size", value=written.size / 1e6, unit="MB", at_most=15.0),
+    ]
+    if times := opening(written.path):
+        figures += [
+            Figure(name=f"{title}: first paint", value=times[0], unit="s", at_most=2.0),
+            Figure(name=f"{title}: completions open", value=times[1], unit="s", at_most=3.0),
+        ]
+    else:
+        say(f"{title}: without playwright and Chromium the page is not opened, and these figures are missing")
+    if title == "largest":  # targets are of 1,000 updates; of 200,000 completions one alone
+        figures = [f if f.name.endswith("open") else attrs.evolve(f, at_most=None) for f in figures]
+    return [attrs.evolve(f, at_most=None) for f in figures] if quick else figures
+
+
+@attrs.frozen
+class Spent:
+    """What one quickstart took."""
+
+    seconds: float  # from command to end
+    cpu: float  # CPU seconds of its process
+    watch_cpu: float = 0.0  # and of the live page's
+    looks: int = 0  # how often the open page fetched what was new
+    report: float = 0.0  # seconds from the run's end to its report; 0: there is none
+
+
+class OpenPage:
+    """A live page that is open: it follows the server's events, and fetches what a browser would."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is what `grpo watch` prints."""
+        self.looks = 0
+        self._place = urlsplit(url)
+        self._run = self._get("/", "location").removeprefix("/").removesuffix("/")
+        self._lines, self._generation = 0, -1
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when the server has ended the stream."""
+        self._thread.join(20)
+
+    def _follow(self) -> None:
+        with suppress(OSError, http.client.HTTPException):  # the server ends with the run
+            stream = self._connected()
+            stream.request("GET", f"/{self._run}/events")
+            self._look()
+            for line in stream.getresponse():
+                if line.startswith(b"data:"):
+                    self._look()
+
+    def _look(self) -> None:
+        asked = f"generation={self._generation}&since={self._lines}"
+        run = json.loads(zlib.decompress(self._body(f"/{self._run}/data?{asked}")))
+        self._generation, self._lines = run["generation"], run["metrics"]["lines"]
+        for part in run["completions"]["parts"][-1:]:  # what has grown
+            self._body(f"/{self._run}/{part['numbers']}")
+            self._body(f"/{self._run}/{part['texts']}")
+        self.looks += 1
+
+    def _connected(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=60)
+
+    def _body(self, path: str) -> bytes:
+        line = self._connected()
+        line.request("GET", path)
+        body = line.getresponse().read()
+        line.close()
+        return body
+
+    def _get(self, path: str, header: str) -> str:
+        line = self._connected()
+        line.request("GET", path)
+        found = line.getresponse().getheader(header)
+        line.close()
+        if not found:
+            raise UserError(f"{self._place.geturl()}: wanted the address of one run")
+        return found
+
+
+def run_quickstart(folder: Path, *, watch: bool, settings: Sequence[str]) -> Spent:
+    """One quickstart, `watch`: with the live page beside it, and open.
+
+    Raises UserError where one of the two does not end well.
+    """
+    run = folder / "quickstart"
+    shutil.rmtree(run, ignore_errors=True)
+    words = [word for each in (f"run.output_dir={folder}", *settings) for word in ("--set", each)]
+    started = time.perf_counter()
+    with open(folder / "printed.txt", "w") as printed:
+        process = subprocess.Popen([*command_line(), "quickstart", *words], stdout=printed, stderr=printed)
+        live = page = None
+        try:
+            if watch:
+                while not (run / "training_log.jsonl").is_file() and process.poll() is None:
+                    time.sleep(0.05)
+                script = "from runners.cli import main; main()"
+                live = subprocess.Popen(
+                    [sys.executable, "-c", script, "watch", str(run), "--port", "0"],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                assert live.stdout is not None
+                said = live.stdout.readline()
+                if not said.startswith("http"):
+                    raise UserError(f"grpo watch said {said!r}: wanted the page's address")
+                page = OpenPage(said.split()[0])
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                process.wait()
+            if live is not None:
+                live.send_signal(signal.SIGINT)
+    seconds = time.perf_counter() - started
+    watch_cpu = 0.0
+    if live is not None and page is not None:
+        page.close()
+        _, ended, watch_usage = os.wait4(live.pid, 0)
+        live.returncode = os.waitstatus_to_exitcode(ended)
+        if live.returncode:
+            raise UserError(f"grpo watch ended with code {live.returncode}")
+        watch_cpu = watch_usage.ru_utime + watch_usage.ru_stime
+    if process.returncode:
+        raise UserError(f"grpo-run quickstart ended:\n{(folder / 'printed.txt').read_text()[-2000:]}")
+    cpu = usage.ru_utime + usage.ru_stime
+    return Spent(seconds, cpu, watch_cpu, page.looks if page else 0, _report_seconds(run))
+
+
+def _report_seconds(run: Path) -> float:
+    """From the run's last event, its end, to the last byte of its report."""
+    page = run / "report.html"
+    if not page.is_file():
+        return 0.0
+    last = json.loads((run / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return max(page.stat().st_mtime - last["time"], 0.0)
+
+
+def quickstart_figures(folder: Path, repeats: int, overrides: Sequence[str], *, judged: bool) -> list[Figure]:
+    """The quickstart without a report, with one, and with one and an open live page: in turn."""
+    ways = {"none": (False, ("log.report=false",)), "report": (False, ()), "watch": (True, ())}
+    spent: dict[str, list[Spent]] = {name: [] for name in ways}
+    folder.mkdir()
+    for turn in range(repeats):
+        names = list(ways)
+        for name in names[turn % 3 :] + names[: turn % 3]:
+            watch, settings = ways[name]
+            say(f"quickstart: round {turn + 1} of {repeats}, {name}")
+            found = run_quickstart(folder, watch=watch, settings=[*settings, *overrides])
+            say(f"quickstart: {found}")
+            spent[name].append(found)
+    seconds = {name: Timing(tuple(each.seconds for each in found)) for name, found in spent.items()}
+    cpu = {name: Timing(tuple(each.cpu for each in found)) for name, found in spent.items()}
+    pages = Timing(tuple(each.report for each in (*spent["report"], *spent["watch"])))
+    beside = Timing(tuple(each.watch_cpu for each in spent["watch"]))
+    looks = min(each.looks for each in spent["watch"])
+
+    def of(name: str, timing: Timing, **more: float | None) -> Figure:
+        span = {"low": timing.low, "high": timing.high, "samples": len(timing.samples)}
+        return Figure(name=f"quickstart: {name}", value=timing.median, unit="s", **span, **more)  # pyright: ignore
+
+    report = seconds["report"] / seconds["none"], cpu["report"] / cpu["none"]
+    watch = seconds["watch"] / seconds["report"], cpu["watch"] / cpu["report"]
+    return [
+        of("from command to end, no report", seconds["none"]),
+        of("its CPU time, no report", cpu["none"]),
+        of("its report", pages, at_most=1.0 if judged else None),
+        ratio_figure("quickstart: with a report / without", report[0]),
+        ratio_figure("quickstart: with a report / without, CPU time", report[1]),
+        ratio_figure(
+            "quickstart: with an open live page / without", watch[0], at_most=1.02 if judged else None
+        ),
+        ratio_figure("quickstart: with an open live page / without, CPU time of the run", watch[1]),
+        of("CPU time of the live page", beside),
+        Figure(name="quickstart: what the page fetched", value=looks, unit="times"),
+    ]
+
+
+@benchmark("run_report", parts="chosen")
+@click.option("--case", "chosen", multiple=True, type=click.Choice(CASES), help="Only this one.")
+@click.option(
+    "--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of quickstarts."
+)
+@click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, handed on to every quickstart.")
+def main(quick: bool, chosen: Sequence[str], repeats: int, overrides: Sequence[str]) -> Sequence[Figure]:
+    """The report of a run: writing it, opening it, its size; what it and a live page cost the quickstart."""
     figures = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, updates, group in (("128,000", 1000, 8), ("200,000", 500, 25)):
-            updates = max(updates // 50, 1) if quick else updates
-            say(f"run_report: {updates * 16 * group:,} completions")
-            folder = made_run(Path(scratch) / name.replace(",", ""), updates, group)
-            started = time.perf_counter()
-            written = write_report([folder], folder / "report.html", most_bytes=1 << 40)
-            seconds = time.perf_counter() - started
-            is_first = name == "128,000"
-            figures += [
-                Figure(name=f"{name}: written", value=seconds, unit="s", at_most=3.0 if is_first else None),
-                Figure(
-                    name=f"{name}: size",
-                    value=written.size / 1e6,
-                    unit="MB",
-                    at_most=15.0 if is_first else None,
-                ),
-            ]
-            if times := opening(written.path):
-                figures += [
-                    Figure(name=f"{name}: first paint", value=times[0], unit="s", at_most=2.0),
-                    Figure(name=f"{name}: completions open", value=times[1], unit="s", at_most=3.0),
-                ]
+    with tempfile.TemporaryDirectory(prefix="run-report-") as scratch:
+        for title in chosen or CASES:
+            folder = Path(scratch) / title
+            if title == "quickstart":
+                settings = [*(QUICK if quick else ()), *overrides]
+                figures += quickstart_figures(folder, 1 if quick else repeats, settings, judged=not settings)
+            else:
+                figures += page_figures(title, folder, quick=quick)
     return figures
 
 

@@ -38,6 +38,7 @@ NAMES = (
     "checkpoint",
     "depth",
     "ranks",
+    "run_report",
 )
 GRIDS = ("quant", "sync", "depth")  # with the same columns for many rows
 

@@ -13,7 +13,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from parts import PARTS  # noqa: E402 (beside this file: mkdocs puts its folder on the path)
+from drawings import shown  # noqa: E402 (beside this file: mkdocs puts its folder on the path)
+from parts import PARTS  # noqa: E402
 
 OUTSIDE = {  # file of the repository → page of the manual
     "CHANGELOG.md": "CHANGELOG.md",
@@ -59,7 +60,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     source = next((key for key, name in OUTSIDE.items() if name == page.file.src_uri), None)
     if source is None or page.file.src_uri == "index.md":
         source = f"docs/{page.file.src_uri}"
-    text = _PART.sub(lambda found: PARTS[found[1]](), markdown)
+    text = _PART.sub(lambda found: PARTS[found[1]](), shown(Path(page.file.src_uri).stem, markdown))
     if source == "docs/config.md":
         text = _with_anchors(text)
     lines, inside = [], False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,4 +54,5 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
             import webbrowser
 
             webbrowser.open(url)
+        os.nice(10)  # a run on this machine comes first
         serve(folder, found, hosts)

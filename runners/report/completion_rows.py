@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from runners.report.line_files import LineFile
-from runners.report.numbers import packed, plain_number
+from runners.report.numbers import packed, packed_columns
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
 _UPDATE = re.compile(rb'\{"batch_step": (\d+), "update": (\d+)')
 _TEXTS = ("completion", "prompt", "answer")
+_MORE = ("metrics", "extra", "messages", "turns")
 
 
 @attrs.frozen(eq=False)
@@ -64,22 +66,21 @@ class PartMaker:
 
 def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> Part:
     """A part of these records."""
-    names = list(dict.fromkeys(name for record in records for name in _table(record, "rewards")))
+    rewards = [_table(record, "rewards") for record in records]
+    names = dict.fromkeys(chain.from_iterable(rewards))
     numbers: dict[str, Any] = {
-        "update": [plain_number(record.get("update")) for record in records],
-        "step": [plain_number(record.get("batch_step")) for record in records],
+        "update": _column(records, "update"),
+        "step": _column(records, "batch_step"),
         "group": [record["_group"] for record in records],
         "prompt": [record["_prompt"] for record in records],
-        "reward": [plain_number(record.get("reward")) for record in records],
-        "advantage": [plain_number(record.get("advantage")) for record in records],
-        "tokens": [plain_number(record.get("tokens")) for record in records],
+        "reward": _column(records, "reward"),
+        "advantage": _column(records, "advantage"),
+        "tokens": _column(records, "tokens"),
         "finished": [0 if record.get("finished") is False else 1 for record in records],
-        "rewards": {
-            name: [plain_number(_table(record, "rewards").get(name)) for record in records] for name in names
-        },
+        "rewards": {name: _column(rewards, name) for name in names},
     }
     if any("length_penalty" in record for record in records):
-        numbers["penalty"] = [plain_number(record.get("length_penalty")) for record in records]
+        numbers["penalty"] = _column(records, "length_penalty")
     known: dict[tuple[str, str], int] = {}
     asked = [
         known.setdefault((_text(record.get("prompt")), _text(record.get("answer"))), len(known))
@@ -89,10 +90,12 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
         "asked": [list(pair) for pair in known],
         "of": asked,
         "completion": [_text(record.get("completion")) for record in records],
-        "more": {str(row): more for row, record in enumerate(records) if (more := _more(record))},
+        "more": {
+            str(row): _more(record) for row, record in enumerate(records) if any(map(record.get, _MORE))
+        },
     }
     shown = _tokens(records, tokens) if tokens else None
-    return Part(len(records), packed(numbers), packed(texts), packed(shown) if shown else None)
+    return Part(len(records), packed_columns(numbers), packed(texts), packed(shown) if shown else None)
 
 
 @attrs.frozen(eq=False)
@@ -196,14 +199,18 @@ def _cell(record: Mapping[str, Any], name: str, row: int) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [record.get(name) for record in records]
+
+
 def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = record.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _more(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What rewards logged of a row, and its turns, if there are any."""
-    return {name: record[name] for name in ("metrics", "extra", "turns") if record.get(name)}
+    """What rewards logged of a row, and its conversation, if there is any."""
+    return {name: record[name] for name in _MORE if record.get(name)}
 
 
 def _text(value: Any) -> str:

@@ -38,6 +38,7 @@ class LiveRun:
         self._maker, self._parts = PartMaker(), list[Part]()
         self._tokens: dict[int, dict[str, Any]] = {}
         self._evaluations: dict[int, list[dict[str, Any]]] = {}
+        self._tail: tuple[tuple[int, ...], Part] | None = None  # the last part, and what it was made of
 
     def signature(self) -> tuple[Any, ...]:
         """Something that is another one where a file has changed, or the run has ended."""
@@ -62,7 +63,7 @@ class LiveRun:
         """A piece of a part: "numbers", "texts" or "tokens". None where there is none."""
         with self._guard:
             if number == len(self._parts) and self._maker.waiting:
-                part = part_of(self._maker.waiting, self._tokens)
+                part = self._growing()
             elif 0 <= number < len(self._parts):
                 part = self._parts[number]
             else:
@@ -78,6 +79,16 @@ class LiveRun:
         with self._guard:
             pieces = [piece for _, piece in evaluation_pieces(self._evaluations)]
         return pieces[number] if 0 <= number < len(pieces) else None
+
+    def _growing(self) -> Part:
+        """The part that still grows; a page asks for its pieces one by one."""
+        made_of = (self._generation(), len(self._parts), len(self._maker.waiting), self._token_lines())
+        if self._tail is None or self._tail[0] != made_of:
+            self._tail = made_of, part_of(self._maker.waiting, self._tokens)
+        return self._tail[1]
+
+    def _token_lines(self) -> int:
+        return sum(map(len, self._tokens.values()))
 
     def _refresh(self) -> None:
         self.record.refresh()
@@ -114,11 +125,9 @@ class LiveRun:
             has_tokens.append(bool(self._tokens))
         parts = []
         for number, (rows, tokens) in enumerate(zip(sizes, has_tokens, strict=True)):
-            # The number of rows and of known moves makes a new address of what has grown.
-            moves = (
-                sum("moved" in step for step in self._tokens.values()) if number == len(self._parts) else 0
-            )
-            at = f"part/{generation}-{number}-{rows}-{moves}"
+            # The number of rows and of lines of tokens makes a new address of what has grown.
+            lines = self._token_lines() if number == len(self._parts) else 0
+            at = f"part/{generation}-{number}-{rows}-{lines}"
             parts.append(
                 {
                     "rows": rows,

@@ -175,7 +175,7 @@ def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
     return [
         key
         for key, value in flat.items()
-        if (key in asked if key in by_preset else key not in defaults or defaults[key] != value)
+        if (key in asked if key in by_preset else defaults.get(key, {}) != value)
     ]
 
 
@@ -190,13 +190,16 @@ def _defaults() -> dict[str, Any]:
             if default is attrs.NOTHING:
                 continue
             value = default.factory() if isinstance(default, attrs.Factory) else default  # pyright: ignore
-            table[field.name] = attrs.asdict(value) if attrs.has(type(value)) else _listed(value)
+            table[field.name] = _plain(attrs.asdict(value) if attrs.has(type(value)) else value)
         found[name] = table
     return found
 
 
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain(value: Any) -> Any:
+    """As JSON has it: lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HOST, PORT = "127.0.0.1", 8517
 _TRIED = 20  # ports, from the wanted one on
 _LOOK = 0.4  # seconds between two looks at a run's files
+_PAUSE = 1.0  # seconds between two events at least: each makes an open page fetch what is new
 _BEAT = 15.0  # seconds after which a silent stream says that it lives
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -175,10 +176,10 @@ def application(
             while not is_ending() and not await request.is_disconnected():
                 await asyncio.sleep(_LOOK)
                 now = await run_in_threadpool(run.signature)
-                if now != before:
+                if now != before and time.monotonic() - said >= _PAUSE:
                     before, said = now, time.monotonic()
                     yield f"data: {json.dumps({'state': now[-1]})}\n\n".encode()
-                elif time.monotonic() - said > _BEAT:
+                elif now == before and time.monotonic() - said > _BEAT:
                     said = time.monotonic()
                     yield b": still here\n\n"
 

@@ -55,7 +55,13 @@ class Completions:
 
 
 class Sink(Protocol):
-    """Somewhere else that the metrics go."""
+    """Somewhere else that the metrics go.
+
+    `replaces`: of a resumed run, updates that are done again take the place of the first ones. Else they
+    would be there twice, and are not sent again.
+    """
+
+    replaces: bool
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -97,11 +103,11 @@ class Target:
     entity: str
     config: dict[str, Any]
     resumed: bool  # the same run goes on
-    from_update: int = 0  # of a resumed run: later numbers are of steps that it does again
+    from_update: int = 0  # of a resumed run: it does later updates again
 
 
 class _TensorBoard:
-    package = "tensorboardX"
+    package, replaces = "tensorboardX", True
 
     def __init__(self, target: Target):
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
@@ -128,7 +134,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    package = "wandb"
+    package, replaces = "wandb", False
 
     def __init__(self, target: Target):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -161,7 +167,7 @@ class _WandB:
 
 
 class _Trackio:
-    package = "trackio"
+    package, replaces = "trackio", False
 
     def __init__(self, target: Target):
         import trackio  # pyright: ignore[reportMissingImports]

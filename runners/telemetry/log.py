@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,8 +37,8 @@ class MetricsLog:
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
         `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
-        `update` that the run is at. Events, which tell of interruptions too, go on from their end. None: all
-        begin anew.
+        `update` that the run is at; what the file of metrics had behind that is not sent to them twice.
+        Events, which tell of interruptions too, go on from their end. None: all begin anew.
         """
         target = Target(
             folder=run_dir,
@@ -49,6 +50,10 @@ class MetricsLog:
             from_update=update,
         )
         self._sinks, self._table_rows = open_sinks(target, settings), settings.table_rows
+        # Updates, and whether they are evaluations, that a resumed run does again: dashboards have them.
+        self._repeated: set[tuple[Any, bool]] = set()
+        if self._sinks and keep is not None:
+            self._repeated = _updates_behind(run_dir / METRICS, keep.get(METRICS, 0))
         texts = settings.completions
         wanted = {METRICS: settings.jsonl, EVENTS: settings.jsonl, COMPLETIONS: texts, EVALUATIONS: texts}
         wanted[TOKENS] = texts and settings.tokens != "none"
@@ -69,17 +74,20 @@ class MetricsLog:
         nonfinite: list[str] = []
         plain = {name: plain_value(value, name, nonfinite) for name, value in metrics.items()}
         numbers = {k: v for k, v in plain.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        update = int(plain.get("update") or 0)
         for sink in self._sinks:
-            sink.log(numbers, int(plain.get("update") or 0))
+            if sink.replaces or (update, _is_evaluation(plain)) not in self._repeated:
+                sink.log(numbers, update)
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line for each completion of a batch step; dashboards get a table of the first."""
         records = list(records)
         self._write(COMPLETIONS, records)
         if self._sinks and self._table_rows and records:
-            batch = Completions.of(records, self._table_rows)
+            batch, update = Completions.of(records, self._table_rows), int(records[0]["update"])
             for sink in self._sinks:
-                sink.completions(batch, int(records[0]["update"]))
+                if sink.replaces or (update, False) not in self._repeated:
+                    sink.completions(batch, update)
 
     def evaluation(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line for each held-out problem of an evaluation."""
@@ -92,6 +100,11 @@ class MetricsLog:
     def event(self, record: Mapping[str, Any]) -> None:
         """Writes one line of the run's diary."""
         self._write(EVENTS, [record])
+
+    @property
+    def wants_completions(self) -> bool:
+        """Whether `completions` does anything: its records take time to make."""
+        return COMPLETIONS in self._files or bool(self._sinks and self._table_rows)
 
     @property
     def keeps_tokens(self) -> bool:
@@ -130,3 +143,26 @@ class MetricsLog:
         self.close()
         if kind is None and (fault := self.fault()):
             raise UserError(f"{fault}; its last lines are lost")
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return "em" in line
+
+
+def _updates_behind(path: Path, place: int) -> set[tuple[Any, bool]]:
+    """The updates of a log's lines behind so many bytes, and whether each line is of an evaluation."""
+    found: set[tuple[Any, bool]] = set()
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(place)
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return found  # there is none: nothing is known to be sent
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:  # the last one may be cut
+            continue
+        if isinstance(line, dict) and isinstance(line.get("update"), int):
+            found.add((line["update"], _is_evaluation(line)))
+    return found

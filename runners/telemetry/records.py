@@ -75,8 +75,14 @@ def run_summary(
     return shown
 
 
-def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:
-    """One record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
+def completion_records(
+    experience: Experience, batch_step: int, update: int, pieces: PieceLengths | None = None, given: int = 0
+) -> Iterator[dict[str, Any]]:
+    """One record for each completion, for completions.jsonl; docs/rewards.md lists the keys.
+
+    With `pieces`, those of conversations say which parts of the text the model sampled; `given` is the number
+    of characters of the nudge. A record is made when it is asked for.
+    """
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
@@ -85,6 +91,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
+    turns = [] if played is None or pieces is None else _turns(experience, pieces, given)
     for row, text in enumerate(experience.texts):
         example = experience.examples[row // size]
         values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)
@@ -104,7 +111,28 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
             **({"messages": list(played.messages[row])} if played else {}),
+            **({"turns": turns[row]} if turns else {}),
         }
+
+
+def _turns(experience: Experience, pieces: PieceLengths, given: int) -> list[list[dict[str, Any]]]:
+    """Of each completion the stretches that were sampled or given: tokens, and characters of its text.
+
+    The nudge, of `given` characters and no token, belongs to the first stretch.
+    """
+    rollout, rows = experience.rollout, []
+    for tokens, sampled, text in zip(rollout.completions(), rollout.sampled(), experience.texts, strict=True):
+        characters = pieces.of(tokens, text[given:])
+        found: list[dict[str, Any]] = []
+        for count, mine in zip(characters, sampled, strict=True):
+            if not found or found[-1]["sampled"] != bool(mine):
+                found.append({"sampled": bool(mine), "tokens": 0, "characters": 0})
+            found[-1]["tokens"] += 1
+            found[-1]["characters"] += count
+        if found:
+            found[0]["characters"] += len(text) - sum(characters)
+        rows.append(found)
+    return rows
 
 
 def evaluation_records(

@@ -207,13 +207,14 @@ class Loop:
 
     def _log_completions(self, experience: Experience) -> None:
         """The lines of a batch step's completions, and of their tokens where the config asks for them."""
-        step, update = self.at.batch_step, self.at.update + 1
-        records = list(completion_records(experience, step, update))
-        self.log.completions(records)
-        self.report.example(records[0])
+        step, update, given = self.at.batch_step, self.at.update + 1, len(self.config.data.nudge)
+        records = completion_records(experience, step, update, self.pieces, given)
+        first = next(records)
+        if self.log.wants_completions:
+            self.log.completions([first, *records])
+        self.report.example(first)
         if self.log.keeps_tokens:
             mask_bt = np.array(self.steps.counted(experience).mask_bt)
-            given = len(self.config.data.nudge)
             self.log.tokens(token_record(experience, mask_bt, step, update, self.pieces, given))
 
     def _log_moved(self) -> None:

@@ -250,6 +250,7 @@ EXPECTED = {
         "3 layers, trained: bf16, ours: KL",
     },
     "ranks": {"tiny, full, 2: efficiency", "tiny, full, 2, sharded: of unsharded bytes"},
+    "run_report": {"large: written, CPU time", "quickstart: with an open live page / without"},
     "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
 }
 

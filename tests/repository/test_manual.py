@@ -71,6 +71,17 @@ def test_every_key_is_in_the_whole_config():
     assert len(keys & shown) > 0.85 * len(keys)
 
 
+def test_drawings_are_of_the_diagrams_that_the_pages_have():
+    """A diagram that was changed, or drawn by nobody, is refused with the command that draws it."""
+    shown = runpy.run_path(str(ROOT / "docs" / "manual" / "drawings.py"))["shown"]
+    for page in (ROOT / "docs").glob("*.md"):
+        shown(page.stem, page.read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert "![One training step" in shown("architecture", text) and "```mermaid" in text
+    with pytest.raises(ValueError, match=r"architecture\.svg does not show .*drawings\.py MERMAID\.JS"):
+        shown("architecture", text.replace("flowchart TD", "flowchart LR"))
+
+
 @pytest.mark.skipif(not HAS_MKDOCS, reason="the extra docs is not installed: `make docs` builds the manual")
 def test_the_manual_is_built_without_a_warning(tmp_path):
     """`mkdocs build --strict`: links and anchors lead somewhere; a config key has an anchor of its own."""
@@ -78,4 +89,9 @@ def test_the_manual_is_built_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert 'id="rollout.temperature"' in (tmp_path / "config.html").read_text(encoding="utf-8")
-    assert "<!-- made" not in "".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html"))
+    whole = "".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html"))
+    assert "<!-- made" not in whole
+    # Nothing is loaded from elsewhere; material's script asks for mermaid where an element has this class.
+    assert not re.search(r'<(script|img|iframe)[^>]+src="(https?:)?//|<link[^>]+stylesheet[^>]+//', whole)
+    assert 'class="mermaid"' not in whole and 'src="manual/drawings/architecture.svg"' in whole
+    assert (tmp_path / "manual" / "drawings" / "architecture.svg").is_file()

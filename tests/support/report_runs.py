@@ -7,7 +7,6 @@ from pathlib import Path
 
 from runners.files.json_lines import JsonLines
 
-NAMES = ("correct", "strict_format")
 HOSTILE = (
     "<script>window.ran = true</script>",
     "</script><script>window.ran = true</script><img src=x onerror='window.ran = true'>",

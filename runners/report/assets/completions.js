@@ -188,8 +188,8 @@ class Browser {
       h("div", { class: "head" }, h("b", { class: "reward", style: { "--share": String(shareOf(rows, row)) } }, Number.isNaN(reward) ? "no reward" : numberText(reward)),
         h("span", { class: rows.advantage[row] < 0 ? "minus" : rows.advantage[row] > 0 ? "plus" : "muted", title: "advantage" }, `A ${signed(rows.advantage[row])}`), h("span", { class: "muted" }, `${rows.tokens[row]} tokens`),
         rows.finished[row] ? "" : h("span", { class: "flag" }, "cut off"), masked ? h("span", { class: "flag" }, "masked") : "", rows.wrongFormat(row) ? h("span", { class: "flag" }, "format") : ""),
-      Array.isArray(text.more.turns) ? turnsBlock(text.more.turns, { pattern: this.pattern })
-        : h("div", { class: masked ? "all-masked" : null }, textBlock(text.completion, { pattern: this.pattern, known, mode: this.pattern ? "none" : this.shade })),
+      conversationBlock(text, known, { pattern: this.pattern, mode: this.pattern ? "none" : this.shade })
+        ?? h("div", { class: masked ? "all-masked" : null }, textBlock(text.completion, { pattern: this.pattern, known, mode: this.pattern ? "none" : this.shade })),
       h("table", { class: "parts" }, h("tbody", null, pairs.map(([name, value]) => h("tr", null, h("th", { scope: "row" }, visible(name)), h("td", null, Number.isNaN(value) ? "–" : numberText(value)))),
         Object.entries(text.more.extra ?? {}).map(([name, value]) => h("tr", null, h("th", { scope: "row" }, visible(name)), h("td", null, visible(valueText(value)).slice(0, 400)))))));
   }

@@ -22,12 +22,12 @@ function drawTiles(place, runs) {
   const best = Math.max(...run.column("reward").filter((value) => value !== null));
   place.replaceChildren(
     tile("Exact match", after === null ? "–" : percentText(after),
-      after === null ? "not measured" : [run.column("em").filter((v) => v !== null).length > 1 ? `from ${percentText(before)} · ` : "", range ? h("span", { title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]),
+      after === null ? "not measured" : [run.column("em").filter((v) => v !== null).length > 1 ? `from ${percentText(before)}` : "", range ? h("span", { class: "whole", title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]),
     tile("Reward", numberText(run.last("reward")), `first ${numberText(run.first("reward"))} · best ${Number.isFinite(best) ? numberText(best) : "–"}`),
     tile("Updates", planned ? [numberText(updates), h("small", null, ` / ${numberText(planned)}`)] : numberText(updates),
       planned ? h("progress", { max: planned, value: updates, "aria-label": "Updates done" }) : ""),
-    tile("Time", durationText(hours * 3600), run.last("step_time") === null ? "" : `${numberText(run.last("step_time"))} s an update`),
-    tile("Tokens sampled", countText(run.last("num_tokens")), run.last("tokens_per_second") === null ? "" : `${countText(run.last("tokens_per_second"))} a second`),
+    tile("Time", durationText(hours * 3600), run.last("step_time") === null ? "" : `last update ${numberText(run.last("step_time"))} s`),
+    tile("Tokens sampled", countText(run.last("num_tokens")), run.last("tokens_per_second") === null ? "" : `last update ${countText(run.last("tokens_per_second"))}/s`),
     tile("Peak memory", run.last("memory/peak_gb") === null ? "–" : `${Number(Math.max(...run.column("memory/peak_gb")).toPrecision(3))} GB`, run.last("memory/swap_gb") ? `${numberText(run.last("memory/swap_gb"))} GB swapped out` : ""),
   );
 }
@@ -87,7 +87,7 @@ function drawEvents(place, runs) {
 function drawConfig(place, runs) {
   const several = runs.length > 1;
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.facts.config)))];
-  const value = (run, key) => valueText(run.facts.config[key]);
+  const value = (run, key) => valueText(run.facts.config[key]) || '""';
   const isDifferent = (key) => (several ? new Set(runs.map((run) => value(run, key))).size > 1 : runs[0].facts.different.includes(key));
   const different = keys.filter(isDifferent);
   const query = h("input", { type: "search", placeholder: "Search keys and values", "aria-label": "Search the config" });

@@ -6,7 +6,11 @@ const SHADES = { none: "no shading", logp: "log-probability", moved: "what the u
 const decodedBytes = (text) => (text === null || text === undefined ? null : bytesOf(text));
 
 // Each token's characters, log-prob, whether it is masked, and how far it moved, in nats.
-function tokensOf(cells) {
+function tokensOf(known) {
+  return (known.tokens ??= readTokens(known.cells));
+}
+
+function readTokens(cells) {
   const [characters, logp, masked, moved] = cells.map(decodedBytes);
   const tokens = [];
   let long = 0;
@@ -39,7 +43,7 @@ function shaded(text, known, mode) {
   const pieces = [];
   let at = known.given;
   if (at) pieces.push(h("span", { class: "given", title: "given, not sampled" }, visible(characters.slice(0, at).join(""))));
-  for (const token of tokensOf(known.cells)) {
+  for (const token of tokensOf(known)) {
     const end = at + token.characters;
     const piece = characters.slice(at, end).join("");
     at = end;
@@ -73,7 +77,7 @@ function textBlock(text, { pattern = null, known = null, mode = "none" } = {}) {
   const block = h("div", { class: "text", dir: "auto" });
   const fill = (whole) => {
     const part = whole || text.length <= MOST_SHOWN ? text : text.slice(0, MOST_SHOWN);
-    const hasTokens = known && (mode !== "none" || tokensOf(known.cells).some((token) => token.masked));
+    const hasTokens = known && (mode !== "none" || tokensOf(known).some((token) => token.masked));
     block.replaceChildren(...(hasTokens && part === text ? shaded(text, known, mode) : marked(part, pattern)));
     if (part !== text)
       block.append(h("button", { type: "button", class: "more", onclick: () => fill(true) }, `Show all ${text.length.toLocaleString("en")} characters`));
@@ -82,12 +86,47 @@ function textBlock(text, { pattern = null, known = null, mode = "none" } = {}) {
   return block;
 }
 
-// A conversation of several turns, each under the name of who speaks.
-function turnsBlock(turns, options) {
-  return h("div", { class: "turns" }, turns.map((turn) => {
-    const role = typeof turn?.role === "string" ? turn.role : "unknown";
-    const content = typeof turn?.content === "string" ? turn.content : JSON.stringify(turn?.content ?? turn, null, 1);
-    return h("div", { class: `turn ${role === "assistant" ? "sampled" : "observed"}` }, h("div", { class: "role" }, visible(role).slice(0, 40)), textBlock(content, { pattern: options.pattern }));
+// A completion of several turns, or null. Shaded, it is cut where sampled tokens follow given ones; else it is read as messages.
+function conversationBlock(text, known, { pattern = null, mode = "none" } = {}) {
+  const { messages, turns } = text.more;
+  const isChat = Array.isArray(messages) && messages.length > 1;
+  const isCut = Array.isArray(turns) && turns.length > 1 && turns.every((turn) => Number.isInteger(turn?.characters) && Number.isInteger(turn.tokens));
+  if (isCut && (!isChat || (known && mode !== "none"))) return stretchesBlock(text.completion, turns, known, { pattern, mode });
+  return isChat ? messagesBlock(messages, { pattern }) : null;
+}
+
+function turnBlock(role, isSampled, ...content) {
+  return h("div", { class: `turn ${isSampled ? "sampled" : "observed"}` }, h("div", { class: "role" }, visible(role).slice(0, 40)), content);
+}
+
+// What was said, as the chat's messages: who speaks, the text, the calls.
+function messagesBlock(messages, { pattern }) {
+  return h("div", { class: "turns" }, messages.map((message) => {
+    const role = typeof message?.role === "string" ? message.role : "unknown";
+    const calls = Array.isArray(message?.tool_calls) ? message.tool_calls : [];
+    const content = typeof message?.content === "string" ? message.content : JSON.stringify(message?.content ?? message, null, 1);
+    const name = typeof message?.name === "string" ? `${role} ${message.name}` : role;
+    return turnBlock(name, role === "assistant",
+      content || !calls.length ? textBlock(content, { pattern }) : null,
+      calls.map((call) => textBlock(callText(call), { pattern })));
+  }));
+}
+
+function callText(call) {
+  const { name, arguments: given } = call?.function ?? {};
+  return typeof name === "string" ? `${name}(${typeof given === "string" ? given : JSON.stringify(given ?? {})})` : JSON.stringify(call);
+}
+
+// The same as it was tokens: stretches that were sampled, and those that were given.
+function stretchesBlock(completion, turns, known, { pattern, mode }) {
+  const characters = Array.from(completion);
+  let [at, token] = [0, 0];
+  return h("div", { class: "turns" }, turns.map((turn, i) => {
+    const piece = characters.slice(at, (at += turn.characters)).join("");
+    const tokens = known && turn.sampled ? tokensOf(known).slice(token, token + turn.tokens) : null;
+    token += turn.tokens;
+    const name = `${turn.sampled ? "sampled" : "given"}, ${turn.tokens} ${turn.tokens === 1 ? "token" : "tokens"}`;
+    return turnBlock(name, turn.sampled, textBlock(piece, { pattern, known: tokens && { tokens, given: i ? 0 : known.given }, mode }));
   }));
 }
 

@@ -4,59 +4,18 @@ Screenshots are left in pytest's temporary folder, under `shots`.
 """
 
 import os
-import shutil
 import time
 
 import pytest
 
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
+from tests.support.browsing import WAIT, opened, quiet
 from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
 )
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-WAIT = 20_000  # ms: for what hangs
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium, without a window."""
-    with playwright.sync_playwright() as found:
-        started = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def tab(browser, tmp_path):
-    """A page that keeps what it complained of and what it asked for, in `problems` and `asked`."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    found = context.new_page()
-    found.problems, found.asked = [], []
-    found.on("pageerror", lambda error: found.problems.append(str(error)))
-    found.on("console", lambda said: found.problems.append(said.text) if said.type == "error" else None)
-    found.on("request", lambda request: found.asked.append(request.url))
-    yield found
-    (tmp_path / "shots").mkdir()
-    found.screenshot(path=tmp_path / "shots" / "last.png")
-    context.close()
-
-
-def opened(tab, path, part="overview"):
-    """Opens a file at one of its parts."""
-    tab.goto(f"{path.as_uri()}#{part}")
-    tab.wait_for_selector("html[data-ready]", timeout=WAIT)
-    if part in ("completions", "problems"):
-        tab.wait_for_selector(f"#{part}[data-ready]", timeout=WAIT)
-
-
-def quiet(tab):
-    """Whether the page had no fault and asked for nothing but itself."""
-    outside = [each for each in tab.asked if not each.startswith(("file:", "data:"))]
-    return tab.problems == [] and outside == []
 
 
 def test_a_finished_run_is_drawn(tab, tmp_path):
@@ -110,6 +69,22 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
     tab.get_by_label("any", exact=True).fill("")
     tab.fill("#query", "1 + 4?")
     playwright.expect(status).to_have_text("4 of 48 completions in 1 groups", timeout=WAIT)
+    assert quiet(tab)
+
+
+def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
+    """Of a real run with an environment: as messages with their calls; shaded, as sampled and given ones."""
+    opened(tab, write_report([talks], tmp_path / "page.html").path, "completions")
+    tab.wait_for_selector(".card .turn", timeout=WAIT)
+    card = tab.locator(".card", has=tab.locator(".turn.observed")).first
+    sampled, given = card.locator(".turn.sampled"), card.locator(".turn.observed")
+    assert sampled.first.locator(".token.unlikely").count() and given.locator(".token").count() == 0
+    assert given.first.locator(".text").inner_text() == "<|tool|>seen: <b>again</b>"
+    assert "given, 26 tokens" in given.first.inner_text().lower()
+    tab.select_option("#shade", "none")
+    assert 'check({"text":"<b>again</b>"})' in sampled.first.inner_text()
+    assert given.first.locator(".text").inner_text() == "seen: <b>again</b>"
+    assert "tool check" in given.first.inner_text().lower() and tab.locator("main b b").count() == 0
     assert quiet(tab)
 
 

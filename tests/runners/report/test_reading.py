@@ -4,10 +4,11 @@ import os
 
 import pytest
 
+from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.report.completion_rows import PartMaker, read_completions
 from runners.report.line_files import LineFile
-from runners.report.run_record import RunRecord, different_keys
+from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.report_runs import make_run, mark_running
 
 
@@ -101,6 +102,9 @@ def test_what_differs_from_the_defaults():
     """Of what a preset decides, what the config gave."""
     flat = {"run.seed": 0, "optim.learning_rate": 7.0, "loss.beta": 0.04, "loss.level": "token"}
     assert different_keys(flat, ["loss.beta"]) == ["optim.learning_rate", "loss.beta"]
+    plain = load_config("quickstart", ["model.tune=lora"]).to_dict()
+    assert "model.tune" in different_keys(flattened(plain), [])
+    assert not {"model.lora.keys", "judge"} & {*different_keys(flattened(plain), [])}
 
 
 def test_groups_are_the_completions_of_a_prompt_in_a_batch_step():

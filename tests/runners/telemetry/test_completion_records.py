@@ -110,3 +110,18 @@ def test_without_a_penalty_and_logs_there_is_none(tmp_path):
     assert "length penalty" not in shown.header and not any("length_penalty" in text for text in texts)
     record = json.loads(texts[0].splitlines()[0])
     assert "metrics" not in record and "extra" not in record and len(record["rewards"]) == 5
+
+
+@pytest.mark.parametrize(("kept", "made"), [(True, 16), (False, 2)])
+def test_records_are_made_where_they_are_read(tmp_path, monkeypatch, kept, made):
+    """Without a file and a dashboard one of each batch step: the example on the display."""
+    from runners.training import loop
+
+    make, count = loop.completion_records, []
+    monkeypatch.setattr(loop, "completion_records", lambda *a: (count.append(1) or each for each in make(*a)))
+    text = small(run={"output_dir": str(tmp_path)}, log={"completions": kept, "report": False})
+    (tmp_path / "train.toml").write_text(text)
+    folder = run_training(load_config(str(tmp_path / "train.toml")), report=Notes()).folder
+    assert len(count) == made and (folder / "completions.jsonl").exists() == kept
+    (line, *_) = (folder / "training_log.jsonl").read_text().splitlines()
+    assert "/mean" in line and "reward_std" in line

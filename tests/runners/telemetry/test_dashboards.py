@@ -82,6 +82,37 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, monkeypatch):
     assert {call[1]["name"] for call in calls if call[0].endswith("init")} == {"mine"}
 
 
+def test_what_dashboards_have_is_not_sent_again(tmp_path, monkeypatch):
+    """After a resume: lines that the log is cut by are in W&B and Trackio; TensorBoard replaces them."""
+    calls = fake_dashboards(monkeypatch)
+    settings = LogConfig(**ALL | {"jsonl": True})
+
+    def session(updates, evaluated, **more):
+        calls.clear()
+        with MetricsLog(tmp_path, settings, **more) as log:
+            keep = None
+            for update in updates:
+                log.completions([record(0, update=update)])
+                log.log({"update": update, "reward": 0.5})
+                if update in evaluated:
+                    log.log({"update": update, "em": 0.5})
+                keep = log.positions() if update == 2 else keep
+        return keep
+
+    def sent(name):
+        return [(call[1]["update"], *(call[1].keys() - {"update"})) for call in calls if call[0] == name]
+
+    keep = session([1, 2, 3, 4], [3])
+    assert sent("wandb")[-2:] == [(4, "completions"), (4, "reward")]
+    with open(tmp_path / "training_log.jsonl", "a") as stream:
+        stream.write('{"update": 5, "rew')  # the process was killed
+    session([3, 4, 5], [3, 4], keep=keep, update=2)
+    assert sent("wandb") == [(4, "em"), (5, "completions"), (5, "reward")]
+    assert [call[2] for call in calls if call[0] == "trackio"] == [4, 5, 5]
+    steps = [call[3] for call in calls if call[:2] == ("scalar", "reward")]
+    assert steps == [3, 4, 5]
+
+
 def test_the_real_tensorboard_reads_it_back(tmp_path):
     """Text and histograms are in its files."""
     pytest.importorskip("tensorboardX")

@@ -1,0 +1,151 @@
+"""Reports of quickstarts that finished, were stopped with Ctrl-C, or were killed; and `grpo-run --watch`."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from runners.config.loading import load_config
+from runners.report import RunRecord, write_report
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.browsing import opened, quiet
+
+ROOT = Path(__file__).resolve().parents[3]
+SHORT = ("optim.batch_size=2", "eval.samples=4", "eval.every=2")
+LIMIT = 300  # seconds: for what hangs
+
+
+def started(folder, *settings):
+    """`grpo-run quickstart --watch` in a session of its own, as in a terminal; and the page's address."""
+    sets = [word for each in (f"run.output_dir={folder}", *SHORT, *settings) for word in ("--set", each)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runners.cli", "run", "quickstart", "--watch", *sets],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    for line in process.stdout:
+        if line.startswith("live page: "):
+            return process, line.split()[-1]
+    raise AssertionError("no live page")
+
+
+def read_until(process, update):
+    """Up to the line of an update; the run goes on for many more."""
+    for line in process.stdout:
+        if re.match(rf"update +{update}/", line):
+            return
+    raise AssertionError(f"the run ended before update {update}")
+
+
+def answer(url, path):
+    """Status and place of an answer of the live page; None where nobody listens."""
+    place = urlsplit(url)
+    line = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+    try:
+        line.request("GET", path)
+        found = line.getresponse()
+        return found.status, found.getheader("location")
+    except ConnectionError:
+        return None
+    finally:
+        line.close()
+
+
+def wait_until(what):
+    """Until it is true."""
+    end = time.monotonic() + LIMIT
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a quickstart of two updates."""
+    sets = [f"run.output_dir={tmp_path_factory.mktemp('finished')}", "optim.max_steps=2", *SHORT]
+    return run_training(load_config("quickstart", sets), report=Quiet()).folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a quickstart that Ctrl-C ended after two updates, and what became of its live page."""
+    folder = tmp_path_factory.mktemp("stopped")
+    process, url = started(folder)
+    try:
+        read_until(process, 2)
+        seen = answer(url, "/"), answer(url, "/run/quickstart/first")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of the foreground
+        printed = process.stdout.read()
+        code = process.wait(LIMIT)
+    finally:
+        process.kill()
+        process.wait()
+    return {"folder": folder / "quickstart", "url": url, "seen": seen, "printed": printed, "code": code}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a quickstart that was killed after an update, with a report written later."""
+    folder = tmp_path_factory.mktemp("killed")
+    process, url = started(folder)
+    try:
+        read_until(process, 1)
+    finally:
+        process.kill()
+        process.wait()
+    return {"folder": folder / "quickstart", "url": url}
+
+
+def state_of(folder):
+    """What a report says of a run's state."""
+    record = RunRecord(folder)
+    record.refresh()
+    return record.state()
+
+
+def test_ctrl_c_ends_the_run_and_then_its_live_page(stopped):
+    """The page answers until the run has saved, and ends with it; the run's code and files are as ever."""
+    assert stopped["seen"] == ((303, "run/quickstart/"), (200, None))
+    assert stopped["code"] == 130 and "Traceback" not in stopped["printed"]
+    assert "Saving after this step" in stopped["printed"]
+    assert answer(stopped["url"], "/") is None
+    folder = stopped["folder"]
+    assert list(folder.glob("checkpoint-*")) and (folder / "report.html").is_file()
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["state"]) == ("end", "stopped") and state_of(folder) == "stopped"
+
+
+def test_a_killed_run_takes_its_live_page_along(killed):
+    """It leaves no report; one that is written later says that the run ended without a word."""
+    wait_until(lambda: answer(killed["url"], "/") is None)
+    assert not (killed["folder"] / "report.html").exists()
+    assert state_of(killed["folder"]) == "interrupted"
+
+
+def test_their_reports_in_a_browser(tab, finished, stopped, killed, tmp_path):
+    """Each says how its run ended, and shows what there is."""
+    write_report([killed["folder"]], killed["folder"] / "report.html")
+    states = {"finished": finished, "stopped": stopped["folder"], "ended without a word": killed["folder"]}
+    for state, folder in states.items():
+        opened(tab, folder / "report.html")
+        assert tab.inner_text("#state") == state
+        assert tab.locator('[data-chart="reward"] canvas').count() == 1
+        assert "stopped: signal 2" in tab.inner_text("#events") or state != "stopped"
+        tab.click("#tab-completions")
+        tab.wait_for_selector(".card", timeout=20_000)
+        tab.screenshot(path=tmp_path / f"{state}.png")
+        assert tab.locator(".card").count() == 8 and quiet(tab)
+        tab.goto("about:blank")

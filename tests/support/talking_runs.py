@@ -1,0 +1,59 @@
+"""A real run with conversations: an environment whose tool every turn calls, whatever the model wrote."""
+
+from pathlib import Path
+from typing import Any
+
+from runners.config.loading import load_config
+from runners.environments import episodes
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_runs import small
+
+TALKS = '''
+class Talks:
+    """Answers whatever is asked."""
+
+    def reset(self, **row):
+        """Begin."""
+
+    def check(self, text: str) -> str:
+        """
+        Look at a text.
+
+        Args:
+            text: What to look at.
+        """
+        return f"seen: {text}"
+
+
+def turns(completions, **_):
+    return [float(len({*completion[0]["content"]})) for completion in completions]
+'''
+
+
+def talking_run(folder: Path, monkeypatch: Any, **log: Any) -> Path:
+    """The folder of a run of two updates; its turns end at every eighth token or so. `log`: keys of [log]."""
+
+    def hear(self: Any, episode: Any, tokens: Any) -> tuple:
+        arguments = {"text": "<b>again</b>"}
+        call = {"type": "function", "function": {"name": "check", "arguments": arguments}}
+        content = self._chat.text(tokens)
+        episode.messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
+        episode.counts["turns"] += 1
+        return (episodes.ToolCall("check", arguments),)
+
+    monkeypatch.setattr(episodes.Session, "_hear", hear)
+    (folder / "talks.py").write_text(TALKS, encoding="utf-8")
+    (folder / "train.toml").write_text(
+        small(
+            run={"output_dir": str(folder)},
+            data={"nudge": "<reasoning>"},
+            rollout={"max_new_tokens": 96, "stop": ["1", "2", "e", "="]},
+            reward={"functions": ["talks.py:turns"]},
+            env={"factory": "talks.py:Talks", "max_turns": 3},
+            eval={"samples": 0, "at_start": False},
+            log={"report": False, **log},
+        ),
+        encoding="utf-8",
+    )
+    return run_training(load_config(str(folder / "train.toml")), report=Quiet()).folder
