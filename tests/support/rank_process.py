@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def _write_digests(file: Path) -> None:
         digest = hashlib.sha256()
         for name, leaf in sorted(named_leaves(self.state.params).items()):
             digest.update(name.encode())
-            digest.update(bytes(memoryview(leaf)))
+            digest.update(bytes(memoryview(cast(Any, leaf))))
         with file.open("a") as stream:
             stream.write(f"{self.at.update} {digest.hexdigest()}\n")
         finish(self)
