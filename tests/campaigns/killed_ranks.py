@@ -150,6 +150,19 @@ class RankHarness(Harness):
         self._note(end, name, around, tally)
         self._to_the_end(name, around, tally)
 
+    def look(self, run: Path) -> list[str]:
+        """As for a run alone, but for the log's last line, which may name the rank that failed."""
+        log = run / "training_log.jsonl"
+        text = log.read_bytes() if log.exists() else b""
+        whole = b"".join(line for line in text.splitlines(keepends=True) if b'"fault"' not in line)
+        if whole == text:
+            return super().look(run)
+        log.write_bytes(whole)
+        try:
+            return super().look(run)
+        finally:
+            log.write_bytes(text)
+
     def _note(self, end: End, name: str, around: Surroundings, tally: Tally) -> None:
         """What is wrong after a strike."""
         self.ends.append(end)
@@ -158,7 +171,7 @@ class RankHarness(Harness):
         problems = [*self.look(self.folder / name / "tiny"), *around.problems()]
         if end.seconds > most:
             problems.append(f"the last process ended after {end.seconds:.1f} s")
-        if (self.folder / name / "tiny" / "final").exists():
+        if end.how != "kill" and (self.folder / name / "tiny" / "final").exists():
             problems.append("there is a final model")
         if end.met and f"rank {end.struck} (" not in end.said:
             problems.append(f"no line names the rank: {end.said[-600:]}")
