@@ -2,9 +2,9 @@
 
     mlx.launch -n 2 -- python -m tests.support.rank_process FOLDER [HOOK …] -- CONFIG [OPTION …]
 
-FOLDER gets `R.pid` before anything else is done, so that others can signal rank R. Hooks change what a rank
-does: "digests" writes a line for the weights after each update to `R.digests`; "memory" makes the third
-gradient step of rank 1 run out of memory.
+FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
+the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
+`R.digests`; "memory" makes the third gradient step of rank 1 run out of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     half.rename(folder / f"{rank}.pid")
     at = sys.argv.index("--")
     hooks = sys.argv[2:at]
-    sys.argv = ["grpo-run", *sys.argv[at + 1 :]]
+    sys.argv = ["grpo-run", *(word.replace("{rank}", rank) for word in sys.argv[at + 1 :])]
     from runners.cli import run_command
 
     if hooks:
