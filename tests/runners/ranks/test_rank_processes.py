@@ -15,9 +15,15 @@ from tests.support.tiny_runs import small
 
 LETTERS = '''"""How many different characters a completion has; a group may be alike, and is drawn again."""
 
+import zlib
+
 
 def letters(completions, **_):
     return [float(len(set(completion[0]["content"]))) // 2 for completion in completions]
+
+
+def sums(completions, **_):
+    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
 '''
 
 
@@ -74,7 +80,11 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     """Saved by one rank between two batch steps of an accumulation, gone on with by two, which SIGTERM to
     rank 1 ends in order, and then by one again: the end of a run that nothing broke off.
     """
-    tables = {"optim": {"gradient_accumulation_steps": 2, "max_steps": 4}}
+    tables = {
+        "optim": {"gradient_accumulation_steps": 2, "max_steps": 4},
+        "reward": {"functions": ["letters.py:sums"]},  # each batch step has a gradient
+        "rollout": {"temperature": 1.5},
+    }
     config = write("sums", **tables)
     straight = run_training(load_config(str(config)), report=Quiet()).folder
     want, texts = weights(straight / "final"), (straight / "completions.jsonl").read_bytes()
