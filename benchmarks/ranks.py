@@ -48,6 +48,20 @@ class Case:
     new: int
     micro_batch: int  # tokens that a rank's learner takes at a time
     repeats: int
+    weak: bool = False  # so many prompts on each rank: the batch grows with the number of ranks
+
+    @property
+    def name(self) -> str:
+        """In figures, and for --case."""
+        return f"{self.model}, {self.tune}{', same rows a rank' if self.weak else ''}"
+
+    def on(self, ranks: int) -> Case:
+        """The case with what so many ranks do together."""
+        return attrs.evolve(self, prompts=self.prompts * ranks) if self.weak else self
+
+
+QUICKSTART = Case("embedded", "full", 16, 8, 32, 40, 4096, 10)  # about what its steps do
+PAIRS = 5  # of runs with the launcher and without
 
 
 def cases(quick: bool) -> list[Case]:
@@ -55,11 +69,12 @@ def cases(quick: bool) -> list[Case]:
     if quick or backend() == "cpu":
         kinds = ("full",) if quick else ("full", "lora")
         return [Case("tiny", tune, 4, 4, 16, 16, 1024, 2 if quick else 10) for tune in kinds]
-    return [
+    strong = [
         Case(model, tune, 64, 8, 128, 256, 12_288, 3)
         for model in ("qwen2.5-0.5b", "nanochat-d20")
         for tune in ("lora", "full")
     ]
+    return strong + [attrs.evolve(case, weak=True) for case in strong[:2]]
 
 
 def measure(case: Case, shard: bool) -> dict[str, Any]:
@@ -98,14 +113,16 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
         held = nbytes(state.params, state.opt_state)
         rank, count = ranks.number, ranks.count
         advantages_pg = mx.random.normal((case.prompts, case.generations), key=mx.random.key(1))
-        seconds: dict[str, list[float]] = {name: [] for name in ("step", "rollout", "waiting", "reducing")}
+        seconds: dict[str, list[float]] = {
+            name: [] for name in ("step", "rollout", "waiting", "reducing", "cpu")
+        }
         mx.eval(advantages_pg)
         for number in range(case.repeats + 1):
             if number == 1:
                 mx.reset_peak_memory()
             ranks.meet("a step")
             ranks.seconds()
-            started = time.perf_counter()
+            started, computed = time.perf_counter(), time.process_time()
             rollout = g.generate(
                 policy,
                 state.old_params,
@@ -129,7 +146,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             g.materialize(state, update)
             ended = time.perf_counter()
             if number:  # the first one compiles
-                spent = ranks.seconds()
+                spent = {**ranks.seconds(), "cpu": time.process_time() - computed}
                 for name, value in {"step": ended - started, "rollout": sampled - started, **spent}.items():
                     seconds[name].append(value)
         found = {
@@ -155,16 +172,16 @@ def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list
             "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
         ]
         # fmt: on
-        done = subprocess.run(
-            command if launcher else own,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=dict(os.environ),
-            check=False,
-        )
+        said = Path(folder) / "said.txt"
+        with said.open("w") as stream:
+            done = subprocess.Popen(
+                command if launcher else own, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
+            )
+            done.wait()  # with its input open: at the end of it mlx.launch takes a core
+        assert done.stdin is not None
+        done.stdin.close()
         if not out.exists():
-            raise UserError(f"{ranks} ranks: no result: {(done.stderr or done.stdout)[-600:]}")
+            raise UserError(f"{ranks} ranks: no result: {said.read_text()[-600:]}")
         return json.loads(out.read_text())["ranks"]
 
 
@@ -193,15 +210,16 @@ def devices() -> int:
 
 def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
     """One case on each number of ranks."""
-    title, figures = f"{case.model}, {case.tune}", []
-    tokens = case.prompts * case.generations * case.new
+    title, figures = case.name, []
     on_gpu, base, whole = backend() == "cuda", 0.0, 0
     for count in counts:
         say(f"ranks: {title}, {count}")
-        found = start(count, case, shard=False, launcher=count > 1)
+        shared = case.on(count)
+        tokens = shared.prompts * shared.generations * shared.new
+        found = start(count, shared, shard=False, launcher=count > 1)
         step = max(each["seconds"]["step"] for each in found)
         name = f"{title}, {count}"
-        base, whole = base or step * count, whole or found[0]["held"]
+        base, whole = base or step * count / tokens, whole or found[0]["held"]  # rank-seconds a token
         figures += [
             Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
             Figure(name=f"{name}: rate", value=tokens / step, unit="tokens/s"),
@@ -214,10 +232,12 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
                 for part in ("waiting", "reducing")
             }
             figures += [
-                Figure(name=f"{name}: efficiency", value=base / (step * count), unit="x", at_least=goal),
+                Figure(
+                    name=f"{name}: efficiency", value=base * tokens / (step * count), unit="x", at_least=goal
+                ),
                 *(Figure(name=f"{name}: {part}", value=share, unit="%") for part, share in shares.items()),
             ]
-        if count > 1 and case.tune == "full":
+        if count > 1 and case.tune == "full" and not case.weak:
             sharded = start(count, case, shard=True)
             held = max(each["held"] for each in sharded)
             goal = SHARDED if on_gpu and count == 4 else None
@@ -249,31 +269,38 @@ def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Sequence[
     """Whole steps on several ranks of this host, which it starts itself."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
-    known = {f"{case.model}, {case.tune}": case for case in cases(quick)}
+    known = {case.name: case for case in cases(quick)}
+    overhead = "one rank under mlx.launch"
+    if backend() == "cpu" and not quick:
+        known[overhead] = QUICKSTART
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UserError(f"case {unknown[0]!r}: wanted one of {' or '.join(known)}")
-    figures = [figure for name in chosen or known for figure in figures_of(known[name], counts, quick)]
-    if backend() == "cpu" and not quick and not chosen:
-        case = cases(quick)[0]
-        pairs = [
-            (
-                start(1, case, shard=False)[0]["seconds"]["step"],
-                start(1, case, shard=False, launcher=False)[0]["seconds"]["step"],
-            )
-            for _ in range(5)
-        ]
-        ratio = sorted(with_launcher / alone for with_launcher, alone in pairs)[len(pairs) // 2]
-        figures.append(
-            Figure(
-                name="one rank under mlx.launch over none",
-                value=ratio,
-                unit="x",
-                samples=len(pairs),
-                at_most=OVERHEAD,
-            )
-        )
+    figures: list[Figure] = []
+    for name in chosen or known:
+        figures += overhead_figures(name) if name == overhead else figures_of(known[name], counts, quick)
     return figures
+
+
+def overhead_figures(name: str) -> list[Figure]:
+    """One rank under mlx.launch over one without, in pairs of which the order alternates."""
+    ratios: dict[str, list[float]] = {"step": [], "cpu": []}
+    for number in range(PAIRS):
+        say(f"ranks: {name}, pair {number + 1} of {PAIRS}")
+        order = (True, False) if number % 2 else (False, True)
+        found = {way: start(1, QUICKSTART, shard=False, launcher=way)[0]["seconds"] for way in order}
+        for part, values in ratios.items():
+            values.append(found[True][part] / found[False][part])
+    return [
+        Figure(
+            name=f"{name} over none: {label}",
+            value=sorted(ratios[part])[PAIRS // 2],
+            unit="x",
+            samples=PAIRS,
+            at_most=OVERHEAD,
+        )
+        for part, label in (("step", "time"), ("cpu", "CPU time"))
+    ]
 
 
 @click.command()

@@ -19,6 +19,7 @@ import click
 import runners
 from runners.commands.base import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
+from runners.errors import UserError
 from runners.machine.signals import Stopped
 from runners.machine.terminal import echo
 
@@ -163,13 +164,23 @@ def _run(
         return  # rank 0 shows it
     if place and not dry_run:
         share_cores(place, os.environ)
+        found: Config | UserError
+        try:
+            found = load_config(name, overrides)
+        except UserError as error:  # the others are told once they have met
+            found = error
         notices = startup.prepare().notices
 
         from runners.ranks.ranks import Ranks
 
-        ranks = Ranks(place)
+        wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
+        ranks = Ranks(place, **wait)
         with ranks.ending_together():
-            _train(name, overrides, ranks, notices if ranks.first else (), **how)
+            if isinstance(found, UserError):
+                raise found
+            for notice in (*found.notices, *notices) if ranks.first else ():
+                echo(notice, err=True)
+            _run_training(found, ranks, **how)
         return
     config = load_config(name, overrides)
     for notice in config.notices:
@@ -185,16 +196,6 @@ def _run(
     for notice in startup.prepare(config.system.memory_limit_gb).notices:
         echo(notice, err=True)
     _run_training(config, None, **how)
-
-
-def _train(name: str, overrides: Sequence[str], ranks: Ranks, notices: Sequence[str], **how: Any) -> None:
-    """One of several ranks, from its config on: a fault of any ends all."""
-    from runners.config.loading import load_config
-
-    config = load_config(name, overrides)
-    for notice in (*config.notices, *notices) if ranks.first else ():
-        echo(notice, err=True)
-    _run_training(config, ranks, **how)
 
 
 def _run_training(

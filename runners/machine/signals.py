@@ -125,6 +125,7 @@ class StopSignals(Interrupts):
                     _write(1, _LEAVE_DISPLAY)
                 os._exit(128 + number[0])
             asked = True
+            self.received = self.received or number[0]  # no handler runs while a collective waits
             # A display that is stuck, as after Ctrl-S, must not keep the second signal from being read.
             threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
         self._close(self._reader)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 _BLOCK = 4096  # bytes of each message that go in the first collective
+_MOMENT = 1.0  # seconds until the end of another rank shows
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in what MLX raises
 
 
@@ -55,6 +56,7 @@ class Ranks:
         self._seconds = {"waiting": 0.0, "reducing": 0.0}
         self._over = False  # whether the ranks have agreed to end
         self._moving = False
+        self._exchanging = False
         self._signal = 0  # that came while nobody else handled it; 0: none
         self._board: Scoreboard | None = None
         self._watchdog: Watchdog | None = None
@@ -121,7 +123,8 @@ class Ranks:
         if self.alone:
             self.asked, self.lost = asked, lost
             return [own]
-        messages = self._exchange(own)
+        with self._whole():
+            messages = self._exchange(own)
         self._judge(messages)
         self.asked = max(message.asked for message in messages)
         self.lost = messages[0].lost
@@ -148,8 +151,30 @@ class Ranks:
     def moving_arrays(self) -> Iterator[None]:
         """Within it the ranks exchange arrays, not messages: a fault here is not told, but seen."""
         self._moving = True
-        yield
+        with self._whole():
+            yield
         self._moving = False
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within it SIGTERM waits: an exchange that breaks off leaves the others at another point."""
+        self._exchanging = True
+        yield
+        self._exchanging = False
+        if self._signal and not self._over:
+            raise Stopped(self._signal)
+
+    def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """`say` for what a signal makes a run say: not where it is only the launcher's, after another rank's
+        end."""
+
+        def alert(text: str) -> None:
+            if not self.alone:
+                time.sleep(_MOMENT)  # this is a thread of its own
+            if self.alone or not (self._over or (self._watchdog and self._watchdog.gone())):
+                say(text)
+
+        return alert
 
     def on_fault(self, act: Callable[[str], None]) -> None:
         """`act` is told of a rank's fault where the process ends at once; in another thread."""
@@ -186,15 +211,18 @@ class Ranks:
         if self._board:
             self._board.write(WORKING, time.monotonic(), line)
         code = getattr(error, "exit_code", 1)
+        self._exchanging = True  # to the end: a signal changes nothing any more
         if self._moving:
             return error
-        with suppress(UserError):
+        try:
             messages = self._exchange(Message("an error", error=line, code=code))
-            self.agreed_to_end()
-            if not isinstance(error, UserError) or all(each.error == line for each in messages):
-                return error
-            return self._error_of(messages)
-        return error
+        except UserError as lost:
+            # SIGTERM is the launcher's where another rank has ended before: that rank is the cause.
+            return lost if isinstance(error, Stopped) else error
+        self.agreed_to_end()
+        if not isinstance(error, UserError) or all(each.error == line for each in messages):
+            return error
+        return self._error_of(messages)
 
     def _part(self, error: BaseException | None = None) -> None:
         """This rank has nothing more to say."""
@@ -281,19 +309,19 @@ class Ranks:
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM, with which the launcher ends all ranks when one has ended: no end within the end."""
+        """SIGTERM, with which the launcher ends all ranks when one has ended: no end within the end, and none
+        within an exchange."""
         if self._over:
             return
         self._signal = number
-        raise Stopped(number)
+        if not self._exchanging:
+            raise Stopped(number)
 
     def _join(self, place: Place, timeout: float) -> None:
         import mlx.core as mx
 
         from grpo_fn.learner import MlxCollectives
 
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._receive)
         self._watchdog = watchdog = Watchdog(f"rank {place.rank} ({self.host})", timeout)
         watchdog.rank = place.rank
         watchdog.start()
@@ -310,6 +338,9 @@ class Ranks:
                 f"the backend {place.backend} made rank {group.rank()} of {group.size()}; the launcher "
                 f"wanted rank {place.rank} of {place.size}"
             )
+        # Not before: what waits for the other ranks to join runs no handler.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._receive)
         on_cuda = place.backend == "nccl"
         self._inner = MlxCollectives(group, None if on_cuda else mx.Device(mx.cpu), scatters=on_cuda)
         self.hosts = [message.value for message in self.meet("the hosts' names", _host_key())]

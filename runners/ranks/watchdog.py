@@ -15,7 +15,7 @@ from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 EXIT_CODE = 4  # of a run that a rank's fault ended
 _INTERVAL = 0.5  # seconds between two looks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
-_ASKED = 15.0  # seconds in a collective after a signal: by then the others have ended
+_ASKED = 25.0  # seconds in a collective with ranks of other hosts after a signal: by then they have ended
 
 
 class Watchdog:
@@ -70,10 +70,13 @@ class Watchdog:
                 return f"{self.names[rank]} is gone: it was killed, or has crashed"
         return None
 
-    def speaks(self) -> bool:
-        """Whether this rank is the lowest of this host that is still there: it says what happened."""
+    def speaks(self, hanging: Sequence[int] = ()) -> bool:
+        """Whether this rank is the lowest of this host that is still there, and is not `hanging`: it says
+        what happened."""
         board = self.board
-        return board is None or all(rank > self.rank or board.is_gone(rank) for rank in self.here)
+        return board is None or all(
+            rank > self.rank or rank in hanging or board.is_gone(rank) for rank in self.here
+        )
 
     def _watch(self) -> None:
         while not self._off.wait(_INTERVAL):
@@ -92,7 +95,7 @@ class Watchdog:
                     f"{self._missing()}",
                     self._late(),
                 )
-            if self.asked():
+            if self.asked() and self.elsewhere and not self._late():
                 self._asked_at = self._asked_at or now
                 if now - max(since, self._asked_at) > _ASKED:
                     self._end(f"asked to stop, and {self._missing()}")
@@ -120,7 +123,7 @@ class Watchdog:
         """Ends this process, and those of this host that may not be able to end themselves."""
         if self._off.is_set():
             return
-        if self.speaks():
+        if self.speaks(hanging):
             text = one_line(f"{self._name} ends: {line}", os.environ)
             with suppress(OSError):
                 os.write(2, f"{text}\n".encode())

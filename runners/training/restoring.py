@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import share
+from grpo_fn.learner import kept_by_first, share
 from grpo_fn.trees import Tree, map_arrays, named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin, data_digest
 from runners.checkpoints.snapshot import TRAINER_STATE
@@ -172,9 +172,9 @@ def share_start(
     found = ranks.meet("the checkpoint", said)[0].value
     if not found:
         return state, at, None
-    if not ranks.first:
-        arrays = {name: mx.zeros(shape, getattr(mx, dtype)) for name, shape, dtype in found["leaves"]}
     with ranks.moving_arrays():
+        if not ranks.first:
+            arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
         arrays = share(arrays, ranks)
     if ranks.first:
         assert origin is not None
@@ -185,7 +185,14 @@ def share_start(
     role.anchor = trees["anchor"]
     run.stream.position = at.position
     origin = Origin(Path(found["folder"]), found["step"], found["facts"])
-    return _sharded(run, g.TrainState(**trees["state"])), at, origin
+    # What had gathered for the next update is rank 0's: the sum over the ranks counts it once.
+    state = kept_by_first(g.TrainState(**trees["state"]), ranks)
+    return _sharded(run, state), at, origin
+
+
+def _dtype(name: str) -> mx.Dtype:
+    """A dtype by the name that it has in messages, such as "float32" or "bool"."""
+    return mx.bool_ if name == "bool" else getattr(mx, name)
 
 
 def _sharded(run: Run, state: g.TrainState) -> g.TrainState:

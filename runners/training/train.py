@@ -168,7 +168,7 @@ def _train(
                 update=at.update,
             ) as log,
             keeper(held, settings.checkpoint, log.names, shown.note, room) as saver,
-            StopSignals(shown.alert) as signals,
+            StopSignals(ranks.alert(shown.alert)) as signals,
         ):
             # Left where they are, the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))

@@ -1,17 +1,28 @@
 """Runs on several ranks, as real processes under mlx.launch."""
 
+from __future__ import annotations
+
 import os
+import random
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
+
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_ports(number: int) -> int:
     """The first of so many ports in a row that nobody uses now."""
-    for start in range(20_000 + os.getpid() % 10_000, 60_000, number):
+    chance = random.Random(os.getpid() + time.monotonic_ns())  # others look for ports, too
+    for _ in range(1000):
+        start = chance.randrange(20_000, 32_000)
         try:
             for port in range(start, start + number):
                 with socket.socket() as probe:
@@ -22,21 +33,97 @@ def free_ports(number: int) -> int:
     raise RuntimeError("no free ports")
 
 
-def launch(ranks: int, config: Path, *options: str, timeout: float = 300, **environ: str):
-    """A finished `mlx.launch -n RANKS grpo-run CONFIG OPTIONS`, with its output as text."""
+def launcher(ranks: int, command: Sequence[str]) -> list[str]:
+    """The words of `mlx.launch -n RANKS COMMAND` over ring."""
     # fmt: off
-    command = [
+    return [
         str(BIN / "mlx.launch"), "-n", str(ranks), "--backend", "ring",
-        "--starting-port", str(free_ports(ranks)), "--", str(BIN / "grpo-run"), str(config), *options,
+        "--starting-port", str(free_ports(ranks)), "--", *command,
     ]
     # fmt: on
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environ},
-        check=False,
-    )
+
+
+@attrs.define
+class Launched:
+    """A `mlx.launch` under way. Its standard input stays open: at the end of it, it would spin."""
+
+    process: subprocess.Popen
+    output: Path
+    folder: Path  # of the ranks' own files
+    ranks: int
+
+    def pid(self, rank: int) -> int | None:
+        """A rank's process; None before it has begun."""
+        file = self.folder / f"{rank}.pid"
+        return int(file.read_text()) if file.exists() else None
+
+    def said(self) -> str:
+        """All that was printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 120) -> bool:
+        """Whether it came to hold before the launcher's end."""
+        latest = time.monotonic() + seconds
+        while time.monotonic() < latest:
+            if holds():
+                return True
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.002)
+        raise RuntimeError(f"not after {seconds:.0f} s: {self.said()[-2000:]}")
+
+    def end(self, seconds: float = 300) -> str:
+        """Waits for the launcher and all its ranks; what they printed. After so long it kills them all."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise RuntimeError(f"no end after {seconds:.0f} s: {self.said()[-2000:]}") from None
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.said()
+
+    def kill(self) -> None:
+        """Ends whatever is left."""
+        for rank in range(self.ranks):
+            if (pid := self.pid(rank)) and is_running(pid):
+                os.kill(pid, 9)
+        self.process.kill()
+        self.process.wait()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and no zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return bool(shown.stdout.strip()) and not shown.stdout.startswith("Z")
+
+
+def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **environ: str) -> Launched:
+    """`grpo-run OPTIONS` on so many ranks, with hooks of `rank_process`; `folder` gets the ranks' files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (*folder.glob("*.pid"), *folder.glob("*.digests")):
+        file.unlink()
+    output = folder / "output.txt"
+    own = [sys.executable, "-m", "tests.support.rank_process", str(folder), *hooks, "--", *options]
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            launcher(ranks, own),
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )
+    return Launched(process, output, folder, ranks)
+
+
+def launch(ranks: int, config: Path, *options: str, timeout: float = 300, **environ: str):
+    """A finished `mlx.launch -n RANKS grpo-run CONFIG OPTIONS`, with its output as text."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        started = begin(ranks, Path(folder), [str(config), *options], **environ)
+        said = started.end(timeout)
+        return subprocess.CompletedProcess(started.process.args, started.process.returncode, said)

@@ -44,7 +44,7 @@ def letters(completions, **_):
     return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
 """
 SHORT = ["optim.max_steps=3", "eval.every=0", "eval.at_start=false"]
-NOISY = ("time/", "memory/", "step_time", "tokens_per_second")
+NOISY = ("time/", "memory/", "step_time", "tokens_per_second", "ranks/")
 
 
 class Killed(BaseException):

@@ -10,7 +10,9 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
+import grpo_fn as g
 from benchmarks.memory import WITHIN
+from grpo_fn.learner import Sharding
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
@@ -102,6 +104,40 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert found.shares_prompts
     params = state.old_params if learner.role.transform else state.params
     assert found.weights.sampling == made_to_sample(learner.role.policy, params, lanes=False)
+
+
+class Peer:
+    """One of several ranks that never meet: enough to cut a state."""
+
+    def __init__(self, rank, size):
+        """Rank `rank` of `size`."""
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [([], {}), (["model.dtype=bfloat16"], {"tie": False}), (['model.tune="lora"', "model.lora.rank=3"], {})],
+    ids=["float32", "bfloat16", "lora"],
+)
+def test_the_plan_for_ranks_is_what_a_sharded_state_holds(config, tmp_path, ranks, overrides, model):
+    """`grpo plan --ranks N`: weights and moments of each rank's real state; padding may add some numbers."""
+    checked = config("optim.shard=true", *overrides, **model)
+    settings = [word for text in ("optim.shard=true", *overrides) for word in ("--set", text)]
+    result = CliRunner().invoke(
+        cli.main, ["plan", str(tmp_path / "train.toml"), "--json", "--ranks", str(ranks), *settings]
+    )
+    facts = json.loads(result.stdout)
+    assert facts["ranks"] == ranks
+    parts = facts["phases"]["update"]["parts"]
+    loaded = load_model(checked.model, CPU)
+    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    whole = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    for rank in range(ranks):
+        state = Sharding(Peer(rank, ranks), loaded.compute_dtype).shard(whole)
+        masters = nbytes(state.params, state.opt_state["masters"])
+        assert parts["weights"] == pytest.approx(masters, abs=4 * ranks)
+        assert parts["moments"] == pytest.approx(nbytes(state.opt_state["moments"]), abs=8 * ranks + 4)
 
 
 def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):

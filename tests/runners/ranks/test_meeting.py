@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.errors import UserError
+from runners.machine.signals import Stopped
 from runners.ranks.launched import Place, launched, share_cores
 from runners.ranks.messages import Message, decode, encode
 from runners.ranks.ranks import RankError, Ranks
@@ -134,3 +135,77 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(tmp_path):
     assert "waited for rank 1 (a)" in done.stderr
     assert time.monotonic() - started < 30
     Scoreboard.remove(path)
+
+
+def test_whoever_is_hanging_does_not_speak():
+    """Where rank 0 hangs, rank 1 says so; otherwise the lowest rank that is there speaks."""
+    path = Scoreboard.create(2)
+    watchdog = Watchdog("rank 1 (here)", 10)
+    watchdog.board, watchdog.here, watchdog.rank = Scoreboard(path, 2, 1), [0], 1
+    watchdog.board.is_gone = lambda rank: False
+    assert not watchdog.speaks()
+    assert watchdog.speaks(hanging=[0])
+    Scoreboard.remove(path)
+
+
+def two_ranks(inner, gone=None):
+    """Rank 0 of two whose collectives are `inner`'s and whose watchdog sees that rank."""
+    ranks = Ranks()
+    ranks.count, ranks.hosts, ranks._inner = 2, ["here", "here"], inner
+    ranks._watchdog = Watchdog("rank 0 (here)", 10)
+    ranks._watchdog.gone = lambda: gone
+    return ranks
+
+
+class Echo:
+    """The other rank says what this one says; with `act` something happens meanwhile."""
+
+    def __init__(self, act=lambda: None):
+        """`act` is called in each collective."""
+        self.act = act
+
+    def all_gather(self, x):
+        """Twice the same."""
+        import mlx.core as mx
+
+        self.act()
+        return mx.concatenate([x, x])
+
+
+def test_sigterm_waits_for_the_end_of_an_exchange():
+    """A signal in a meeting ends the run after the meeting: the other rank is not left at another point."""
+    ranks = two_ranks(Echo(lambda: ranks._receive(signal.SIGTERM, None)))
+    calls = []
+    exchange, ranks._exchange = ranks._exchange, lambda own: calls.append(found := exchange(own)) or found
+    with pytest.raises(Stopped):
+        ranks.meet("here", "x" * 5000)  # two collectives
+    assert [message.value for message in calls[0]] == ["x" * 5000] * 2
+    with pytest.raises(Stopped):  # and at once where none is under way
+        ranks._receive(signal.SIGTERM, None)
+
+
+def test_the_launchers_sigterm_is_not_taken_for_the_users():
+    """Where another rank has ended before, that rank is the reason, and no line says that a save follows."""
+
+    def lost():
+        raise RuntimeError("connection to a peer was lost")
+
+    said = []
+    ranks = two_ranks(Echo(lost), gone="rank 1 (here) is gone: it was killed, or has crashed")
+    ranks.alert(said.append)("Saving after this step.")
+    with pytest.raises(RankError, match=r"rank 1 \(here\) is gone"), ranks.ending_together():
+        ranks._receive(signal.SIGTERM, None)
+    assert said == []
+    alive = two_ranks(Echo())
+    alive.alert(said.append)("Saving after this step.")
+    assert said == ["Saving after this step."]
+
+
+def test_booleans_come_back_from_a_checkpoint():
+    """Every dtype that a batch holds is known by the name that messages give it."""
+    import mlx.core as mx
+
+    from runners.training.restoring import _dtype
+
+    for dtype in (mx.bool_, mx.int32, mx.uint32, mx.float32, mx.bfloat16):
+        assert _dtype(str(dtype).removeprefix("mlx.core.")) == dtype

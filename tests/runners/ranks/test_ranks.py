@@ -46,7 +46,8 @@ def lines(folder: Path, file: str) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
-    loaded = mx.load(str(folder / "model.safetensors"))
+    name = "model.safetensors" if (folder / "model.safetensors").exists() else "adapters.safetensors"
+    loaded = mx.load(str(folder / name))
     assert isinstance(loaded, dict)
     return {name: np.array(leaf.astype(mx.float32)) for name, leaf in loaded.items()}
 
