@@ -16,6 +16,7 @@ from runners.config.sections import (
     EMBEDDED,
     JUDGE_PREFIX,
     REWARD_NAMES,
+    SHIPPED,
     DataConfig,
     ModelConfig,
     RewardConfig,
@@ -64,7 +65,7 @@ def _run(run: RunConfig, found: Settings) -> RunConfig:
 def _model(model: ModelConfig, found: Settings) -> ModelConfig:
     if model.loader:
         model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FUNCTION_FORMS, found))
-    if model.path == EMBEDDED:
+    if model.path in SHIPPED:
         return model
     path = _existing(model.path, found)
     if path is None:
@@ -80,7 +81,7 @@ def _data(data: DataConfig, found: Settings) -> DataConfig:
         data = attrs.evolve(
             data, transform=_function(data.transform, "data.transform", FUNCTION_FORMS, found)
         )
-    if data.source == EMBEDDED:
+    if data.source in SHIPPED:
         return data
     path = _existing(data.source, found)
     if path is not None:
@@ -116,7 +117,7 @@ def _judges(built: dict[str, Any], found: Settings) -> None:
         check_judge(name, judge, fault, found.notices.append)
         judges[name] = resolved_path(judge, lambda path: _existing(path, found))
         key = f"{JUDGE_PREFIX}{name}.path"
-        if judge.path and judges[name] is judge and judge.path != EMBEDDED:
+        if judge.path and judges[name] is judge and judge.path not in SHIPPED:
             _not_local(judge.path, (".safetensors",), key, WANTED_MODEL, found)
     if judges is not None and reward is not None:
         check_names(reward, judges, fault, found.notices.append)

@@ -9,6 +9,8 @@ from attrs.validators import optional
 from runners.config import rules
 
 EMBEDDED = "embedded"
+EMBEDDED_TOOLS = "embedded-tools"
+SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)  # models and data of the package itself
 """The name, for `model.path` and `data.source`, of what ships inside the package."""
 
 REWARD_NAMES = (
@@ -95,7 +97,7 @@ class LoraConfig:
 class ModelConfig:
     """[model]: what is trained, and in which precision."""
 
-    path: str = field(validator=rules.text())  # "embedded", an mlx-lm model folder, or a Hub name
+    path: str = field(validator=rules.text())  # "embedded(-tools)", an mlx-lm model folder, or a Hub name
     tune: Tune = "full"
     lora: LoraConfig = field(factory=LoraConfig)
     dtype: Dtype = "auto"  # of the computation
