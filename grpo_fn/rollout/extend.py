@@ -21,6 +21,7 @@ from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays
 
 EXTEND_TOKENS = 8192  # new tokens of all rows and call, padding included: bounds the memory of long ones
+LEAST_EXTENSION = 16  # new tokens of a row and call, however many rows there are
 _SPARSE = 0.75  # own places are gathered where a row uses no more than this share of them
 
 Resumed = tuple[
@@ -144,7 +145,7 @@ class SharedPromptRows:
             prompts = [(keys[which, :, :longest], values[which, :, :longest]) for keys, values in prompts]
         position = [self._lengths[self._prompt_of[row]] + self._own_tokens[row] for row in rows]
         tokens = [given[row] for row in rows]
-        width = max(16, EXTEND_TOKENS // len(rows))
+        width = max(LEAST_EXTENSION, EXTEND_TOKENS // len(rows))
         last_bd: mx.array | None = None
         for start in range(0, max(map(len, tokens)), width):
             pieces = [list(row[start : start + width]) for row in tokens]
