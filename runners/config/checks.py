@@ -13,6 +13,7 @@ from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
 from runners.config.judge_checks import check_judge, check_names, resolved_path
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import (
+    CALCULATOR,
     EMBEDDED,
     JUDGE_PREFIX,
     REWARD_NAMES,
@@ -206,8 +207,12 @@ def _sharding(built: dict[str, Any], found: Settings) -> None:
 
 
 def _environment(built: dict[str, Any], found: Settings) -> None:
-    """Rewards may be left to the environment, where there is one."""
+    """Rewards, and with them the answers, may be left to the environment, where there is one."""
     env, reward = built["env"], built["reward"]
+    plays = env is not None and env.factory and env.factory != CALCULATOR
+    if built["data"] and not built["data"].answer and not plays:
+        want = "a column, or an env.factory whose class has get_reward"
+        _problem(found, "data.answer", f'found "", want {want}')
     if reward and not reward.functions and (env is None or not env.factory):
         want = "at least one entry, or an env.factory whose class has get_reward"
         _problem(found, "reward.functions", f"found [], want {want}")

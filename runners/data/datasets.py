@@ -72,8 +72,9 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     With `data.transform` each row is given to that function first (looked for in `folders`, as
     `resolve_function` does): it returns the row to use, or None to leave it out.
 
-    Every row needs the question, a text, and the answer. A row without is a bad row: `on_bad_row` "raise"
-    ends with the place of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
+    Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without is a
+    bad row: `on_bad_row` "raise" ends with the place of the first one, "skip" leaves them out and counts them
+    in `Rows.skipped`.
 
     A row on which the transform fails is a bad row too.
 
@@ -191,10 +192,12 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
     found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     for key, field in (asked, ("answer", config.answer)):
-        if found and field not in found:
+        if found and field and field not in found:
+            hint = did_you_mean(field, found)
+            if key == "answer" and not hint:
+                hint = '; data.answer = "" if an environment rewards'
             raise UserError(
-                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}"
-                f"{did_you_mean(field, found)}"
+                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
 
 
@@ -209,7 +212,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f"{field} is {type(question).__name__}; wanted text"
     if isinstance(question, str) and not question.strip():
         return f"{field} is blank"
-    gold = gold_answer(answer)
+    gold = gold_answer(answer) if config.answer else ""
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"
     try:
