@@ -21,7 +21,7 @@ from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-_OWN = dict.fromkeys(SHIPPED, "what ships with grpo_fn")
+_OWN: dict[str, str] = dict.fromkeys(SHIPPED, "what ships with grpo_fn")
 # How the run was carried out on its machine, and no part of what the model has learned.
 _OF_THE_MACHINE = ("log", "system", "checkpoint")
 _KEYS_OF_THE_MACHINE = (

@@ -90,7 +90,7 @@ def make_word_problems(out: Path, seed: int) -> None:
 
     write_data(out / "data", SPLIT_ROWS, draw_rows)
     rng = np.random.default_rng(seed)
-    tokenizer = train_tokenizer(draw(rng).question for _ in range(TOKENIZER_PROBLEMS))
+    tokenizer: Any = train_tokenizer(draw(rng).question for _ in range(TOKENIZER_PROBLEMS))
     model = build_model(seed)
     rows = draw_rows("valid", 200, seed)
     for index, phase in enumerate(PHASES):
@@ -118,7 +118,7 @@ def make_products(out: Path, seed: int) -> None:
     write_data(out / "data", products.SPLIT_ROWS, products.draw_product_rows)
     rng = np.random.default_rng(seed)
     texts = (products.draw_product(rng, "train").question for _ in range(TOKENIZER_PROBLEMS))
-    tokenizer = train_tokenizer(texts, products.VOCAB_SIZE, products.MARKS)
+    tokenizer: Any = train_tokenizer(texts, products.VOCAB_SIZE, products.MARKS)
     model = build_model(seed, products.CONFIG)
     rng = np.random.default_rng(seed)
     held_out = [products.draw_product(rng, "valid") for _ in range(200)]
