@@ -7,6 +7,7 @@ Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grp
 from grpo_fn.rollout.categorical import WORDS
 from grpo_fn.rollout.decode_loop import Decoding, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.rollout.extend import EXTEND_TOKENS, LEAST_EXTENSION
 from grpo_fn.rollout.generation import generate
 from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, copied_prompt, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
@@ -14,6 +15,8 @@ from grpo_fn.rollout.sampler import Sampler, draw_words, drawing, mark_seen, pen
 from grpo_fn.rollout.turns import Replies, Respond
 
 __all__ = [
+    "EXTEND_TOKENS",
+    "LEAST_EXTENSION",
     "PREFILL_TOKENS",
     "WORDS",
     "CacheSteps",

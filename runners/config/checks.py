@@ -13,9 +13,11 @@ from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
 from runners.config.judge_checks import check_judge, check_names, resolved_path
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import (
+    CALCULATOR,
     EMBEDDED,
     JUDGE_PREFIX,
     REWARD_NAMES,
+    SHIPPED,
     DataConfig,
     ModelConfig,
     RewardConfig,
@@ -64,7 +66,7 @@ def _run(run: RunConfig, found: Settings) -> RunConfig:
 def _model(model: ModelConfig, found: Settings) -> ModelConfig:
     if model.loader:
         model = attrs.evolve(model, loader=_function(model.loader, "model.loader", FUNCTION_FORMS, found))
-    if model.path == EMBEDDED:
+    if model.path in SHIPPED:
         return model
     path = _existing(model.path, found)
     if path is None:
@@ -80,7 +82,7 @@ def _data(data: DataConfig, found: Settings) -> DataConfig:
         data = attrs.evolve(
             data, transform=_function(data.transform, "data.transform", FUNCTION_FORMS, found)
         )
-    if data.source == EMBEDDED:
+    if data.source in SHIPPED:
         return data
     path = _existing(data.source, found)
     if path is not None:
@@ -116,7 +118,7 @@ def _judges(built: dict[str, Any], found: Settings) -> None:
         check_judge(name, judge, fault, found.notices.append)
         judges[name] = resolved_path(judge, lambda path: _existing(path, found))
         key = f"{JUDGE_PREFIX}{name}.path"
-        if judge.path and judges[name] is judge and judge.path != EMBEDDED:
+        if judge.path and judges[name] is judge and judge.path not in SHIPPED:
             _not_local(judge.path, (".safetensors",), key, WANTED_MODEL, found)
     if judges is not None and reward is not None:
         check_names(reward, judges, fault, found.notices.append)
@@ -205,8 +207,12 @@ def _sharding(built: dict[str, Any], found: Settings) -> None:
 
 
 def _environment(built: dict[str, Any], found: Settings) -> None:
-    """Rewards may be left to the environment, where there is one."""
+    """Rewards, and with them the answers, may be left to the environment, where there is one."""
     env, reward = built["env"], built["reward"]
+    plays = env is not None and env.factory and env.factory != CALCULATOR
+    if built["data"] and not built["data"].answer and not plays:
+        want = "a column, or an env.factory whose class has get_reward"
+        _problem(found, "data.answer", f'found "", want {want}')
     if reward and not reward.functions and (env is None or not env.factory):
         want = "at least one entry, or an env.factory whose class has get_reward"
         _problem(found, "reward.functions", f"found [], want {want}")

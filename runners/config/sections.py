@@ -9,6 +9,9 @@ from attrs.validators import optional
 from runners.config import rules
 
 EMBEDDED = "embedded"
+EMBEDDED_TOOLS = "embedded-tools"
+CALCULATOR = "calculator"  # nanochat's, as env.factory
+SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)  # models and data of the package itself
 """The name, for `model.path` and `data.source`, of what ships inside the package."""
 
 REWARD_NAMES = (
@@ -95,7 +98,7 @@ class LoraConfig:
 class ModelConfig:
     """[model]: what is trained, and in which precision."""
 
-    path: str = field(validator=rules.text())  # "embedded", an mlx-lm model folder, or a Hub name
+    path: str = field(validator=rules.text())  # "embedded(-tools)", an mlx-lm model folder, or a Hub name
     tune: Tune = "full"
     lora: LoraConfig = field(factory=LoraConfig)
     dtype: Dtype = "auto"  # of the computation
@@ -113,7 +116,7 @@ class DataConfig:
     split: str = field(default="train", validator=rules.text())
     eval_split: str = field(default="test", validator=rules.text())
     question: str = field(default="question", validator=rules.text())
-    answer: str = field(default="answer", validator=rules.text())
+    answer: str = "answer"  # empty: rows have none, and an environment rewards
     prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
     system_prompt: str = SYSTEM_PROMPT
     nudge: str = "<reasoning>"  # the completion's first words, written into the prompt

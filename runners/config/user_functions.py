@@ -52,7 +52,8 @@ def resolve_function(
     if inspect.isclass(function) and not classes:
         raise UserError(f"{what}: {attribute} is a class; wanted a function or an instance to call")
     if not callable(function):
-        raise UserError(f"{what}: {attribute} is {type(function).__name__}; wanted a function")
+        wanted = "one class, whose reset(**row) can choose by a column" if classes else "a function"
+        raise UserError(f"{what}: {attribute} is {type(function).__name__}; wanted {wanted}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

@@ -14,14 +14,14 @@ from typing import Any
 import attrs
 
 import runners
-from runners.config.sections import EMBEDDED
+from runners.config.sections import SHIPPED
 from runners.errors import UserError, spell, spell_tables
 from runners.files.json_files import read_json
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-_OWN = {EMBEDDED: "what ships with grpo_fn"}
+_OWN: dict[str, str] = dict.fromkeys(SHIPPED, "what ships with grpo_fn")
 # How the run was carried out on its machine, and no part of what the model has learned.
 _OF_THE_MACHINE = ("log", "system", "checkpoint")
 _KEYS_OF_THE_MACHINE = (
@@ -138,7 +138,7 @@ def _front_matter(facts: RunFacts | None, base: str) -> str:
         pipeline_tag="text-generation",
         tags=["mlx", "grpo"] if facts else ["mlx"],
         base_model=base or None,
-        datasets=source if source != EMBEDDED and "/" in source else None,
+        datasets=source if source not in SHIPPED and "/" in source else None,
     )
     return f"---\n{card.to_yaml()}\n---\n"
 

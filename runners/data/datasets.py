@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from runners.config.sections import EMBEDDED, DataConfig
+from runners.config.sections import DataConfig
 from runners.data.prompts import (
     Example,
     build_examples,
@@ -20,7 +20,7 @@ from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, spli
 from runners.data.transforms import Transform, custom_transform, transformed
 from runners.errors import UserError, did_you_mean, error_line, listed, show
 from runners.files.hub import hub_or_cache
-from runners.quickstart import DATA_DIR
+from runners.quickstart import DATA
 
 __all__ = [
     "Example",
@@ -64,7 +64,7 @@ class Rows(list[dict[str, Any]]):
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
-    A source is "embedded", a local file or folder (one that exists wins), or a Hub name. A single file is the
+    A source is a shipped one, a local file or folder (one that exists wins), or a Hub name. One file is the
     split "train". Where only one split is there to draw from (a file, or `eval_split` equal to `split`), the
     last tenth of its usable rows, one at least and 1,000 at most, is held out for evaluation and not trained
     on.
@@ -72,8 +72,9 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     With `data.transform` each row is given to that function first (looked for in `folders`, as
     `resolve_function` does): it returns the row to use, or None to leave it out.
 
-    Every row needs the question, a text, and the answer. A row without is a bad row: `on_bad_row` "raise"
-    ends with the place of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
+    Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without is a
+    bad row: `on_bad_row` "raise" ends with the place of the first one, "skip" leaves them out and counts them
+    in `Rows.skipped`.
 
     A row on which the transform fails is a bad row too.
 
@@ -112,9 +113,9 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable[[str, str], Rows]]:
     """The source as a path, there or not, and what reads a split (with its key in the config) of it."""
-    source = DATA_DIR if config.source == EMBEDDED else Path(config.source).expanduser()
+    source = DATA.get(config.source) or Path(config.source).expanduser()
     is_local = source.exists()
-    if not is_local and (config.source == EMBEDDED or _looks_local(config.source)):
+    if not is_local and (config.source in DATA or _looks_local(config.source)):
         raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
     if is_local and config.name:
         raise UserError(
@@ -191,10 +192,12 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
     found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     for key, field in (asked, ("answer", config.answer)):
-        if found and field not in found:
+        if found and field and field not in found:
+            hint = did_you_mean(field, found)
+            if key == "answer" and not hint:
+                hint = '; data.answer = "" if an environment rewards'
             raise UserError(
-                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}"
-                f"{did_you_mean(field, found)}"
+                f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
 
 
@@ -209,7 +212,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f"{field} is {type(question).__name__}; wanted text"
     if isinstance(question, str) and not question.strip():
         return f"{field} is blank"
-    gold = gold_answer(answer)
+    gold = gold_answer(answer) if config.answer else ""
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"
     try:

@@ -27,7 +27,7 @@ class Example:
     messages: tuple[Message, ...]  # what rewards get as its prompt; without the nudge
     text: str  # the rendered prompt, the nudge at its end
     tokens: tuple[int, ...]  # of the text
-    answer: str  # the gold answer
+    answer: str  # the gold answer; empty where the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
 
 
@@ -47,9 +47,9 @@ def build_examples(
     examples: list[Example] = []
     lengths: list[int] = []
     dropped = 0
-    columns = reward_columns(rows)
+    columns = reward_columns(rows, with_answer=bool(config.answer))
     for row in rows:
-        gold = gold_answer(row[config.answer])
+        gold = gold_answer(row[config.answer]) if config.answer else ""
         if gold is None:
             raise UserError(f"a row has no answer in {config.answer}: {show(row[config.answer])}")
         messages = prompt_messages(row, config)
@@ -67,7 +67,8 @@ def build_examples(
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
-            examples.append(Example(messages, text, tokens, gold, {**values, "answer": gold}))
+            answers = {"answer": gold} if config.answer else {}
+            examples.append(Example(messages, text, tokens, gold, {**values, **answers}))
     if dropped and not lengths:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but each of {dropped} prompts has over "
@@ -116,16 +117,16 @@ def prompt_fault(value: Any) -> str:
     return ""
 
 
-def reward_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:
     """The columns that rewards can name, each with the field of the rows that it comes from.
 
-    They are the fields of all rows together, and `answer`, which is always the gold one. A field with the
-    name of something that every reward gets (completions, prompts, completion_ids) becomes
+    They are the fields of all rows together and, where the data has it, `answer`, the gold one. A field with
+    the name of something that every reward gets (completions, prompts, completion_ids) becomes
     ``column_completions`` and so on.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
     columns = {(f"column_{field}" if field in REWARD_ARGUMENTS else field): field for field in fields}
-    return {**columns, "answer": "answer"}
+    return {**columns, "answer": "answer"} if with_answer else columns
 
 
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:

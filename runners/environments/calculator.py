@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,18 @@ def calculate(expression: str) -> str | None:
     if len(expression) > LONGEST:
         return None
     try:
-        body = ast.parse(expression.strip(), mode="eval").body
+        body = _parsed(expression)
         if isinstance(body, ast.Call):
             return str(_counted(body))
-        return str(_value(ast.parse(expression.replace(",", "").strip(), mode="eval").body))
+        return str(_value(_parsed(expression.replace(",", ""))))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
+
+
+def _parsed(expression: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of texts such as "12or 3", which a model may well write
+        return ast.parse(expression.strip(), mode="eval").body
 
 
 def _value(node: ast.expr) -> int | float:

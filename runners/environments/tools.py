@@ -9,11 +9,10 @@ from typing import Any
 
 import attrs
 
-from runners.config.sections import EnvConfig
+from runners.config.sections import CALCULATOR, EnvConfig
 from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, show
 
-CALCULATOR = "calculator"  # nanochat's, as env.factory
 _NOT_TOOLS = ("reset", "get_reward")
 
 

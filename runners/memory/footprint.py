@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from grpo_fn.rollout import PREFILL_TOKENS
+from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
 from runners.memory.passes import CACHE_STEP, FLOAT, PREFILL, MicroBatch, ModelShape, Pass, kv_bytes
 
 # Bytes for each weight whose update is in flight: measured, as in `memory`; and those of its random bits.
@@ -64,6 +64,7 @@ class SampledRows:
     prompt_copies: int | None = None  # these two as in `memory.kv_bytes`
     step: int = CACHE_STEP
     own_weights: bool = True  # samples with the rollout policy's weights; False: with the learner's
+    turns: bool = False  # conversations: rows are parked and extended by given tokens, which `new` counts too
 
 
 def _whole(parts: Mapping[str, float]) -> dict[str, int]:
@@ -119,6 +120,8 @@ def phases(
         MemoryPhase("prompts", {**rolled, **_prompts(shape, weights, rollout)}),
         MemoryPhase("rollout", {**rolled, **_decoding(shape, weights, rollout)}),
     ]
+    if rollout.turns:
+        made.append(MemoryPhase("turns", {**rolled, **_turns(shape, weights, rollout)}))
     if logprobs:
         made.append(_largest([_logprobs(shape, weights, rolled, batch) for batch in micro_batches]))
     made.append(
@@ -137,6 +140,8 @@ def phases(
             MemoryPhase("evaluation prompts", {**rolled, **_prompts(shape, weights, evaluation)}),
             MemoryPhase("evaluation", {**rolled, **_decoding(shape, weights, evaluation)}),
         ]
+        if evaluation.turns:
+            made.append(MemoryPhase("evaluation turns", {**rolled, **_turns(shape, weights, evaluation)}))
     return made
 
 
@@ -192,8 +197,38 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dic
         "compute copy": _copy(weights, sampling),
         "weights to sample with": weights.sampling,
         "keys and values": keys,
+        # Those of earlier turns stay with their batch; rows that wait for a reply have a copy.
+        "parked rows": 2 * _own(shape, weights, sampling) if sampling.turns else 0,
         "working set": working if working >= drawing else 0,
         "logits": 0 if working >= drawing else drawing,
+    }
+
+
+def _own(shape: ModelShape, weights: Weights, sampling: SampledRows) -> int:
+    """Keys and values of all rows behind their prompts, at full length; of copied prompts these too."""
+    return kv_bytes(
+        shape,
+        rows=sampling.rows,
+        prompt=0 if sampling.prompt_copies is not None else sampling.prompt,
+        new=sampling.new,
+        itemsize=weights.compute,
+        step=sampling.step,
+    )
+
+
+def _turns(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
+    """Rows that begin a turn with given tokens: an upper bound, with every row there at its full length.
+
+    Beside what decoding holds, all rows' own keys and values are joined, and appended to.
+    """
+    held = _decoding(shape, weights, sampling)
+    length = min(sampling.new, max(LEAST_EXTENSION, EXTEND_TOKENS // sampling.rows))
+    given = Pass(rows=sampling.rows, length=length, attended=sampling.prompt + sampling.new)
+    return {
+        **{name: held[name] for name in ("compute copy", "weights to sample with", "keys and values")},
+        "parked rows": 3 * _own(shape, weights, sampling),
+        "working set": given.nbytes(shape, PREFILL, weights.compute),
+        "logits": FLOAT * sampling.rows * shape.vocabulary,
     }
 
 

@@ -11,7 +11,7 @@ from grpo_fn.learner import Packer, Row
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import copied_prompt
 from runners.config.loading import Config
-from runners.config.sections import EMBEDDED
+from runners.config.sections import SHIPPED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.files.json_files import read_json
@@ -174,7 +174,12 @@ def _rollout(config: Config, prompt: int) -> SampledRows:
             min_p=rollout.min_p,
             with_entropy=config.loss.top_entropy_quantile < 1,
         ),
+        turns=_converses(config),
     )
+
+
+def _converses(config: Config) -> bool:
+    return bool(config.env.factory or config.env.tools)
 
 
 def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
@@ -197,6 +202,7 @@ def _evaluation(config: Config, prompt: int) -> SampledRows:
         new=config.eval.max_new_tokens or config.rollout.max_new_tokens,
         arrays=sampling_arrays(temperature=0.0),
         own_weights=False,
+        turns=_converses(config),
     )
 
 
@@ -225,7 +231,7 @@ def longest_prompt(config: Config) -> int | None:
     Raises UserError for data or a tokenizer that cannot be used.
     """
     at_hand = (
-        path == EMBEDDED or Path(path).expanduser().exists()
+        path in SHIPPED or Path(path).expanduser().exists()
         for path in (config.model.path, config.data.source)
     )
     if not all(at_hand):

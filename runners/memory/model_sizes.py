@@ -28,7 +28,7 @@ from grpo_fn.policy import (
 )
 from grpo_fn.trees import split_leaves
 from runners.config.loading import Config
-from runners.config.sections import EMBEDDED, ModelConfig
+from runners.config.sections import SHIPPED, ModelConfig
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.machine.launch_modes import launch_modes
@@ -99,7 +99,7 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
 
 def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
     path, loader = settings.path, custom_loader(settings.loader, folders)
-    if loader is not None or path == EMBEDDED or Path(path).expanduser().exists():
+    if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, custom_loader=loader is not None)
         return load_module(folder, settings.trust_remote_code, loader)
     stated = read_config(_fetched_config(path).parent)

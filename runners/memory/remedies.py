@@ -54,7 +54,7 @@ def remedies(found: Forecast, platform: Platform) -> list[str]:
 def key_to_turn(found: Forecast) -> str:
     """The config's key that lowers the peak phase."""
     name = found.peak.name
-    if name in ("prompts", "rollout"):
+    if name in ("prompts", "rollout", "turns"):
         return "rollout.max_batch" if found.config.optim.batch_size > 1 else "rollout.num_generations"
     if name.startswith("evaluation"):
         return "rollout.max_batch"

@@ -11,6 +11,7 @@ from runners.files.hub import hub_errors, hub_or_cache
 from runners.files.json_files import read_json
 from runners.files.links import check_links, check_weight_map
 from runners.models.rope_keys import with_rope_keys
+from runners.quickstart import MODELS
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
 
 # Beside the weights: what mlx-lm itself fetches from the Hub.
@@ -37,17 +38,15 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = False) -> Path:
-    """The checked folder behind `model.path`: "embedded", a folder, or a Hub name (downloaded, then cached).
+    """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded, cached).
 
     `key` is what messages call it; with `custom_loader` the weights are its
     business, in whatever form they are.
     Raises UserError: nothing has that name, the Hub cannot be reached, or the
     folder is incomplete.
     """
-    if path == "embedded":
-        from runners.quickstart import MODEL_DIR
-
-        folder = MODEL_DIR
+    if path in MODELS:
+        folder = MODELS[path]
     elif Path(path).expanduser().exists():
         folder = Path(path).expanduser().resolve()
     elif HUB_NAME.fullmatch(path):

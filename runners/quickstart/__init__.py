@@ -1,6 +1,6 @@
-"""The model and the dataset that ship with the package: where they lie, nothing more.
+"""The models and the datasets that ship with the package: where they lie, nothing more.
 
-`runners.quickstart.make` rebuilds both from nothing; importing this module loads nothing heavy.
+`runners.quickstart.make` rebuilds all of them from nothing; importing this module loads nothing heavy.
 """
 
 from pathlib import Path
@@ -12,3 +12,12 @@ MODEL_DIR = HERE / "model"
 
 DATA_DIR = HERE / "data"
 """train.jsonl, valid.jsonl and test.jsonl; each row has `question` and `answer` (ending in `#### n`)."""
+
+TOOLS_DIR = HERE / "tools"
+"""`model` and `data` in the same form, for a model with a calculator; manifest.json has their digests."""
+
+MODELS = {"embedded": MODEL_DIR, "embedded-tools": TOOLS_DIR / "model"}
+"""The folders of the models that ship, by what `model.path` calls them."""
+
+DATA = {"embedded": DATA_DIR, "embedded-tools": TOOLS_DIR / "data"}
+"""The folders of the data that ship, by what `data.source` calls them."""

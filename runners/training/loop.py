@@ -270,6 +270,8 @@ class Loop:
     def _evaluate(self, name: str) -> None:
         """Exact match of the learner's weights, in the log and on the display."""
         config, at = self.config, self.at
+        if not config.data.answer:  # the environment rewards, and there is nothing to compare with
+            return
         self.report.status("evaluating")
         result = evaluate_on_ranks(
             self.ranks,

@@ -102,7 +102,7 @@ def build_run(
     check_names(config.env, config.folders)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
-    check_columns(rewards, reward_columns(rows[0]))
+    check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
     with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
         say(f"loading the model {config.model.path}")
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
@@ -210,6 +210,8 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
     notices += template_notices(loaded.tokenizer)
+    if not config.data.answer:
+        notices.append('data.answer = "": no exact match is taken')
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
 
 

@@ -36,21 +36,27 @@ CONFIG = {
 LONGEST = 40  # tokens of a completion; three steps with two-digit numbers need 36
 
 
-def build_model(seed: int) -> llama.Model:
+def build_model(seed: int, config: dict[str, Any] = CONFIG) -> llama.Model:
     """A model with fresh weights, the same for the same seed."""
     mx.random.seed(seed)
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    model = llama.Model(llama.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
     return model
 
 
-def save_model(model: llama.Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(
+    model: llama.Model,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    config: dict[str, Any] = CONFIG,
+    longest: int = LONGEST,
+) -> None:
     """Write the folder that `mlx_lm.load` opens: config, weights, tokenizer and the sampling defaults."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (folder / "config.json").write_text(json.dumps(CONFIG | ends, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config | ends, indent=2) + "\n")
     (folder / "generation_config.json").write_text(
-        json.dumps(ends | {"max_new_tokens": LONGEST}, indent=2) + "\n"
+        json.dumps(ends | {"max_new_tokens": longest}, indent=2) + "\n"
     )
     flat: Any = tree_flatten(model.parameters())
     weights = dict(sorted(flat))  # the bytes depend on the order

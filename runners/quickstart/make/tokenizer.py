@@ -1,7 +1,7 @@
 """The embedded model's tokenizer: a small byte-level BPE in which every digit and every tag is one token."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Learn the merges from `texts`. The same texts give the same tokenizer.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = VOCAB_SIZE, marks: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Learn the merges from `texts`. The same texts give the same tokenizer. `marks` are special tokens too.
 
     The tags are ordinary added tokens, so that decoding without special tokens keeps them; the template's
     tokens are special. Any text can be encoded, for the alphabet is all 256 bytes.
@@ -33,7 +35,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
     bpe.decoder = decoders.ByteLevel()
     special = [
-        AddedToken(text, special=True, normalized=False) for text in (PAD, SYSTEM, USER, ASSISTANT, END)
+        AddedToken(text, special=True, normalized=False)
+        for text in (PAD, SYSTEM, USER, ASSISTANT, END, *marks)
     ]
     tags = [AddedToken(text, special=False, normalized=False) for text in TAGS]
     trainer = trainers.BpeTrainer(

@@ -11,7 +11,6 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from runners.quickstart.make.model import CONFIG
 from runners.quickstart.make.problems import OPERATORS, compute, draw, gold, slipped
 from runners.quickstart.make.tokenizer import ASSISTANT, END, prompt_text
 
@@ -87,21 +86,33 @@ def loss_and_gradient(model: llama.Model) -> Callable:
 
     def loss(params: dict, tokens_bl: mx.array, places_n: mx.array, targets_n: mx.array) -> mx.array:
         model.update(params)
-        hidden_nd = model.model(tokens_bl).reshape(-1, CONFIG["hidden_size"])[places_n]
+        hidden_nd = model.model(tokens_bl).reshape(-1, model.args.hidden_size)[places_n]
         logits_nv = model.model.embed_tokens.as_linear(hidden_nd)
         return nn.losses.cross_entropy(logits_nv, targets_n, reduction="sum")
 
     return mx.value_and_grad(loss)
 
 
+def word_problem(rng: np.random.Generator, tokenizer: Any, phase: TrainingPhase) -> Lesson:
+    """What the model of the word problems is shown next."""
+    if rng.random() < phase.drills:
+        return drill(rng, tokenizer)
+    return lesson(rng, tokenizer, flawed=phase.flawed)
+
+
 def train(
     model: llama.Model,
-    tokenizer: Any,
     phase: TrainingPhase,
-    rng: np.random.Generator,
+    next_lesson: Callable[[], Lesson],
+    pad: int,
     report: Callable[[int, float], None],
+    batch: int = BATCH,
+    part: int = PART,
 ) -> None:
-    """Run one phase on `model`, in place; `report(step, loss)` is called after each step."""
+    """Run one phase on `model`, in place; `report(step, loss)` is called after each step.
+
+    A step has `batch` examples, `part` of them in each forward pass.
+    """
     warmup = max(1, min(50, phase.steps // 10))
     rise = optim.linear_schedule(0.0, phase.learning_rate, warmup)
     fall = optim.cosine_decay(phase.learning_rate, phase.steps - warmup, phase.learning_rate * 0.03)
@@ -111,17 +122,12 @@ def train(
     optimizer.init(params)
     function = loss_and_gradient(model)
     for step in range(phase.steps):
-        examples = [
-            drill(rng, tokenizer)
-            if rng.random() < phase.drills
-            else lesson(rng, tokenizer, flawed=phase.flawed)
-            for _ in range(BATCH)
-        ]
+        examples = [next_lesson() for _ in range(batch)]
         examples.sort(key=lambda example: len(example[0]))  # equal lengths side by side: little padding
         total, gradient = 0.0, tree_map(mx.zeros_like, params)
-        for start in range(0, BATCH, PART):
-            part = collate(examples[start : start + PART], tokenizer.pad_token_id)
-            loss, part_gradient = function(params, *part)
+        for start in range(0, batch, part):
+            collated = collate(examples[start : start + part], pad)
+            loss, part_gradient = function(params, *collated)
             gradient = tree_map(mx.add, gradient, part_gradient)
             mx.eval(gradient, loss)
             total += loss.item()

@@ -8,7 +8,7 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER, preset_names
-from runners.config.sections import EMBEDDED
+from runners.config.sections import SHIPPED
 from runners.machine.startup import Platform
 from runners.memory import model_sizes
 from runners.memory.forecast import forecast, longest_prompt
@@ -92,8 +92,8 @@ def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatc
 def model_of(name, config, folder):
     """A small random model of the architecture that a preset is for, packed where its model is."""
     path = config.model.path
-    if path == EMBEDDED:
-        return EMBEDDED
+    if path in SHIPPED:
+        return path
     shape = SHAPES[path]
     if shape["model_type"] == "nanochat":
         return str(make_nanochat_folder(folder / path, width=64))

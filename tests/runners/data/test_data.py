@@ -402,3 +402,15 @@ def test_gsm8k() -> None:
     golds = [gold_answer(row["answer"]) for row in [*train, *test]]
     assert [gold for gold in golds if gold is None or parse_number(gold) is None] == []
     assert golds[:3] == ["72", "10", "5"]
+
+
+def test_data_without_answers(tmp_path):
+    """With `data.answer = ""` rows need none, rewards get no such column; without it the error says so."""
+    rows = [{"question": f"Go {n} steps.", "level": n} for n in range(20)]
+    source = jsonl(tmp_path / "maze.jsonl", rows)
+    assert refused(source).endswith('found question, level; data.answer = "" if an environment rewards')
+    train, held_out = load(source, answer="")
+    assert len(train) + len(held_out) == 20
+    assert "answer" not in data.reward_columns(train, with_answer=False)
+    bad = jsonl(tmp_path / "bad.jsonl", [*rows, {"question": " ", "level": 1}])
+    assert "question is blank" in refused(bad, answer="")

@@ -1,5 +1,7 @@
 """nanochat's calculator: what it computes, what it refuses, and its tokens."""
 
+import warnings
+
 import mlx.core as mx
 import pytest
 from hypothesis import given
@@ -28,6 +30,15 @@ from tests.support.tiny_policies import tiny_policy
 def test_what_it_computes(expression, value):
     """As Python writes it."""
     assert calculate(expression) == value
+
+
+def test_python_does_not_warn_of_what_a_model_writes():
+    """No warning comes of a text that looks like code."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert calculate("12or 3") is None
+        assert calculate("'a' is 1") is None
+    assert not seen
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,42 @@ class Shop:
         return float(len(self.log))
 
 
+class Either:
+    """Two environments, as the row's column says."""
+
+    def reset(self, env, **row):
+        """Begin."""
+        self.active, self.reward = env, 0.0
+        return f" Play {env}."
+
+    def guess(self, word: str) -> str:
+        """
+        Guess.
+
+        Args:
+            word: A word.
+        """
+        if self.active != "words":
+            raise ValueError("no guesses here")
+        self.reward = 1.0
+        return "right"
+
+    def move(self, side: str) -> str:
+        """
+        Move.
+
+        Args:
+            side: left or right.
+        """
+        if self.active != "catch":
+            raise ValueError("no moves here")
+        self.reward = 2.0
+        return "caught"
+
+
+SHOPS = {"one": Shop, "two": Either}
+
+
 class NoReset:
     """Lacks it."""
 
@@ -481,6 +517,29 @@ def test_rewards_get_messages_and_environments(built):
     assert np.array_equal(scores.values_kb, [[1, 1], [3, 3], [1, 1]])
 
 
+def test_a_class_can_be_several_environments(built):
+    """A column says which; all tools are shown, the other's fail; rewards may leave rows out with None."""
+    environments = built(factory="shop.py:Either")
+    assert {tool.name for tool in environments.tools} == {"guess", "move"}
+    script = Scripted(environments.tokenizer, lambda row: (call("guess", word="x"), "done"))
+    rows = [examples(environments, env=name)[0] for name in ("words", "catch")]
+    _, played = environments.play(rows, 1, script)
+    assert [messages[1]["content"] for messages in played.messages] == [
+        "right",
+        "{'error': 'no guesses here'}",
+    ]
+
+    def of_words(environments, **kwargs):
+        return [each.reward if each.active == "words" else None for each in environments]
+
+    from runners.rewards.functions import Reward
+
+    scores = Scorer([Reward("words", of_words)]).score(
+        ["x", "y"], [[], []], {}, environments=played.environments
+    )
+    assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
+
+
 def test_an_async_reward_of_its_own_is_awaited():
     """get_reward may be a coroutine."""
 
@@ -509,6 +568,7 @@ def test_plain_functions_are_tools(built):
     [
         ({"factory": "shop.py:Shops"}, "did you mean Shop?"),
         ({"factory": "shop.py:NoReset"}, "has no method reset"),
+        ({"factory": "shop.py:SHOPS"}, "SHOPS is dict; wanted one class, whose reset(**row) can choose by a"),
         ({"factory": "shop.py:Untyped"}, "wanted type hints"),
         ({"factory": "shop.py:Needs"}, "no server at localhost:1"),
         ({"factory": "", "tools": ("shop.py:nothing",)}, "has no nothing"),

@@ -11,6 +11,7 @@ from mlx_lm.models import nanochat
 import grpo_fn as g
 from grpo_fn.backends import cuda
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.rollout import Respond
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory import passes as memory
@@ -34,6 +35,9 @@ LLAMA = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+
+
+ONE_BATCH = MicroBatch.of((1, 2), (1, 1))
 
 
 def module_of(**changes):
@@ -72,6 +76,50 @@ def test_keys_and_values_are_those_of_the_caches(new):
     # Where the prompt is kept once for its three completions, the other copies are saved.
     once = kv_bytes(shape, rows=6, prompt=11, new=new, itemsize=4, prompt_copies=2)
     assert held - once == 4 * 11 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.skipif(not ON_CPU, reason="measured on a CPU, where prompts are kept once")
+@pytest.mark.parametrize("schedule", ["together", "arrival"])
+def test_conversations_take_no_more_than_foretold(schedule):
+    """Turns with many given tokens: rows that wait and grow are within the bound, and beyond one turn's."""
+    module, shape = module_of()
+    policy = g.Policy.from_module(module)
+    prompts, rows, new = [[1] * 40, [2] * 40], 64, 400
+
+    def respond(row, turn):
+        return [3 + row % 7] * (120 if schedule == "together" else 60 + row)
+
+    def play():
+        return g.generate(
+            policy,
+            policy.params,
+            prompts,
+            key=mx.random.key(0),
+            num_generations=rows // 2,
+            max_new_tokens=new,
+            find_stop=lambda tokens, start: 8 if len(tokens) >= 8 else None,
+            decoding=g.Decoding(share_prefix=True, turns_together=schedule == "together"),
+            replies=Respond(respond),
+        )
+
+    play()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    lengths = play().lengths_b
+    assert max(lengths.tolist()) > 250
+    peak = mx.get_peak_memory() - before
+    weights = Weights(trained=0, master=4, compute=4, embedding=0)
+    sampling = SampledRows(
+        prompts=2, rows=rows, prompt=40, new=new, arrays=5, prompt_copies=2, step=64, turns=True
+    )
+    found = {
+        phase.name: phase for phase in phases(shape, weights, rollout=sampling, micro_batches=[ONE_BATCH])
+    }
+    assert peak <= max(found["rollout"].total, found["turns"].total) <= 4 * peak
+    one_turn = run_of(shape, weights=weights, rollout=attrs.evolve(sampling, turns=False))
+    assert "turns" not in one_turn
+    assert one_turn["rollout"].total < peak
 
 
 def grad_peak(layers, *, shared=False, checkpointed=False):

@@ -183,6 +183,15 @@ def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
     assert (found.prompt, found.prompt_source) == (77, "data.max_prompt_length")
 
 
+def test_a_run_with_tools_counts_rows_that_wait(config):
+    """Conversations have phases of their own, in training and evaluation, and take more than one turn."""
+    alone = forecast.forecast(config(), CPU, 10**9, prompt=30)
+    found = forecast.forecast(config('env.factory="file.py:Shop"'), CPU, 10**9, prompt=30)
+    before, after = ({phase.name: phase.total for phase in each.phases} for each in (alone, found))
+    assert after.keys() - before.keys() == {"turns", "evaluation turns"}
+    assert after["turns"] > after["rollout"] > before["rollout"]
+
+
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""

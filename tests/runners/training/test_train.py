@@ -395,6 +395,26 @@ def by_length(completions, environments, **_):
 '''
 
 
+def test_a_run_without_answers(tmp_path: Path) -> None:
+    """The environment rewards; exact match is not taken, and the log and the final model are there."""
+    (tmp_path / "talks.py").write_text(
+        TALKS.replace("answer, **row", "question, **row").replace("= answer", "= question")
+    )
+    rows = [json.dumps({"question": f"Go {n} steps."}) for n in range(20)]
+    (tmp_path / "maze.jsonl").write_text("\n".join(rows))
+    text = small(
+        data={"source": str(tmp_path / "maze.jsonl"), "answer": ""},
+        rollout={"max_new_tokens": 4},
+        optim={"learning_rate": 1e-3, "batch_size": 2, "max_steps": 1},
+        reward={"functions": []},
+        env={"factory": "talks.py:Talks"},
+    )
+    whole, log = run(tmp_path, text=text)
+    (update,) = updates_of(log)
+    assert 11 <= update["reward"] <= 12 and not any("em" in line for line in log)
+    assert (whole.folder / "final" / "model.safetensors").is_file()
+
+
 def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have what reset says, the log its metrics, and a resumed run has the same weights.
 
