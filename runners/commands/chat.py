@@ -50,7 +50,12 @@ def chat_command(model: str, **values: Any) -> None:
     from runners.inference.conversation import Conversation
 
     conversation = Conversation(
-        loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
+        loaded,
+        sampling_of(values),
+        system=values["system"],
+        nudge=values["nudge"],
+        stop=values["stop"],
+        template_kwargs=values["template_kwargs"],
     )
     if sys.stdin.isatty():
         echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)

@@ -124,7 +124,7 @@ def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, A
     from runners.tokenization.text import TextDecoder
 
     decoder = TextDecoder(model.tokenizer)
-    _, tokens = render(model.tokenizer, messages, values["nudge"])
+    _, tokens = render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])
     find_stop = decoder.find_stop(values["stop"])
     _show(
         partial(stream, model, tokens, sampling_of(values), decoder=decoder, find_stop=find_stop),
@@ -149,10 +149,8 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
     )
     values = resolve_prompt(values, model.prompt)
     messages = _with_system(messages, values["system"])
-    nudge, stop = values["nudge"], values["stop"]
-    _show(
-        partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), values
-    )
+    how = {name: values[name] for name in ("nudge", "stop", "template_kwargs")}
+    _show(partial(stream_images, model, messages, images, sampling_of(values), **how), values)
 
 
 def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
@@ -189,7 +187,10 @@ def _many(
     from runners.tokenization.text import TextDecoder
 
     decoder, speed = TextDecoder(model.tokenizer), Speed()
-    tokens = [render(model.tokenizer, messages, values["nudge"])[1] for messages in conversations]
+    tokens = [
+        render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])[1]
+        for messages in conversations
+    ]
     speed.start()
     with Interrupts() as interrupts, _sink(out) as sink:
         groups = generate_batches(

@@ -168,20 +168,29 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     """The options with values for those of PROMPT and --max-tokens that were not given.
 
     They are the model's own, `prompt`, which is said in a line on stderr, and else nothing and 512 tokens.
+    `template_kwargs`, what the chat template gets besides, has no option.
     """
     given = {
         "system": values["system"],
         "nudge": values["nudge"],
         "stop": tuple(text for text in values["stop"] if text) if values["stop"] else None,
         "max_tokens": values["max_tokens"],
+        "template_kwargs": None,
     }
-    default: dict[str, Any] = {"system": "", "nudge": "", "stop": (), "max_tokens": MAX_TOKENS}
+    default: dict[str, Any] = {
+        "system": "",
+        "nudge": "",
+        "stop": (),
+        "max_tokens": MAX_TOKENS,
+        "template_kwargs": {},
+    }
     if prompt is not None:
         default = {
             "system": prompt.system_prompt,
             "nudge": prompt.nudge,
             "stop": prompt.stop,
             "max_tokens": prompt.max_new_tokens,
+            "template_kwargs": prompt.chat_template_kwargs,
         }
         used = [name for name, value in given.items() if value is None and default[name]]
         if used:
@@ -191,13 +200,14 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
     """What is taken from the model's grpo_prompt.json, in a line."""
-    from runners.errors import one_line, show
+    from runners.errors import one_line, show, spell
 
     words = {
         "system": lambda text: f"system message {show(text)}",
         "nudge": lambda text: f"nudge {show(text)}",
         "stop": lambda texts: f"stop {', '.join(map(show, texts))}",
         "max_tokens": lambda count: f"at most {count:,} tokens",
+        "template_kwargs": lambda table: f"template arguments {spell(table)}",
     }
     listed = ", ".join(words[name](default[name]) for name in names)
     return one_line(f"as in training (grpo_prompt.json): {listed}", {})

@@ -17,8 +17,8 @@ from runners.files.json_files import read_json
 # Of a config, what changes the numbers of an evaluation.
 _MEASURED: dict[str, tuple[str, ...]] = {
     "data": (
-        "source", "name", "split", "eval_split", "question", "answer", "system_prompt", "nudge",
-        "max_prompt_length", "on_bad_row",
+        "source", "name", "split", "eval_split", "question", "answer", "prompt", "system_prompt", "nudge",
+        "chat_template_kwargs", "max_prompt_length", "on_bad_row",
     ),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
     "reward": ("functions", "weights"),
