@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +13,9 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
+    from runners.config.sections import EnvConfig
     from runners.conversion.convert import QuantizationOptions
+    from runners.environments.environments import Environments
     from runners.inference.generation import Sampling
     from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
@@ -116,6 +120,28 @@ PROMPT = (
         help="Do not use the model's grpo_prompt.json, which says how it was asked in training.",
     ),
 )
+TOOLS = (
+    click.option(
+        "--tools",
+        multiple=True,
+        metavar="FILE[:FUNCTION]",
+        help="Functions that the model may call: one, or all public ones of a Python file. May be given more "
+        "than once.",
+    ),
+    click.option(
+        "--env",
+        "factory",
+        default="",
+        metavar="FILE:CLASS",
+        help='An environment, whose methods the model may call, or "calculator".',
+    ),
+    click.option("--config", default="", metavar="CONFIG", help="A training's config: its [env]."),
+    click.option("--row", default="", metavar="JSON", help="What the environment's reset gets: columns."),
+    click.option("--max-turns", type=click.IntRange(1), help="Turns of the model for a message [8]."),
+    click.option("--max-tool-calls", type=click.IntRange(0), help="Calls for a message; 0: any number [0]."),
+    click.option("--max-observation-tokens", type=click.IntRange(1), help="Of one call's answer [512]."),
+    click.option("--tool-timeout", type=click.FloatRange(0), help="Seconds of a turn's calls [30]."),
+)
 MAX_TOKENS = 512  # of a reply, where neither the command line nor the model says
 
 
@@ -211,6 +237,41 @@ def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
     }
     listed = ", ".join(words[name](default[name]) for name in names)
     return one_line(f"as in training (grpo_prompt.json): {listed}", {})
+
+
+def env_options(model: str, values: Mapping[str, Any]) -> tuple[EnvConfig, Sequence[Path]]:
+    """[env] by the options of TOOLS, and where its files are; notices go to stderr."""
+    from runners.inference.tool_options import ToolOptions, env_of
+
+    bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
+    bounds["timeout"] = values["tool_timeout"]
+    given = ToolOptions(
+        tools=values["tools"], factory=values["factory"], config=values["config"], bounds=bounds
+    )
+    return env_of(model, given, lambda line: echo(line, err=True))
+
+
+def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
+    """The tools of a command with the options of TOOLS, which are resolved; None where there are none."""
+    from runners.inference.tool_options import build_tools
+
+    env, folders = env_options(name, values)
+    if values["row"] and not env.factory:
+        raise UserError("--row: there is no environment; wanted --env FILE:CLASS as well")
+    kwargs = values["template_kwargs"]
+    return build_tools(model, env, folders, nudge=values["nudge"], template_kwargs=kwargs)
+
+
+def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """--row as columns. UserError where it is no JSON object."""
+    text = values["row"]
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise UserError(f"--row {text}: cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f'--row {text}: wanted a JSON object such as {{"answer": 6}}')
+    return found
 
 
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:

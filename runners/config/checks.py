@@ -13,10 +13,12 @@ from runners.config.conditions import CONDITION_FORM, Condition, unknown_metric
 from runners.config.judge_checks import check_judge, check_names, resolved_path
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import (
+    CALCULATOR,
     EMBEDDED,
     JUDGE_PREFIX,
     REWARD_NAMES,
     DataConfig,
+    EnvConfig,
     ModelConfig,
     RewardConfig,
     RunConfig,
@@ -45,6 +47,8 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _sharding(built, found)
     _conditions(built, found)
     _environment(built, found)
+    if built["env"] is not None:
+        result["env"] = _env(built["env"], found)
     return result
 
 
@@ -202,6 +206,25 @@ def _sharding(built: dict[str, Any], found: Settings) -> None:
             _problem(found, key, f"found {show(value)} with optim.shard = true, want {show(want)}")
     if loss.ref_sync_every and loss.ref_mixup < 1:
         _problem(found, "loss.ref_mixup", f"found {show(loss.ref_mixup)} with optim.shard = true, want 1.0")
+
+
+def _env(env: EnvConfig, found: Settings) -> EnvConfig:
+    """With the paths of Python files resolved."""
+    want = f"{FUNCTION_FORMS}, or a file whose functions are tools"
+    tools = []
+    for name in env.tools:
+        if name.endswith(".py"):
+            path = _existing(name, found)
+            if path is None or not os.path.isfile(path):
+                _problem(found, "env.tools", f"no such file: {show(name)}")
+            tools.append(path or name)
+        else:
+            tools.append(_function(name, "env.tools", want, found))
+    factory = env.factory
+    if factory and factory != CALCULATOR:
+        want = f'"{CALCULATOR}" or a class, {FUNCTION_FORMS}'
+        factory = _function(factory, "env.factory", want + did_you_mean(factory, [CALCULATOR]), found)
+    return attrs.evolve(env, factory=factory, tools=tuple(tools))
 
 
 def _environment(built: dict[str, Any], found: Settings) -> None:

@@ -110,8 +110,10 @@ def each_text() -> Validator:
 
 
 # Arguments of transformers' apply_chat_template that are not the template's.
-_NOT_THE_TEMPLATE_S = frozenset(
-    ["conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"]
+_NOT_THE_TEMPLATE_S = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 
 

@@ -9,6 +9,7 @@ from attrs.validators import optional
 from runners.config import rules
 
 EMBEDDED = "embedded"
+CALCULATOR = "calculator"  # as env.factory: nanochat's
 """The name, for `model.path` and `data.source`, of what ships inside the package."""
 
 REWARD_NAMES = (

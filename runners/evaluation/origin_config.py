@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import RESOLVED, Config, load_config
+from runners.config.loading import Config, load_config
 from runners.config.sections import REWARD_NAMES, judge_of
 from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
+from runners.inference.tool_options import run_of
 
 # Of a config, what changes the numbers of an evaluation.
 _MEASURED: dict[str, tuple[str, ...]] = {
@@ -24,17 +25,6 @@ _MEASURED: dict[str, tuple[str, ...]] = {
     "reward": ("functions", "weights"),
     "eval": ("samples", "max_new_tokens"),
 }  # fmt: skip
-
-
-def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder belongs to, or is; None where it is of no run."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    parent = folder.resolve().parent
-    # As it was written, where that is the same place.
-    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
-    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
 
 
 def config_of_runs(

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from grpo_fn.rollout import FindStop
 from runners.data.prompts import NO_KWARGS, Message, render
 from runners.inference.generation import Completion, Sampling, Speed, stream
 from runners.inference.inference_model import InferenceModel
 from runners.tokenization.text import TextDecoder
+
+
+@attrs.frozen
+class Event:
+    """What happens between two turns of a model that calls tools."""
+
+    kind: str  # "call", "answer", "stop" (no more turns) or "reward"
+    text: str
 
 
 class Conversation:
@@ -47,7 +57,7 @@ class Conversation:
 
     def reply(
         self, text: str, *, stopped: Callable[[], bool] = lambda: False, speed: Speed | None = None
-    ) -> Iterator[str]:
+    ) -> Iterator[str | Event]:
         """The assistant's answer to a message, piece by piece; both join the messages when it ends.
 
         An answer that `stopped` ends stays in the conversation as far as it came. Where an exception ends it,

@@ -273,7 +273,7 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
 
 
 def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo, tmp_path, monkeypatch):
-    """With enable_thinking = false generate, chat and eval ask with the very tokens that the run asked with."""
+    """With enable_thinking = false generate, chat and eval ask with the very tokens of the run."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
