@@ -16,6 +16,7 @@ from runners.commands.options import (
     RAW,
     SAMPLING,
     TOOLS,
+    TOOLS_OF,
     open_model,
     open_tools,
     options,
@@ -41,7 +42,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, TOOLS, RAW)
+@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.

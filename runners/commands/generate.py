@@ -19,6 +19,7 @@ from runners.commands.options import (
     RAW,
     SAMPLING,
     TOOLS,
+    TOOLS_OF,
     check_stops,
     open_model,
     open_tools,
@@ -73,7 +74,7 @@ turns, calls, failures and, where the environment gives one, reward.
     metavar="FILE",
     help="An image, before PROMPT's text; may be given more than once (extra vlm).",
 )
-@options(PROMPT, SAMPLING, MODEL, TOOLS, RAW)
+@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def generate_command(
     model: str,

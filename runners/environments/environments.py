@@ -240,6 +240,21 @@ def own_reward(kind: type) -> Reward | None:
     return Reward(kind.__name__, get_reward)
 
 
+def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
+    """The config's and the environment's own. UserError where there is none, or one lacks what it takes."""
+    for reward in rewards:
+        if environments is None and "environments" in reward.needs:
+            raise UserError(
+                f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
+            )
+    own = () if environments is None or environments.reward is None else (environments.reward,)
+    if not rewards and not own:
+        raise UserError(
+            "reward.functions is empty, and the environment has no get_reward; wanted one reward at least"
+        )
+    return (*rewards, *own)
+
+
 def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
     """A rollout of P·G prompts, one completion each, as P groups: a group's prompt is what its prompts share.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import Config, load_config
-from runners.config.sections import REWARD_NAMES, judge_of
+from runners.config.sections import CALCULATOR, REWARD_NAMES, judge_of
 from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
 from runners.inference.tool_options import run_of
@@ -23,6 +23,7 @@ _MEASURED: dict[str, tuple[str, ...]] = {
     ),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
     "reward": ("functions", "weights"),
+    "env": ("factory", "tools", "max_turns", "max_tool_calls", "max_observation_tokens", "on_error"),
     "eval": ("samples", "max_new_tokens"),
 }  # fmt: skip
 
@@ -64,10 +65,13 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
             "runs them"
         )
     config = load_config(str(file), overrides)
+    env = config.env
     code = {
         "reward.functions": [name for name in config.reward.functions if name not in REWARD_NAMES],
         "data.transform": config.data.transform,
         "model.loader": config.model.loader,
+        "env.factory": "" if env.factory == CALCULATOR else env.factory,
+        "env.tools": list(env.tools),
     }
     if judges := [name for name in config.reward.functions if judge_of(name) is not None]:
         # Its table has the address that texts and a key would go to.
