@@ -209,6 +209,8 @@ def _measure_all(
             loaded.eos_ids,
             config.folders,
         )
+        if environments is not None:
+            environments.check_columns(reward_columns(rows))
         every = all_rewards(rewards, environments)
         tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)

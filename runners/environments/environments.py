@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from runners.environments.tools import (
     CALCULATOR,
     Tool,
     check_environment,
+    check_reset,
     resolve_tools,
     tool_methods,
     tool_of,
@@ -116,6 +117,11 @@ class Environments:
         """The episodes are over: their instances may be reset for others, but for those that hang."""
         episodes = begun.session.episodes
         self._idle += [e.environment for e in episodes if e.environment is not None and not e.hung]
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise UserError where the environment's `reset` does not take the data's columns."""
+        for instance in self._idle[:1]:
+            check_reset(instance, columns, f"env.factory {self.config.factory}")
 
     @property
     def chat(self) -> ChatTurns:

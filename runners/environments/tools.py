@@ -90,3 +90,19 @@ def check_environment(environment: Any, key: str) -> None:
             f"{key}: {type(environment).__name__} has no method reset(self, **row); wanted a class with one, "
             "and with public methods as its tools"
         )
+
+
+def check_reset(environment: Any, columns: Iterable[str], key: str) -> None:
+    """Raise UserError where `reset` does not take the data's columns, which it gets by their names."""
+    names = list(columns)
+    try:
+        signature = inspect.signature(environment.reset)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise UserError(
+            f"{key}: its signature is reset{signature}, and it is called with the data's columns "
+            f"{', '.join(names)}: {error}; wanted reset(self, **row), or these names"
+        ) from error

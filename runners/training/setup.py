@@ -117,6 +117,8 @@ def build_run(
         raise UserError(
             f"{config.where('env')}: environments play on one rank; start grpo-run without mlx.launch"
         )
+    if environments is not None:
+        environments.check_columns(reward_columns(rows[0]))
     rewards = all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
