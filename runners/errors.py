@@ -135,11 +135,15 @@ def spell(value: object, depth: int = 20) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(spell(item, depth - 1) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {spell(item, depth - 1)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {spell(item, depth - 1)}" for k, item in value.items()) + "}"
     if isinstance(value, int) and value.bit_length() > 4 * _SHOWN:
         # Python refuses to spell integers of more than 4,300 digits.
         return f"an integer of {value.bit_length()} bits"
     return str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else spell(name)
 
 
 def one_line(text: str, environ: Mapping[str, str]) -> str:

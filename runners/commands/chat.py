@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,20 @@ from runners.commands.options import (
     PROMPT,
     RAW,
     SAMPLING,
+    TOOLS,
+    TOOLS_OF,
     open_model,
+    open_tools,
     options,
     resolve_prompt,
+    row_of,
     sampling_of,
 )
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.inference.conversation import Conversation
+    from runners.inference.conversation import Conversation, Event
+    from runners.inference.inference_model import InferenceModel
 
 PROMPT_SIGN = ">>> "
 _COMMANDS = """\
@@ -36,7 +42,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, RAW)
+@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -47,14 +53,41 @@ def chat_command(model: str, **values: Any) -> None:
     """
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
-    from runners.inference.conversation import Conversation
-
-    conversation = Conversation(
-        loaded, sampling_of(values), system=values["system"], nudge=values["nudge"], stop=values["stop"]
-    )
+    conversation = open_conversation(model, loaded, values)
     if sys.stdin.isatty():
         echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
     talk(conversation, raw=values["raw"])
+
+
+def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) -> Conversation:
+    """A new conversation by resolved options, with tools where there are some."""
+    from runners.inference.conversation import Conversation
+    from runners.inference.tool_conversation import ToolConversation
+
+    how = {key: values[key] for key in ("system", "nudge", "stop", "template_kwargs")}
+    environments = open_tools(name, model, values)
+    if environments is None:
+        return Conversation(model, sampling_of(values), **how)
+    return ToolConversation(model, sampling_of(values), environments, columns=row_of(values), **how)
+
+
+def show_reply(pieces: Iterable[str | Event], *, raw: bool) -> None:
+    """A reply as it comes, to standard output; calls, answers and rewards on lines of standard error."""
+    open_line = True  # one that has to be ended
+    for piece in pieces:
+        if isinstance(piece, str):
+            echo(piece, nl=False, raw=raw)
+            open_line = True
+            continue
+        if open_line:
+            echo()
+            open_line = False
+        first, *others = piece.text.split("\n")
+        echo(f"  {piece.kind:6} | {first}", err=True)
+        for line in others:
+            echo(f"  {'':6} | {line}", err=True)
+    if open_line:
+        echo()
 
 
 def talk(conversation: Conversation, *, raw: bool = False) -> None:
@@ -85,10 +118,10 @@ def talk(conversation: Conversation, *, raw: bool = False) -> None:
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
-                for piece in conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed):
-                    echo(piece, nl=False, raw=raw)
+                show_reply(
+                    conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed), raw=raw
+                )
                 asked = interrupts.stopped
-            echo()
     echo(speed.line(), err=True)
     if asked:
         sys.exit(INTERRUPTED)

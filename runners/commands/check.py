@@ -12,9 +12,11 @@ from runners.commands.options import SET
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
+    from runners.evaluation.rehearsal import Rehearsal
     from runners.evaluation.reward_check import RewardCheck
     from runners.judges import Exchange
 
+TOKENS_SHOWN = 32  # of a part of an episode
 _NOTES = """\
 \b
 Examples:
@@ -24,7 +26,8 @@ Examples:
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
 form, the form without an answer, one cut off before the answer, and nothing. A judge's first questions and
-answers are shown. No weights are loaded but a judge's own.
+answers are shown. With an [env] one episode is played: a call of the first tool, then the gold answer. No
+weights are loaded but a judge's own.
 """
 
 
@@ -71,6 +74,17 @@ def _show(checked: RewardCheck) -> None:
     echo("first prompt")
     for line in checked.prompt.rstrip("\n").split("\n"):
         echo(f"  | {line}")
+    if checked.rewards:
+        _show_rewards(checked)
+    for name, exchange in checked.exchanges:
+        _show_exchange(name, exchange)
+    if checked.rehearsal is not None:
+        _show_rehearsal(checked.rehearsal)
+    for warning in checked.warnings:
+        echo(f"warning: {warning}")
+
+
+def _show_rewards(checked: RewardCheck) -> None:
     echo("mean rewards")
     width = max(map(len, checked.rewards))
     columns = [max(len(kind), 6) for kind in checked.kinds]
@@ -80,10 +94,21 @@ def _show(checked: RewardCheck) -> None:
         cells = [_mean(values) for values in values_an]
         row = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
         echo(f"  {name:{width}}  {row}")
-    for name, exchange in checked.exchanges:
-        _show_exchange(name, exchange)
-    for warning in checked.warnings:
-        echo(f"warning: {warning}")
+
+
+def _show_rehearsal(rehearsal: Rehearsal) -> None:
+    """The episode: what was given and what counts as sampled, as text, tokens and mask."""
+    echo("an episode, played by a script: a call, then the gold answer")
+    for span in rehearsal.spans:
+        sampled = span.kind == "sampled"
+        ids = " ".join(map(str, span.tokens[:TOKENS_SHOWN])) + (
+            f" … {span.tokens[-1]}" if len(span.tokens) > TOKENS_SHOWN else ""
+        )
+        echo(f"  {span.kind}, {len(span.tokens)} tokens, mask {int(sampled)}: {ids}")
+        for line in span.text.rstrip("\n").split("\n"):
+            echo(f"  {'+' if sampled else '|'} {line}")
+    for name, value in rehearsal.rewards.items():
+        echo(f"  reward {name}  {'none' if value != value else f'{value:.3g}'}")
 
 
 def _show_exchange(name: str, exchange: Exchange) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET
+from runners.commands.options import SET, TOOLS, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -25,6 +25,7 @@ Examples:
   grpo eval outputs/my-first/final --k 1,8
   grpo eval Qwen/Qwen2.5-0.5B-Instruct outputs/my-first/final --config train.toml --num 16 --k 1,4,16
   grpo eval MODEL --data openai/gsm8k --samples 0 --out completions.jsonl --json scores.json
+  grpo eval MODEL outputs/my-tools/final --config tools.toml
 
 \b
 In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
@@ -49,6 +50,14 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
 @click.option("--out", default="", metavar="FILE", help="Write every completion as a JSON line.")
 @click.option(
     "--json", "json_file", default="", metavar="FILE", help="Write the numbers of the table as JSON."
+)
+@options(TOOLS)
+@click.option(
+    "--success-at",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="An environment's own reward from which an episode is a success.",
 )
 @SET
 @click.option(
@@ -127,7 +136,13 @@ def _overrides(values: dict[str, Any]) -> list[str]:
         "data.eval_split": values["split"] or None,
         "eval.samples": values["samples"],
         "eval.max_new_tokens": values["max_tokens"],
+        "env.max_turns": values["max_turns"],
+        "env.max_tool_calls": values["max_tool_calls"],
+        "env.max_observation_tokens": values["max_observation_tokens"],
+        "env.timeout": values["tool_timeout"],
     }
+    if values["tools"] or values["factory"]:
+        given |= {"env.tools": list(values["tools"]), "env.factory": values["factory"]}
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     return [*written, *values["overrides"]]
 
@@ -159,12 +174,18 @@ def _measure_all(
 ) -> list[ModelResult]:
     """One model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
+    from runners.environments.environments import all_rewards, build_environments
+    from runners.environments.tools import check_names
+    from runners.evaluation.episode_measurement import measure_episodes
     from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
     from runners.inference.inference_model import load_inference
     from runners.rewards.functions import check_columns, check_judges, resolve_rewards
+    from runners.tokenization.text import TextDecoder
 
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders, config.judge)
+    functions, weights = config.reward.functions, config.reward.weights
+    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
     check_judges(rewards)
+    check_names(config.env, config.folders)
     rows = eval_rows(config, whole=bool(values["data"]))
     check_columns(rewards, reward_columns(rows))
     plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)
@@ -180,7 +201,19 @@ def _measure_all(
         )
         for notice in loaded.notices:
             echo(notice, err=True)
-        chosen, too_long = choose_problems(rows, loaded, config)
+        environments = build_environments(
+            config.env,
+            config.data,
+            loaded.tokenizer,
+            TextDecoder(loaded.tokenizer),
+            loaded.eos_ids,
+            config.folders,
+        )
+        if environments is not None:
+            environments.check_columns(reward_columns(rows))
+        every = all_rewards(rewards, environments)
+        tools = environments.schemas if environments else ()
+        chosen, too_long = choose_problems(rows, loaded, config, tools)
         if too_long:
             echo(
                 f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
@@ -197,7 +230,13 @@ def _measure_all(
             if done == total:
                 echo(f"{name}: {what} completions of {total} problems are done", err=True)
 
-        measured.append(measure_model(loaded, name, chosen, config, plan, rewards, progress))
+        if environments is None:
+            measured.append(measure_model(loaded, name, chosen, config, plan, every, progress))
+        else:
+            at = values["success_at"]
+            how: dict[str, Any] = {"success_at": at, "progress": progress}
+            measured.append(measure_episodes(loaded, name, chosen, config, plan, every, environments, **how))
+            echo(f"{name}: the conversations took {measured[-1].seconds:.1f} s", err=True)
         for problem in measured[-1].problems:
             echo(problem, err=True)
         del loaded

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.chat import show_reply
 from runners.commands.options import (
     MODEL,
     PROMPT,
     RAW,
     SAMPLING,
+    TOOLS,
+    TOOLS_OF,
     check_stops,
     open_model,
+    open_tools,
     options,
     resolve_prompt,
+    row_of,
     sampling_of,
 )
 from runners.errors import UserError
@@ -28,7 +33,8 @@ from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from runners.data.prompts import Message
-    from runners.inference.generation import Completion
+    from runners.environments.environments import Environments
+    from runners.inference.generation import Completion, Speed
     from runners.inference.inference_model import InferenceModel
 
 _EXAMPLES = """\
@@ -42,7 +48,8 @@ Examples:
 
 \b
 The text goes to stdout; speed and memory go to stderr. With --prompts, or --num above 1, stdout gets a JSON
-object a line: prompt, completion, finish (stop, length or interrupted), tokens.
+object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools also messages,
+turns, calls, failures and, where the environment gives one, reward.
 """
 
 
@@ -67,7 +74,7 @@ object a line: prompt, completion, finish (stop, length or interrupted), tokens.
     metavar="FILE",
     help="An image, before PROMPT's text; may be given more than once (extra vlm).",
 )
-@options(PROMPT, SAMPLING, MODEL, RAW)
+@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def generate_command(
     model: str,
@@ -88,8 +95,11 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("wanted either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["adapter"]):
-        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and --adapter out")
+    if images and (prompts or num > 1 or out or values["adapter"] or values["tools"] or values["factory"]):
+        raise UserError(
+            "--image goes with one PROMPT; leave --prompts, --num, --out, --adapter, --tools and --env out"
+        )
+    text = ""
     if prompts:
         from runners.data.prompt_files import read_prompts
 
@@ -102,11 +112,16 @@ def generate_command(
     if images:
         _seeing(model, conversations[0], images, values)
         return
+    row_of(values)
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
     conversations = [_with_system(messages, values["system"]) for messages in conversations]
+    environments = open_tools(model, loaded, values)
     if prompts or num > 1 or out:
-        _many(loaded, conversations, num, batch, out, values)
+        rows = _played if environments else _completed
+        _many(partial(rows, loaded, conversations, num, batch, values, environments), out)
+    elif environments:
+        _one_with_tools(loaded, environments, text, values)
     else:
         _one(loaded, conversations[0], values)
 
@@ -124,7 +139,7 @@ def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, A
     from runners.tokenization.text import TextDecoder
 
     decoder = TextDecoder(model.tokenizer)
-    _, tokens = render(model.tokenizer, messages, values["nudge"])
+    _, tokens = render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])
     find_stop = decoder.find_stop(values["stop"])
     _show(
         partial(stream, model, tokens, sampling_of(values), decoder=decoder, find_stop=find_stop),
@@ -149,10 +164,8 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
     )
     values = resolve_prompt(values, model.prompt)
     messages = _with_system(messages, values["system"])
-    nudge, stop = values["nudge"], values["stop"]
-    _show(
-        partial(stream_images, model, messages, images, sampling_of(values), nudge=nudge, stop=stop), values
-    )
+    how = {name: values[name] for name in ("nudge", "stop", "template_kwargs")}
+    _show(partial(stream_images, model, messages, images, sampling_of(values), **how), values)
 
 
 def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
@@ -173,51 +186,119 @@ def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, A
         sys.exit(INTERRUPTED)
 
 
-def _many(
+def _one_with_tools(
+    model: InferenceModel, environments: Environments, text: str, values: dict[str, Any]
+) -> None:
+    """Stream a reply and its turns; the first Ctrl-C ends it."""
+    from runners.inference.generation import Speed
+    from runners.inference.tool_conversation import ToolConversation
+    from runners.machine.signals import Interrupts
+
+    how = {key: values[key] for key in ("system", "nudge", "stop", "template_kwargs")}
+    conversation = ToolConversation(model, sampling_of(values), environments, columns=row_of(values), **how)
+    speed = Speed()
+    speed.start()
+    with Interrupts() as interrupts:
+        pieces = conversation.reply(text, stopped=lambda: interrupts.stopped, speed=speed)
+        show_reply(pieces, raw=values["raw"])
+    echo(speed.line(), err=True)
+    if interrupts.stopped:
+        sys.exit(INTERRUPTED)
+
+
+def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
+    """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
+    from runners.files.json_lines import json_line
+    from runners.inference.generation import Speed
+    from runners.machine.signals import Interrupts
+
+    speed = Speed()
+    speed.start()
+    with Interrupts() as interrupts, _sink(out) as sink:
+        for row in rows(stopped=lambda: interrupts.stopped, speed=speed):
+            sink(json_line(row))
+    echo(speed.line(), err=True)
+    if interrupts.stopped:
+        sys.exit(INTERRUPTED)
+
+
+def _completed(
     model: InferenceModel,
     conversations: Sequence[Sequence[Message]],
     num: int,
     batch: int,
-    out: str,
     values: dict[str, Any],
-) -> None:
-    """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
+    environments: None,
+    *,
+    stopped: Callable[[], bool],
+    speed: Speed,
+) -> Iterator[dict[str, Any]]:
+    """The rows of completions without tools."""
     from runners.data.prompts import render
-    from runners.files.json_lines import json_line
-    from runners.inference.generation import Speed, generate_batches
-    from runners.machine.signals import Interrupts
+    from runners.inference.generation import generate_batches
     from runners.tokenization.text import TextDecoder
 
-    decoder, speed = TextDecoder(model.tokenizer), Speed()
-    tokens = [render(model.tokenizer, messages, values["nudge"])[1] for messages in conversations]
-    speed.start()
-    with Interrupts() as interrupts, _sink(out) as sink:
-        groups = generate_batches(
-            model,
-            tokens,
-            sampling_of(values),
-            decoder=decoder,
-            num_generations=num,
-            find_stop=decoder.find_stop(values["stop"]),
-            max_batch=batch,
-            stopped=lambda: interrupts.stopped,
-            speed=speed,
-        )
-        for messages, completions in zip(conversations, groups, strict=False):  # fewer after Ctrl-C
-            # The system message that all of them have is not repeated.
-            plain = list(messages) == _with_system(messages[-1:], values["system"])
-            shown = messages[-1]["content"] if plain else list(messages)
-            for completion in completions:
-                row = {
-                    "prompt": shown,
-                    "completion": values["nudge"] + completion.text,
-                    "finish": completion.finish,
-                    "tokens": len(completion.tokens),
-                }
-                sink(json_line(row))
-    echo(speed.line(), err=True)
-    if interrupts.stopped:
-        sys.exit(INTERRUPTED)
+    decoder = TextDecoder(model.tokenizer)
+    tokens = [
+        render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])[1]
+        for messages in conversations
+    ]
+    groups = generate_batches(
+        model,
+        tokens,
+        sampling_of(values),
+        decoder=decoder,
+        num_generations=num,
+        find_stop=decoder.find_stop(values["stop"]),
+        max_batch=batch,
+        stopped=stopped,
+        speed=speed,
+    )
+    for messages, completions in zip(conversations, groups, strict=False):  # fewer after Ctrl-C
+        for completion in completions:
+            yield {
+                "prompt": _shown(messages, values),
+                "completion": values["nudge"] + completion.text,
+                "finish": completion.finish,
+                "tokens": len(completion.tokens),
+            }
+
+
+def _shown(messages: Sequence[Message], values: dict[str, Any]) -> Any:
+    """A prompt in a row: the system message that all of them have is not repeated."""
+    plain = list(messages) == _with_system(messages[-1:], values["system"])
+    return messages[-1]["content"] if plain else list(messages)
+
+
+def _played(
+    model: InferenceModel,
+    conversations: Sequence[Sequence[Message]],
+    num: int,
+    batch: int,
+    values: dict[str, Any],
+    environments: Environments,
+    *,
+    stopped: Callable[[], bool],
+    speed: Speed,
+) -> Iterator[dict[str, Any]]:
+    """The rows of conversations with tools."""
+    from runners.inference.tool_conversation import play_prompts
+
+    how = {key: values[key] for key in ("nudge", "stop", "template_kwargs")}
+    found = play_prompts(
+        model,
+        environments,
+        conversations,
+        sampling_of(values),
+        columns=row_of(values),
+        num_generations=num,
+        max_batch=batch,
+        stopped=stopped,
+        speed=speed,
+        **how,
+    )
+    for messages, row in found:
+        yield {"prompt": _shown(messages, values), **row}
 
 
 @contextmanager

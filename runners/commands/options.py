@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +13,9 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
+    from runners.config.sections import EnvConfig
     from runners.conversion.convert import QuantizationOptions
+    from runners.environments.environments import Environments
     from runners.inference.generation import Sampling
     from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
@@ -116,6 +120,30 @@ PROMPT = (
         help="Do not use the model's grpo_prompt.json, which says how it was asked in training.",
     ),
 )
+TOOLS = (
+    click.option(
+        "--tools",
+        multiple=True,
+        metavar="FILE[:FUNCTION]",
+        help="Functions that the model may call: one, or all public ones of a Python file. May be given more "
+        "than once.",
+    ),
+    click.option(
+        "--env",
+        "factory",
+        default="",
+        metavar="FILE:CLASS",
+        help='An environment, whose methods the model may call, or "calculator".',
+    ),
+    click.option("--max-turns", type=click.IntRange(1), help="Turns of the model for a message [8]."),
+    click.option("--max-tool-calls", type=click.IntRange(0), help="Calls for a message; 0: any number [0]."),
+    click.option("--max-observation-tokens", type=click.IntRange(1), help="Of one call's answer [512]."),
+    click.option("--tool-timeout", type=click.FloatRange(0), help="Seconds of a turn's calls [30]."),
+)
+TOOLS_OF = (
+    click.option("--config", default="", metavar="CONFIG", help="A training's config: its [env]."),
+    click.option("--row", default="", metavar="JSON", help="What the environment's reset gets: columns."),
+)
 MAX_TOKENS = 512  # of a reply, where neither the command line nor the model says
 
 
@@ -168,20 +196,29 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     """The options with values for those of PROMPT and --max-tokens that were not given.
 
     They are the model's own, `prompt`, which is said in a line on stderr, and else nothing and 512 tokens.
+    `template_kwargs`, what the chat template gets besides, has no option.
     """
     given = {
         "system": values["system"],
         "nudge": values["nudge"],
         "stop": tuple(text for text in values["stop"] if text) if values["stop"] else None,
         "max_tokens": values["max_tokens"],
+        "template_kwargs": None,
     }
-    default: dict[str, Any] = {"system": "", "nudge": "", "stop": (), "max_tokens": MAX_TOKENS}
+    default: dict[str, Any] = {
+        "system": "",
+        "nudge": "",
+        "stop": (),
+        "max_tokens": MAX_TOKENS,
+        "template_kwargs": {},
+    }
     if prompt is not None:
         default = {
             "system": prompt.system_prompt,
             "nudge": prompt.nudge,
             "stop": prompt.stop,
             "max_tokens": prompt.max_new_tokens,
+            "template_kwargs": prompt.chat_template_kwargs,
         }
         used = [name for name, value in given.items() if value is None and default[name]]
         if used:
@@ -191,16 +228,52 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
     """What is taken from the model's grpo_prompt.json, in a line."""
-    from runners.errors import one_line, show
+    from runners.errors import one_line, show, spell
 
     words = {
         "system": lambda text: f"system message {show(text)}",
         "nudge": lambda text: f"nudge {show(text)}",
         "stop": lambda texts: f"stop {', '.join(map(show, texts))}",
         "max_tokens": lambda count: f"at most {count:,} tokens",
+        "template_kwargs": lambda table: f"template arguments {spell(table)}",
     }
     listed = ", ".join(words[name](default[name]) for name in names)
     return one_line(f"as in training (grpo_prompt.json): {listed}", {})
+
+
+def env_options(model: str, values: Mapping[str, Any]) -> tuple[EnvConfig, Sequence[Path]]:
+    """[env] by the options of TOOLS, and where its files are; notices go to stderr."""
+    from runners.inference.tool_options import ToolOptions, env_of
+
+    bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
+    bounds["timeout"] = values["tool_timeout"]
+    given = ToolOptions(
+        tools=values["tools"], factory=values["factory"], config=values["config"], bounds=bounds
+    )
+    return env_of(model, given, lambda line: echo(line, err=True))
+
+
+def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
+    """The tools of a command with the options of TOOLS, which are resolved; None where there are none."""
+    from runners.inference.tool_options import build_tools
+
+    env, folders = env_options(name, values)
+    if values["row"] and not env.factory:
+        raise UserError("--row: there is no environment; wanted --env FILE:CLASS as well")
+    kwargs = values["template_kwargs"]
+    return build_tools(model, env, folders, nudge=values["nudge"], template_kwargs=kwargs)
+
+
+def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """--row as columns. UserError where it is no JSON object."""
+    text = values["row"]
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise UserError(f"--row {text}: cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f'--row {text}: wanted a JSON object such as {{"answer": 6}}')
+    return found
 
 
 def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:

@@ -19,6 +19,7 @@ from runners.config.sections import (
     REWARD_NAMES,
     SHIPPED,
     DataConfig,
+    EnvConfig,
     ModelConfig,
     RewardConfig,
     RunConfig,
@@ -47,6 +48,8 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _sharding(built, found)
     _conditions(built, found)
     _environment(built, found)
+    if built["env"] is not None:
+        result["env"] = _env(built["env"], found)
     return result
 
 
@@ -204,6 +207,25 @@ def _sharding(built: dict[str, Any], found: Settings) -> None:
             _problem(found, key, f"found {show(value)} with optim.shard = true, want {show(want)}")
     if loss.ref_sync_every and loss.ref_mixup < 1:
         _problem(found, "loss.ref_mixup", f"found {show(loss.ref_mixup)} with optim.shard = true, want 1.0")
+
+
+def _env(env: EnvConfig, found: Settings) -> EnvConfig:
+    """With the paths of Python files resolved."""
+    want = f"{FUNCTION_FORMS}, or a file whose functions are tools"
+    tools = []
+    for name in env.tools:
+        if name.endswith(".py"):
+            path = _existing(name, found)
+            if path is None or not os.path.isfile(path):
+                _problem(found, "env.tools", f"no such file: {show(name)}")
+            tools.append(path or name)
+        else:
+            tools.append(_function(name, "env.tools", want, found))
+    factory = env.factory
+    if factory and factory != CALCULATOR:
+        want = f'"{CALCULATOR}" or a class, {FUNCTION_FORMS}'
+        factory = _function(factory, "env.factory", want + did_you_mean(factory, [CALCULATOR]), found)
+    return attrs.evolve(env, factory=factory, tools=tuple(tools))
 
 
 def _environment(built: dict[str, Any], found: Settings) -> None:

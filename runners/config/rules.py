@@ -109,6 +109,25 @@ def each_text() -> Validator:
     return _rule(lambda values: all(value != "" for value in values), "a list of strings that are not empty")
 
 
+# Arguments of transformers' apply_chat_template that are not the template's.
+_NOT_THE_TEMPLATE_S = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+
+
+def template_arguments() -> Validator:
+    """A table of a chat template's own arguments."""
+
+    def check(_: Any, attribute: Any, value: Mapping[str, Any]) -> None:
+        for name in value:
+            if name in _NOT_THE_TEMPLATE_S:
+                raise Mismatch(name, "arguments that the chat template itself reads", attribute.name)
+
+    return check
+
+
 def each_once() -> Validator:
     """A list with nothing twice."""
     return _rule(lambda values: len(set(values)) == len(values), "a list with no entry twice")

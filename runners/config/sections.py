@@ -120,7 +120,9 @@ class DataConfig:
     prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
     system_prompt: str = SYSTEM_PROMPT
     nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default=_NONE, hash=False)
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(
+        default=_NONE, hash=False, validator=rules.template_arguments()
+    )
     max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
     max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
     on_bad_row: OnBadRow = "raise"

@@ -67,6 +67,25 @@ def resolve_function(
     return function
 
 
+def public_functions(
+    file: str, base_dirs: Iterable[str | Path] = (), *, key: str
+) -> dict[str, Callable[..., Any]]:
+    """The functions that a Python file defines, by name, but those with an underscore in front.
+
+    Raises UserError as `resolve_function` does, and where there is none.
+    """
+    what = f"{key} {show(file)}"
+    module = _load_file(what, file, _folders(base_dirs))
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    if not found:
+        raise UserError(f"{what}: the file defines no function; wanted one at least, or file.py:function")
+    return found
+
+
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
     """The file of the module in which `resolve_function` found a function; None where it has none."""
     place = name.rpartition(":")[0]

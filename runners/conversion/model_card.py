@@ -190,6 +190,10 @@ def _prompt(prompt: PromptSettings) -> list[str]:
         parts.append(f"First words of the reply, given to it:\n\n{_fenced(nudge)}")
     if stop:
         parts.append(f"A reply ends with:\n\n{_fenced(stop)}")
+    if prompt.chat_template_kwargs:
+        parts.append(
+            f"The chat template got, besides the messages:\n\n{_fenced(spell(prompt.chat_template_kwargs))}"
+        )
     parts.append(f"A reply had at most {prompt.max_new_tokens:,} tokens.\n")
     return parts
 

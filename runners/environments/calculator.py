@@ -151,6 +151,7 @@ class CalculatorSession:
             {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
             ("",) * len(self.episodes),
             tuple(said),
+            (0.0,) * len(self.episodes),
         )
 
 

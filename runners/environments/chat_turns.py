@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from runners.data.prompts import apply_template, has_template
+from runners.data.prompts import Message, apply_template, has_template
 from runners.errors import UserError, error_line
 from runners.tokenization.text import encode
 
@@ -50,15 +50,43 @@ class ChatTurns:
         if not has_template(self.tokenizer):
             told = "".join(f"\n\nTool: {each['content']}" for each in observations)
             return encode(self.tokenizer, f"{told}\n\nAssistant: ", add_special_tokens=False)
-        before, after = self._rendered(observations)
+        return self._behind(tokens, *self._rendered(self._forms(observations)))
+
+    def follow_user(self, tokens: Sequence[int], content: str, nudge: str = "") -> tuple[int, ...]:
+        """The same where the user speaks next; the nudge is the head's end."""
+        if not has_template(self.tokenizer):
+            text = f"\n\nUser: {content}\n\nAssistant: {nudge}"
+            return encode(self.tokenizer, text, add_special_tokens=False)
+        asked = [{"role": "user", "content": content}]
+        before, after = self._rendered([({"role": "assistant", "content": "ok"}, asked)])
+        return self._behind(tokens, before, after + nudge)
+
+    def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """An assistant's turn with a call, as the template writes it; empty where it does not."""
+        function = {"name": name, "arguments": dict(arguments)}
+        calls = [{"id": "call00000", "type": "function", "function": function}]
+        try:
+            before = self._apply([_ASKED], head=True)
+            whole = self._apply(
+                [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], head=False
+            )
+        except Exception:  # a template raises what it likes: it knows no calls
+            return ""
+        if not has_template(self.tokenizer) or not whole.startswith(before):
+            return ""
+        close = self._close(whole[len(before) :])
+        return whole[len(before) : len(whole) - len(close)].strip()
+
+    def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
+        """What follows a turn with these tokens, as the template ends the rendered one."""
         ended = self._text_of(tokens[-1]) if tokens and tokens[-1] in self.end_ids else None
         close = self._close(before)
         if ended is not None:  # the end is there, whichever of the model's it is
             close = close[len(self._end_in(close)) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
-    def _rendered(self, observations: Sequence[dict[str, Any]]) -> tuple[str, str]:
-        """A conversation up to its assistant's turn, and the rest of it."""
+    def _forms(self, observations: Sequence[dict[str, Any]]) -> list[tuple[Message, Sequence[Message]]]:
+        """An assistant's turn and what follows it, in the ways that templates know, the best one first."""
         calls = [
             {
                 "id": f"call{number:05d}",
@@ -70,11 +98,14 @@ class ChatTurns:
         asking = {"role": "assistant", "content": "", "tool_calls": calls}
         tools = [{**each, "tool_call_id": call["id"]} for each, call in zip(observations, calls, strict=True)]
         as_user = [{"role": "user", "content": each["content"]} for each in observations]
-        forms = (
+        return [
             (asking, tools),
             ({"role": "assistant", "content": "ok"}, tools),
             ({"role": "assistant", "content": "ok"}, _merged(as_user)),  # a template without tools
-        )
+        ]
+
+    def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
+        """A conversation up to its assistant's turn, and the rest of it, in the first form that works."""
         fault = ""
         for assistant, told in forms:
             try:
@@ -88,7 +119,8 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's answer behind an assistant's turn" + fault
+            "the tokenizer's chat template cannot put a tool's or a user's message behind an assistant's turn"
+            + fault
         )
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:

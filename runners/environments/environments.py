@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from runners.environments.tools import (
     CALCULATOR,
     Tool,
     check_environment,
+    check_reset,
     resolve_tools,
     tool_methods,
     tool_of,
@@ -35,6 +36,15 @@ from runners.tokenization.text import TextDecoder
 
 # From prompts, G, the replies and the tokens that also end a turn, to completions.
 Play = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
+
+
+@attrs.frozen(eq=False)
+class Begun:
+    """Episodes ready for their first turns."""
+
+    session: Session | CalculatorSession  # what answers their turns
+    prompts: Sequence[tuple[int, ...]]  # of each row
+    stops: frozenset[int] = frozenset()  # tokens that also end a turn
 
 
 @attrs.define(eq=False)
@@ -70,6 +80,18 @@ class Environments:
         The environments of the call before are used again: rewards have to be done with them.
         """
         rows = [example for example in examples for _ in range(num_generations)]
+        begun = self.begin(rows)
+        prompts, session, size = begun.prompts, begun.session, num_generations
+        groups = [prompts[start : start + size] for start in range(0, len(rows), size)]
+        if all(len(set(group)) == 1 for group in groups):
+            rollout = play([group[0] for group in groups], size, session, begun.stops)
+        else:
+            rollout = regrouped(play(prompts, 1, session, begun.stops), size)
+        self.release(begun)
+        return rollout, session.finish(rollout)
+
+    def begin(self, rows: Sequence[Example]) -> Begun:
+        """Episodes of these rows, after `reset`. Each instance is theirs until `release`."""
         if self.is_calculator:
             session = CalculatorSession(
                 [Episode(example) for example in rows],
@@ -79,12 +101,9 @@ class Environments:
                 self.config.max_tool_calls,
                 self.nudge,
             )
-            prompts = [example.tokens for example in examples]
-            stop = frozenset({mark_ids(self.tokenizer)[1]})
-            rollout = play(prompts, num_generations, session, stop)
-            return rollout, session.finish(rollout)
+            prompts = [example.tokens for example in rows]
+            return Begun(session, prompts, frozenset({mark_ids(self.tokenizer)[1]}))
         episodes, prompts = self._begun(rows)
-        chat = ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids)
         limits = Limits(
             self.config.max_turns,
             self.config.max_tool_calls,
@@ -92,14 +111,22 @@ class Environments:
             self.config.on_error == "no_reward",
         )
         reader = CallReader.of(self.tokenizer, self.schemas)
-        session = Session(episodes, reader, chat, self.pool, limits, self.nudge)
-        groups = [prompts[start : start + num_generations] for start in range(0, len(rows), num_generations)]
-        if all(len(set(group)) == 1 for group in groups):
-            rollout = play([group[0] for group in groups], num_generations, session, frozenset())
-        else:
-            rollout = regrouped(play(prompts, 1, session, frozenset()), num_generations)
+        return Begun(Session(episodes, reader, self.chat, self.pool, limits, self.nudge), prompts)
+
+    def release(self, begun: Begun) -> None:
+        """The episodes are over: their instances may be reset for others, but for those that hang."""
+        episodes = begun.session.episodes
         self._idle += [e.environment for e in episodes if e.environment is not None and not e.hung]
-        return rollout, session.finish(rollout)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise UserError where the environment's `reset` does not take the data's columns."""
+        for instance in self._idle[:1]:
+            check_reset(instance, columns, f"env.factory {self.config.factory}")
+
+    @property
+    def chat(self) -> ChatTurns:
+        """How observations become tokens."""
+        return ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids)
 
     def _begun(self, rows: Sequence[Example]) -> tuple[list[Episode], list[tuple[int, ...]]]:
         """Episodes after `reset`, and each one's prompt."""
@@ -219,6 +246,21 @@ def own_reward(kind: type) -> Reward | None:
     return Reward(kind.__name__, get_reward)
 
 
+def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
+    """The config's and the environment's own. UserError where there is none, or one lacks what it takes."""
+    for reward in rewards:
+        if environments is None and "environments" in reward.needs:
+            raise UserError(
+                f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
+            )
+    own = () if environments is None or environments.reward is None else (environments.reward,)
+    if not rewards and not own:
+        raise UserError(
+            "reward.functions is empty, and the environment has no get_reward; wanted one reward at least"
+        )
+    return (*rewards, *own)
+
+
 def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
     """A rollout of P·G prompts, one completion each, as P groups: a group's prompt is what its prompts share.
 
@@ -286,11 +328,8 @@ def _check_follows(environments: Environments) -> None:
             tools=environments.schemas,
             template_kwargs=environments.template_kwargs,
         )
-        chat = ChatTurns(
-            environments.tokenizer, environments.schemas, environments.template_kwargs, environments.end_ids
-        )
         name = environments.tools[0].name if environments.tools else "tool"
-        chat.follow((), [{"role": "tool", "name": name, "content": "1"}])
+        environments.chat.follow((), [{"role": "tool", "name": name, "content": "1"}])
     except UserError:
         raise
     except Exception as error:

@@ -31,6 +31,7 @@ class Episode:
     messages: list[Message] = attrs.field(factory=list)  # what came after the prompt
     counts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(COUNTS, 0))
     fault: str = ""  # why it has no reward; empty: it has one
+    seconds: float = 0.0  # that its calls took
     hung: bool = False  # a call is past its time and may still change the environment
 
 
@@ -58,7 +59,7 @@ class Session:
     ) -> None:
         """`episodes` of all rows, begun; `nudge` stands before each row's first words."""
         self.episodes = list(episodes)
-        self._reader, self._chat, self._pool, self._limits, self._nudge = reader, chat, pool, limits, nudge
+        self._reader, self._chat, self.pool, self._limits, self._nudge = reader, chat, pool, limits, nudge
         self._turns: dict[int, Sequence[int]] = {}  # the turn that each row waits with
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
@@ -77,14 +78,19 @@ class Session:
         most = limits.max_observation_tokens
         run = _Run(acts, names, refused, limits.max_tool_calls, most * 32)
         if acts and all(act.is_async for act in acts):
-            self._pool.submit_async(row, run.awaited)
+            self.pool.submit_async(row, run.awaited)
         else:
-            self._pool.submit(row, run)
+            self.pool.submit(row, run)
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """As `Replies`."""
-        return {row: self._reply(row, outcome) for row, outcome in self._pool.collect(least).items()}
+        return {row: self._reply(row, outcome) for row, outcome in self.pool.collect(least).items()}
+
+    def leave(self, row: int, pool: CallPool) -> None:
+        """Wait no longer for a row's calls, which may still change its environment; others run in `pool`."""
+        self._turns.pop(row, None)
+        self.episodes[row].hung, self.pool = True, pool
 
     def finish(self, rollout: g.Rollout) -> Played:
         """All that rewards and the log want to know, once the rollout is there."""
@@ -102,6 +108,7 @@ class Session:
             {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
             tuple(episode.fault for episode in self.episodes),
             tuple(said),
+            tuple(episode.seconds for episode in self.episodes),
         )
 
     def _hear(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
@@ -124,6 +131,7 @@ class Session:
 
     def _reply(self, row: int, outcome: Outcome) -> Sequence[int] | None:
         episode, tokens = self.episodes[row], self._turns.pop(row)
+        episode.seconds += outcome.seconds
         results = [_Result("tool", outcome.fault, True)] if outcome.fault else outcome.value
         if outcome.timed_out:
             episode.counts["timeouts"] += 1

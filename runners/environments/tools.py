@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from runners.config.sections import CALCULATOR, EnvConfig
-from runners.config.user_functions import resolve_function
+from runners.config.user_functions import public_functions, resolve_function
 from runners.errors import UserError, error_line, show
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -43,18 +43,22 @@ def tool_of(function: Callable[..., Any], name: str, key: str) -> Tool:
 
 
 def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[str, Callable[..., Any]]:
-    """The plain functions of env.tools, by their own names.
+    """The plain functions of env.tools, by their own names; of a file alone all public ones.
 
     Raises UserError as `resolve_function` does, and for two of one name.
     """
     dirs = tuple(folders)
     found: dict[str, Callable[..., Any]] = {}
     for text in names:
-        function = resolve_function(text, dirs, key="env.tools")
-        name = getattr(function, "__name__", text.rpartition(":")[2])
-        if name in found:
-            raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
-        found[name] = function
+        if text.endswith(".py"):
+            functions = public_functions(text, dirs, key="env.tools")
+        else:
+            function = resolve_function(text, dirs, key="env.tools")
+            functions = {getattr(function, "__name__", text.rpartition(":")[2]): function}
+        for name, function in functions.items():
+            if name in found:
+                raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
+            found[name] = function
     return found
 
 
@@ -86,3 +90,19 @@ def check_environment(environment: Any, key: str) -> None:
             f"{key}: {type(environment).__name__} has no method reset(self, **row); wanted a class with one, "
             "and with public methods as its tools"
         )
+
+
+def check_reset(environment: Any, columns: Iterable[str], key: str) -> None:
+    """Raise UserError where `reset` does not take the data's columns, which it gets by their names."""
+    names = list(columns)
+    try:
+        signature = inspect.signature(environment.reset)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise UserError(
+            f"{key}: its signature is reset{signature}, and it is called with the data's columns "
+            f"{', '.join(names)}: {error}; wanted reset(self, **row), or these names"
+        ) from error

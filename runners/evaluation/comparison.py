@@ -88,6 +88,8 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
             name: {"mean": _json(metric.mean), "interval": _ends(metric.interval)}
             for name, metric in each.metrics.items()
         }
+    if any(each.seconds for each in measured):
+        content["seconds"] = {each.model: each.seconds for each in measured}
     if len(measured) == 2:
         found = {
             name: difference(metric, measured[1].metrics[name])

@@ -10,14 +10,17 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.rollout import FindStop, Replies
+from grpo_fn.rollout import FindStop
 from grpo_fn.trees import Tree
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.environments.environments import Environments
+from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
+from runners.inference.episodes import Drawing, play_episodes
 from runners.inference.generation import DEFAULT_ROWS
+from runners.inference.tool_conversation import own_rewards
 from runners.machine.launch_modes import launch_keywords
-from runners.rewards.builtin import answer_text, extract_answer, numbers_equal
+from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
 
 _Item = TypeVar("_Item")
@@ -32,6 +35,7 @@ class EvalResult:
     seconds: float
     texts: tuple[str, ...]  # what the model wrote, the nudge in front
     right: tuple[bool, ...] = ()  # whether each text's answer is the gold one
+    figures: EpisodeFigures | None = None  # of conversations with tools
 
     @property
     def score(self) -> float:
@@ -70,39 +74,46 @@ def evaluate(
     started = time.perf_counter()
     rows = max_batch or DEFAULT_ROWS
     texts: list[str] = []
-    for start in range(0, len(examples), rows):
-        part = examples[start : start + rows]
-
-        def sample(
-            prompts: Sequence[Sequence[int]],
-            num_generations: int = 1,
-            replies: Replies | None = None,
-            stops: frozenset[int] = frozenset(),
-        ) -> g.Rollout:
-            return g.generate(
+    figures: EpisodeFigures | None = None
+    drawing = Drawing(
+        key=mx.random.key(0),  # greedy: never drawn from
+        max_new_tokens=max_new_tokens,
+        sampler=g.Sampler(temperature=0.0),
+        eos_ids=eos_ids,
+        find_stop=find_stop,
+        decoding=g.Decoding(**launch_keywords(launch)),
+    )
+    if environments is None:
+        for start in range(0, len(examples), rows):
+            part = examples[start : start + rows]
+            rollout = g.generate(
                 policy,
                 params,
-                prompts,
-                key=mx.random.key(0),  # greedy: never drawn from
-                num_generations=num_generations,
+                [example.tokens for example in part],
+                key=drawing.key,
+                num_generations=1,
                 max_new_tokens=max_new_tokens,
-                sampler=g.Sampler(temperature=0.0),
-                eos_ids=[*eos_ids, *stops],
+                sampler=drawing.sampler,
+                eos_ids=eos_ids,
                 find_stop=find_stop,
-                decoding=g.Decoding(**launch_keywords(launch)),
-                replies=replies,
+                decoding=drawing.decoding,
             )
-
-        if environments is None:
-            rollout = sample([example.tokens for example in part])
             texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
-        else:
-            _, played = environments.play(part, 1, sample)
-            texts += [answer_text(messages) for messages in played.messages]
-        if progress is not None:
-            progress(len(texts), len(examples))
+            if progress is not None:
+                progress(len(texts), len(examples))
+    else:
+        figures = EpisodeFigures()
+        for episodes in play_episodes(environments, policy, params, examples, drawing, rows=rows):
+            texts += episodes.texts
+            both = zip(episodes.texts, episodes.examples, strict=True)
+            right = [is_correct(text, example.answer) for text, example in both]
+            own = own_rewards(environments, episodes.played)
+            figures = figures.joined(EpisodeFigures.of(episodes, right, own, SUCCESS))
+            if progress is not None:
+                progress(len(texts), len(examples))
     right = tuple(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))
-    return EvalResult(sum(right), len(examples), time.perf_counter() - started, tuple(texts), right)
+    seconds = time.perf_counter() - started
+    return EvalResult(sum(right), len(examples), seconds, tuple(texts), right, figures)
 
 
 def is_correct(text: str, answer: str) -> bool:

@@ -70,6 +70,7 @@ class ModelResult:
     metrics: dict[str, Metric]  # name -> values in the order of `indices`
     completions: tuple[dict[str, Any], ...]  # JSON rows
     problems: tuple[str, ...]  # what went wrong in scoring
+    seconds: float = 0.0  # of conversations with tools
 
 
 def eval_rows(config: Config, *, whole: bool) -> Problems:
@@ -82,11 +83,13 @@ def eval_rows(config: Config, *, whole: bool) -> Problems:
     return load_rows(config.data, config.folders)[1]
 
 
-def choose_problems(rows: Problems, model: InferenceModel, config: Config) -> tuple[dict[int, Example], int]:
+def choose_problems(
+    rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[dict[int, Example], int]:
     """The problems by their rows' numbers, the same `eval.samples` that training takes; and how many prompts
-    are over `data.max_prompt_length`."""
+    are over `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
-    examples, _ = build_examples(rows, unlimited, model.tokenizer)
+    examples, _ = build_examples(rows, unlimited, model.tokenizer, tools)
     fitting = [
         (i, each) for i, each in enumerate(examples) if len(each.tokens) <= config.data.max_prompt_length
     ]
@@ -153,9 +156,9 @@ def measure_model(
         faults.extend(scores.problems)
         values_kpn = scores.values_kb.reshape(len(rewards), len(groups), num)
         for reward, values_pn in zip(rewards, values_kpn, strict=True):
-            metrics[f"{prefix}reward/{reward.name}"] = Metric(_row_means(values_pn))
-        metrics[f"{prefix}length"] = Metric(_row_means([[len(c.tokens) for c in group] for group in groups]))
-        cut = _row_means([[c.finish == LENGTH for c in group] for group in groups])
+            metrics[f"{prefix}reward/{reward.name}"] = Metric(row_means(values_pn))
+        metrics[f"{prefix}length"] = Metric(row_means([[len(c.tokens) for c in group] for group in groups]))
+        cut = row_means([[c.finish == LENGTH for c in group] for group in groups])
         metrics[f"{prefix}truncated"] = Metric(cut, percent=True)
         for p, (index, example) in enumerate(chosen.items()):
             for n, completion in enumerate(groups[p]):
@@ -179,14 +182,14 @@ def measure_model(
         return texts
 
     greedy = complete("greedy", Sampling(temperature=0.0, max_tokens=limit), 1)
-    sampled = complete("sampled", _sampling(config, limit), plan.num) if plan.num else []
+    sampled = complete("sampled", sampling_of_rollout(config, limit), plan.num) if plan.num else []
     texts = judge("greedy", greedy, "")
     right = [is_correct(text, example.answer) for (text,), example in zip(texts, examples, strict=True)]
     scores = {"exact match": Metric(np.array(right, np.float64), percent=True)}
     if sampled:
         texts = judge("sample", sampled, "sampled ")
-        scores |= _shares(
-            [_count_answers(group, each.answer) for group, each in zip(texts, examples, strict=True)], plan
+        scores |= shares(
+            [count_answers(group, each.answer) for group, each in zip(texts, examples, strict=True)], plan
         )
     return ModelResult(name, tuple(chosen), {**scores, **metrics}, tuple(rows), tuple(faults))
 
@@ -204,7 +207,7 @@ class _AnswerCounts:
         return 0 if self.right is None else self.votes[self.right]
 
 
-def _count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
+def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
     answers: list[str] = []
     votes: list[int] = []
     silent = 0
@@ -222,7 +225,7 @@ def _count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
     return _AnswerCounts(tuple(votes), silent, right)
 
 
-def _shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Metric]:
+def shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Metric]:
     """pass@k for every k, and maj@k for those above 1, where the two are not the same."""
     found = {}
     for k in plan.ks:
@@ -232,7 +235,7 @@ def _shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, M
     return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
 
 
-def _sampling(config: Config, limit: int) -> Sampling:
+def sampling_of_rollout(config: Config, limit: int) -> Sampling:
     rollout = config.rollout
     return Sampling(
         temperature=rollout.temperature,
@@ -245,7 +248,7 @@ def _sampling(config: Config, limit: int) -> Sampling:
     )
 
 
-def _row_means(values: Any) -> np.ndarray:
+def row_means(values: Any) -> np.ndarray:
     """Means of rows over what is not NaN; NaN for a row without anything."""
     array = np.asarray(values, np.float64)
     known = ~np.isnan(array)

@@ -9,32 +9,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import RESOLVED, Config, load_config
-from runners.config.sections import REWARD_NAMES, judge_of
+from runners.config.loading import Config, load_config
+from runners.config.sections import CALCULATOR, REWARD_NAMES, judge_of
 from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
+from runners.inference.tool_options import run_of
 
 # Of a config, what changes the numbers of an evaluation.
 _MEASURED: dict[str, tuple[str, ...]] = {
     "data": (
-        "source", "name", "split", "eval_split", "question", "answer", "system_prompt", "nudge",
-        "max_prompt_length", "on_bad_row",
+        "source", "name", "split", "eval_split", "question", "answer", "prompt", "system_prompt", "nudge",
+        "chat_template_kwargs", "max_prompt_length", "on_bad_row",
     ),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
     "reward": ("functions", "weights"),
+    "env": ("factory", "tools", "max_turns", "max_tool_calls", "max_observation_tokens", "on_error"),
     "eval": ("samples", "max_new_tokens"),
 }  # fmt: skip
-
-
-def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder belongs to, or is; None where it is of no run."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    parent = folder.resolve().parent
-    # As it was written, where that is the same place.
-    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
-    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
 
 
 def config_of_runs(
@@ -74,10 +65,13 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
             "runs them"
         )
     config = load_config(str(file), overrides)
+    env = config.env
     code = {
         "reward.functions": [name for name in config.reward.functions if name not in REWARD_NAMES],
         "data.transform": config.data.transform,
         "model.loader": config.model.loader,
+        "env.factory": "" if env.factory == CALCULATOR else env.factory,
+        "env.tools": list(env.tools),
     }
     if judges := [name for name in config.reward.functions if judge_of(name) is not None]:
         # Its table has the address that texts and a key would go to.

@@ -10,6 +10,7 @@ import attrs
 import grpo_fn as g
 from grpo_fn.trees import Tree
 from runners.data.prompts import Example
+from runners.evaluation.episode_figures import EpisodeFigures
 from runners.evaluation.exact_match import EvalResult, evaluate
 from runners.ranks.ranks import Ranks
 
@@ -30,4 +31,18 @@ def evaluate_on_ranks(
         seconds=max(each["seconds"] for each in found),
         texts=tuple(each["texts"][place] for each, place in places),
         right=tuple(each["right"][place] for each, place in places),
+        figures=_figures([each["figures"] for each in found], len(examples)),
     )
+
+
+def _figures(found: Sequence[dict[str, Any] | None], count: int) -> EpisodeFigures | None:
+    """Those of all ranks in the problems' order; None where none has any."""
+    joined, places = EpisodeFigures(), {}
+    for rank, columns in enumerate(found):
+        if columns is None:
+            return None
+        own = EpisodeFigures(**{name: tuple(values) for name, values in columns.items()})
+        for number in range(len(own.turns)):
+            places[rank + number * len(found)] = len(joined.turns) + number
+        joined = joined.joined(own)
+    return joined.picked([places[number] for number in range(count)])

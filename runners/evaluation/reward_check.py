@@ -16,8 +16,11 @@ import numpy as np
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
+from runners.environments.environments import all_rewards, build_environments
+from runners.environments.tools import check_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
+from runners.evaluation.rehearsal import Rehearsal, rehearse
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
@@ -25,7 +28,7 @@ from runners.models.reading import load_tokenizer
 from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
 from runners.rewards.scoring import Scorer, Scores
-from runners.tokenization.text import encode
+from runners.tokenization.text import TextDecoder, encode
 
 ANSWER_FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
 PLACE = "{answer}"
@@ -49,6 +52,7 @@ class RewardCheck:
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
     warnings: tuple[str, ...]
     exchanges: tuple[tuple[str, Exchange], ...] = ()  # what each judge was asked first, and said
+    rehearsal: Rehearsal | None = None  # an episode, where there are tools
 
 
 def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
@@ -63,7 +67,9 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     """
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
-    rewards = resolve_rewards(config.reward.functions, config.reward.weights, config.folders, config.judge)
+    functions, weights = config.reward.functions, config.reward.weights
+    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
+    check_names(config.env, config.folders)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
     check_judges(rewards)
@@ -74,10 +80,26 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
+    ends = tuple(sorted(tokenizer.eos_token_ids))
+    environments = build_environments(
+        config.env, config.data, tokenizer, TextDecoder(tokenizer), ends, config.folders
+    )
+    every = all_rewards(rewards, environments)
+    # Without an episode there is nothing for these to look at.
+    rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
+    tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
-        build_examples(part, config.data, tokenizer) for part in rows
+        build_examples(part, config.data, tokenizer, tools) for part in rows
     )
     kinds, values_kan, faults = _score(config, rewards, train[:problems], form, tokenizer)
+    rehearsal = None
+    if environments is not None:
+        try:
+            environments.check_columns(reward_columns(rows[0]))
+            rehearsal = rehearse(environments, train[0], _answers(train[0], form, "")[GOLD], every)
+            faults += rehearsal.problems
+        except UserError as error:
+            faults.append(str(error))
     limit = config.data.max_prompt_length
     warnings = [
         *rows[0].notices("train", dropped, limit),
@@ -97,6 +119,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
+        rehearsal=rehearsal,
         exchanges=tuple(
             (name, exchange)
             for name, judge in judges.items()
@@ -133,6 +156,8 @@ def _score(
     config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, tokenizer: Any
 ) -> tuple[list[str], np.ndarray, list[str]]:
     """The kinds of answers, what each reward gives each of them [K, A, N], and what went wrong."""
+    if not rewards:
+        return [], np.zeros((0, 0, 0)), []
     scorer = Scorer(rewards, config.reward.timeout, "skip")
     by_kind: dict[str, list[str]] = {}
     for example in examples:
@@ -174,6 +199,8 @@ def _scored(
 def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarray) -> list[str]:
     """Rewards that say the same to everything, and answers that the whole prefers to the gold one."""
     found = []
+    if not rewards:
+        return found
     for reward, values_an in zip(rewards, values_kan, strict=True):
         known = values_an[~np.isnan(values_an)]
         if not known.size:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from grpo_fn.rollout import FindStop
-from runners.data.prompts import Message, render
+from runners.data.prompts import NO_KWARGS, Message, render
 from runners.inference.generation import Completion, Sampling, Speed, stream
 from runners.inference.inference_model import InferenceModel
 from runners.tokenization.text import TextDecoder
+
+
+@attrs.frozen
+class Event:
+    """What happens between two turns of a model that calls tools."""
+
+    kind: str  # "call", "answer", "stop" (no more turns) or "reward"
+    text: str
 
 
 class Conversation:
@@ -27,9 +37,12 @@ class Conversation:
         system: str = "",
         nudge: str = "",
         stop: Sequence[str] = (),
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ):
-        """`system`: the system message, if any. `nudge`: first words of each reply. `stop`: stop strings."""
+        """`system`: the system message, if any. `nudge`: first words of each reply. `stop`: stop strings.
+        `template_kwargs`: what the chat template gets besides."""
         self.model, self.sampling, self.nudge = model, sampling, nudge
+        self.template_kwargs = template_kwargs
         self.decoder = TextDecoder(model.tokenizer)
         self.find_stop: FindStop | None = self.decoder.find_stop(stop)
         self._system: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
@@ -44,14 +57,14 @@ class Conversation:
 
     def reply(
         self, text: str, *, stopped: Callable[[], bool] = lambda: False, speed: Speed | None = None
-    ) -> Iterator[str]:
+    ) -> Iterator[str | Event]:
         """The assistant's answer to a message, piece by piece; both join the messages when it ends.
 
         An answer that `stopped` ends stays in the conversation as far as it came. Where an exception ends it,
         the conversation is as before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        _, prompt = render(self.model.tokenizer, messages, self.nudge)
+        _, prompt = render(self.model.tokenizer, messages, self.nudge, template_kwargs=self.template_kwargs)
         cached = self._rewind(prompt)
         known, self._known = [*prompt], []  # while the cache is being written nothing is sure
         if self.nudge:

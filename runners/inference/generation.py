@@ -97,6 +97,8 @@ def stream(
     cache: list[Any] | None = None,
     cached: int = 0,
     number: int = 0,
+    drawn: int = 0,
+    stops: Collection[int] = (),
     stopped: Callable[[], bool] = lambda: False,
     speed: Speed | None = None,
 ) -> Iterator[str | Completion]:
@@ -109,6 +111,8 @@ def stream(
         prompt: token ids.
         cache: mlx-lm's prompt cache, which holds the first `cached` tokens and is advanced; None: a new one.
         number: of the prompt, for its random key.
+        drawn: tokens of the prompt that were drawn with this key before, in earlier turns.
+        stops: tokens that end it besides the model's own.
         stopped: asked after each token whether to end here.
         speed: is added to.
     """
@@ -120,13 +124,12 @@ def stream(
         model.tokenizer,
         list(prompt[cached:]),
         max_tokens=sampling.max_tokens,
-        sampler=draws(sampling, number),
+        sampler=draws(sampling, number, drawn),
         logits_processors=[] if sampling.repetition_penalty == 1 else [penalty(sampling, prompt)],
         prompt_cache=cache,
     )
-    yield from follow(
-        responses, model.eos_ids, decoder=decoder, find_stop=find_stop, stopped=stopped, speed=speed
-    )
+    ends = {*model.eos_ids, *stops}
+    yield from follow(responses, ends, decoder=decoder, find_stop=find_stop, stopped=stopped, speed=speed)
 
 
 def follow(
@@ -178,17 +181,17 @@ def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
         raise UserError(f"{model.path}: {error}") from error
 
 
-def draws(sampling: Sampling, number: int = 0) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's sampler: the n-th call draws the n-th token of completion 0 of a prompt."""
+def draws(sampling: Sampling, number: int = 0, drawn: int = 0) -> Callable[[mx.array], mx.array]:
+    """mlx-lm's sampler: the n-th call draws token `drawn` + n of completion 0 of a prompt."""
     key_12 = completion_keys(sampling.key, mx.array([number]), mx.array([0]))
     draw = drawing(sampling.sampler())
-    words = _words(key_12)
+    words = _words(key_12, drawn)
     return lambda logits_1v: draw(logits_1v, next(words))["tokens"]
 
 
-def _words(key_12: mx.array) -> Iterator[mx.array]:
-    """The random bits [1,W] of each draw."""
-    for first in itertools.count(step=256):
+def _words(key_12: mx.array, drawn: int) -> Iterator[mx.array]:
+    """The random bits [1,W] of each draw after so many."""
+    for first in itertools.count(drawn, step=256):
         yield from draw_words(key_12, first, 256)
 
 

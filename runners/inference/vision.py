@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
-from runners.data.prompts import Message
+from runners.data.prompts import NO_KWARGS, Message
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.inference.generation import Completion, Sampling, Speed, draws, follow, penalty
@@ -97,6 +97,7 @@ def stream_images(
     *,
     nudge: str = "",
     stop: Sequence[str] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
     stopped: Callable[[], bool] = lambda: False,
     speed: Speed | None = None,
 ) -> Iterator[str | Completion]:
@@ -113,7 +114,7 @@ def stream_images(
     penalized = sampling.repetition_penalty != 1
     try:
         prompt = apply_chat_template(
-            model.processor, model.module.config, list(messages), num_images=len(images)
+            model.processor, model.module.config, list(messages), num_images=len(images), **template_kwargs
         )
     except _REFUSALS as error:
         raise UserError(f"the prompt does not fit the model's chat template: {_line(error)}") from error

@@ -22,6 +22,7 @@ class Played:
     counts: Mapping[str, np.ndarray]  # int64 [B], by the names of `COUNTS`
     faults: tuple[str, ...]  # why a row has no reward; empty: it has one
     said: tuple[tuple[int, ...], ...]  # tokens of each row that the model sampled
+    seconds: tuple[float, ...]  # that its calls took
 
     def rows(self, index: Sequence[int]) -> Played:
         """Of these rows alone."""
@@ -31,6 +32,7 @@ class Played:
             {name: values[list(index)] for name, values in self.counts.items()},
             tuple(self.faults[i] for i in index),
             tuple(self.said[i] for i in index),
+            tuple(self.seconds[i] for i in index),
         )
 
     @classmethod
@@ -42,6 +44,7 @@ class Played:
             {name: np.concatenate([part.counts[name] for part in parts]) for name in COUNTS},
             tuple(each for part in parts for each in part.faults),
             tuple(each for part in parts for each in part.said),
+            tuple(each for part in parts for each in part.seconds),
         )
 
     @property

@@ -23,10 +23,12 @@ from runners.files.links import check_links
 
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
-PROMPT_VERSION = 1
+PROMPT_VERSION = 2
+# Keys that older versions of the file lack, and what they stand for there.
+_LATER: dict[str, tuple[int, Any]] = {"chat_template_kwargs": (2, {})}
 # Of a resolved config: where each field comes from.
 _SECTIONS = {
-    "data": ("system_prompt", "nudge"),
+    "data": ("system_prompt", "nudge", "chat_template_kwargs"),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
 }
 
@@ -43,11 +45,19 @@ class PromptSettings:
     top_p: float = field(validator=rules.share(zero=False))
     top_k: int = field(validator=rules.at_least(0))  # 0: off
     min_p: float = field(validator=rules.share(one=False))
+    # What the chat template gets besides the messages.
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(
+        factory=dict, hash=False, validator=rules.template_arguments()
+    )
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
         """From the sections of a resolved config, as `Config.to_dict` gives them."""
-        values = {name: config[section][name] for section, name in _places()}
+        values = {
+            name: config[section][name]
+            for section, name in _places()
+            if name in config[section] or name not in _LATER  # a run from before the key
+        }
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def overrides(self) -> list[str]:
@@ -75,16 +85,21 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     content = read_json(file)
     if content.get("format") != PROMPT_FORMAT:
         raise UserError(f"{file}: format: found {show(content.get('format'))}, wanted {show(PROMPT_FORMAT)}")
-    if content.get("version") != PROMPT_VERSION:
+    version = content.get("version")
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= PROMPT_VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {PROMPT_FORMAT}, "
-            f"wanted {PROMPT_VERSION}; grpo_fn {runners.__version__} reads no other"
+            f"{file}: found version {show(version)} of {PROMPT_FORMAT}, "
+            f"wanted 1 to {PROMPT_VERSION}; grpo_fn {runners.__version__} reads no other"
         )
     fields = attrs.fields_dict(attrs.resolve_types(PromptSettings))
     values: dict[str, Any] = {}
     if unknown := sorted(content.keys() - {"format", "version"} - fields.keys()):
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], fields)}")
     for name, known in fields.items():
+        since, default = _LATER.get(name, (1, None))
+        if version < since and name not in content:
+            values[name] = default
+            continue
         if name not in content:
             raise UserError(f"{file}: {name}: missing, wanted {rules.wanted(known.type)}")
         try:
@@ -93,8 +108,10 @@ def read_prompt(folder: Path) -> PromptSettings | None:
                 known.validator(None, known, values[name])
         except rules.Mismatch as error:
             raise UserError(f"{file}: {name}: {error.reason(content[name])}") from error
-    for name in ("system_prompt", "nudge", "stop"):
-        if not _is_text("".join(values[name])):
+    texts = {name: "".join(values[name]) for name in ("system_prompt", "nudge", "stop")}
+    texts["chat_template_kwargs"] = "".join(f"{x}{y}" for x, y in values["chat_template_kwargs"].items())
+    for name, text in texts.items():
+        if not _is_text(text):
             raise UserError(f"{file}: {name}: holds half of a surrogate pair, which no tokenizer can read")
     return PromptSettings(**values)
 

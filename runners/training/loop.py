@@ -290,11 +290,13 @@ class Loop:
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
         record |= {"em_subset": result.total, "time/eval": result.seconds, "time/elapsed": self._elapsed()}
+        found = result.figures.metrics() if result.figures else {}
+        record |= found
         self.log.log(record)
         self.log.evaluation(
             evaluation_records(self.run.data.evaluation, result.texts, result.right, at.update)
         )
-        self.watch.see({name: record[name] for name in ("em", "time/eval")})
+        self.watch.see({name: record[name] for name in ("em", "time/eval", *found)})
         self.report.eval(name, result.score, result.correct, result.total, result.seconds)
 
     def _save(self, why: str = "", *, strict: bool = False) -> None:

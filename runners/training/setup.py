@@ -19,7 +19,7 @@ from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import PromptStream, RunLength
-from runners.environments.environments import Environments, build_environments
+from runners.environments.environments import Environments, all_rewards, build_environments
 from runners.environments.tools import check_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
@@ -117,7 +117,9 @@ def build_run(
         raise UserError(
             f"{config.where('env')}: environments play on one rank; start grpo-run without mlx.launch"
         )
-    rewards = _all_rewards(rewards, environments)
+    if environments is not None:
+        environments.check_columns(reward_columns(rows[0]))
+    rewards = all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
     expected = memory_outlook(config, platform, sizes, longest, ranks.count)
@@ -179,21 +181,6 @@ def _of_one_rank(config: Config, ranks: Ranks) -> Config:
     """The config with the prompts that a rank has of a batch step."""
     prompts = -(-config.optim.batch_size // ranks.count)
     return attrs.evolve(config, optim=attrs.evolve(config.optim, batch_size=prompts))
-
-
-def _all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The config's and the environment's own. UserError where there is none, or one lacks what it takes."""
-    for reward in rewards:
-        if environments is None and "environments" in reward.needs:
-            raise UserError(
-                f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
-            )
-    own = () if environments is None or environments.reward is None else (environments.reward,)
-    if not rewards and not own:
-        raise UserError(
-            "reward.functions is empty, and the environment has no get_reward; wanted one reward at least"
-        )
-    return (*rewards, *own)
 
 
 def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: Environments | None) -> Data:

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.data.prompts import template_notices
+from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
 from runners.models.reading import load_tokenizer
 from runners.training.train import run_training
@@ -159,3 +160,125 @@ def test_what_would_end_the_run_ends_the_check(check, overrides, message):
     """One line, code 2."""
     result = check("quickstart", *(f"--set={each}" for each in overrides))
     assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+
+
+ENVIRONMENT = '''
+import time
+
+
+class Guess:
+    """A number to guess."""
+
+    def reset(self, answer, **row):
+        """Begin."""
+        self.right, self.answer = False, answer
+        return " Guess!"
+
+    def guess(self, number: int, loud: bool, word: str) -> str:
+        """
+        Guess it.
+
+        Args:
+            number: The guess.
+            loud: Whether to shout.
+            word: Any.
+        """
+        self.right = str(number) == self.answer
+        return f"right: {self.right}, {loud}, {word}"
+
+    def get_reward(self):
+        """One for the right number."""
+        return float(self.right)
+
+
+class Raises(Guess):
+    def reset(self, **row):
+        """Begin."""
+        raise RuntimeError("no server at localhost:1")
+
+
+class Hangs(Guess):
+    def reset(self, **row):
+        """Begin."""
+        time.sleep(20)
+
+
+class Picky(Guess):
+    def reset(self, city):
+        """Begin."""
+
+
+class Fails(Guess):
+    def guess(self, number: int) -> str:
+        """
+        Guess it.
+
+        Args:
+            number: The guess.
+        """
+        raise ValueError("closed today")
+
+
+class Dumb:
+    def reset(self, **row):
+        """Begin."""
+
+    def get_reward(self):
+        """Nothing."""
+        return 0.0
+'''
+
+
+def env_config(name, **env):
+    """A small config with an environment of the file above and no rewards of ours."""
+    keys = {"factory": f"guess.py:{name}", "timeout": 0.5, **env}
+    return small(reward={"functions": []}, data={"source": "rows.jsonl", "nudge": ""}, env=keys)
+
+
+def test_an_episode_is_played_with_the_gold_answer(check, tmp_path):
+    """Prompt, turns and answers with their tokens and mask; the environment's reward of them."""
+    write_data(tmp_path / "rows.jsonl", ["12"] * 8)
+    (tmp_path / "guess.py").write_text(ENVIRONMENT)
+    (tmp_path / "t.toml").write_text(env_config("Guess"))
+    result = check("t.toml", "--form", "It is {answer}.")
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    heads = [line.split(",")[0] for line in lines if ", mask " in line]
+    masks = [line.partition(", mask ")[2][0] for line in lines if ", mask " in line]
+    assert heads == ["prompt", "sampled", "given", "sampled"] and masks == ["0", "1", "0", "1"]
+    (asked,) = (line for line in lines if line.startswith("+") and "<tool_call>" in line)
+    assert '{"name": "guess", "arguments": {"number": 12, "loud": true, "word": "12"}}' in asked
+    assert any(line.startswith("|") and "right: True, True, 12" in line for line in lines)
+    assert any(line.startswith("+ It is 12.") for line in lines)
+    assert any("Guess!" in line for line in lines) and "reward Guess  1" in lines
+    assert "warning" not in result.stdout
+    spelled = next(line for line in lines if line.startswith("sampled"))
+    assert int(spelled.split()[1]) >= len(spelled.partition(": ")[2].split()) - 2
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("Raises", "the environment: reset: RuntimeError: no server at localhost:1"),
+        ("Hangs", "the environment: reset: timed out after 0.5 s"),
+        ("Picky", "its signature is reset(city), and it is called with the data's columns question, answer"),
+        ("Fails", "a call fails: {'error': 'closed today'}"),
+        ("Dumb", "there are no tools: the environment has no public method besides reset"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_a_line(check, tmp_path, name, line):
+    """One warning that names it; the rest of the check is there."""
+    write_data(tmp_path / "rows.jsonl", ["12"] * 8)
+    (tmp_path / "guess.py").write_text(ENVIRONMENT)
+    (tmp_path / "t.toml").write_text(env_config(name))
+    result = check("t.toml")
+    assert result.exit_code == 0, result.output
+    warnings = [each for each in result.stdout.splitlines() if each.startswith("warning: ")]
+    assert len([each for each in warnings if line in each]) == 1, result.stdout
+    assert "prompt tokens" in result.stdout
+    if name == "Picky":
+        with pytest.raises(UserError, match="its signature is reset"):
+            run_training(load_config("t.toml"), report=Notes())
+    (tmp_path / "t.toml").write_text(env_config("Gues"))
+    refused = check("t.toml")
+    assert refused.exit_code == 2 and "did you mean Guess?" in refused.stderr

@@ -23,11 +23,11 @@ from runners.evaluation.measurement import (
     Metric,
     ModelResult,
     SamplingPlan,
-    _count_answers,
-    _sampling,
     choose_problems,
+    count_answers,
     eval_rows,
     measure_model,
+    sampling_of_rollout,
 )
 from runners.inference.generation import Sampling
 from runners.inference.inference_model import load_inference
@@ -86,7 +86,7 @@ def test_greedy_exact_match_is_that_of_training(model, measured):
 def test_samples_are_drawn_for_evaluation_alone():
     """The same seed gives `grpo generate`, and a run, other random numbers."""
     seed = 5
-    sampling = _sampling(config_of(f"run.seed={seed}"), 8)
+    sampling = sampling_of_rollout(config_of(f"run.seed={seed}"), 8)
     assert (sampling.seed, sampling.purpose) == (seed, EVALUATION)
     others = (Sampling(seed=seed).key, stream_key(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
     assert not any(mx.array_equal(sampling.key, other) for other in others)
@@ -121,9 +121,9 @@ def test_the_metrics_follow_from_the_completions(measured):
 
 def test_answers_are_counted_as_numbers():
     """12, 12.0 and $12 are one answer; a text without one is silent; the gold one is found among them."""
-    tally = _count_answers([answer("12"), answer("12.0"), "nothing", answer("7"), answer("$12")], "12")
+    tally = count_answers([answer("12"), answer("12.0"), "nothing", answer("7"), answer("$12")], "12")
     assert (tally.votes, tally.silent, tally.right, tally.correct) == ((3, 1), 1, 0, 3)
-    assert _count_answers([answer("7")], "12").correct == 0 and _count_answers(["", ""], "1").votes == ()
+    assert count_answers([answer("7")], "12").correct == 0 and count_answers(["", ""], "1").votes == ()
 
 
 def test_intervals_are_wilson_s_for_shares_and_resampled_else():

@@ -3,17 +3,23 @@
 import json
 import shutil
 
+import attrs
+import mlx_lm
 import pytest
 from click.testing import CliRunner
 
+import grpo_fn
 from runners import cli
 from runners.checkpoints.run_folder import model_of_run
 from runners.config.loading import load_config
 from runners.errors import UserError, spell
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
+from runners.telemetry.report import Quiet
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
-from tests.support.tiny_runs import train
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small, train
 
 CPU = Platform(backend="cpu")
 SETTINGS = PromptSettings(
@@ -25,6 +31,7 @@ SETTINGS = PromptSettings(
     top_p=0.9,
     top_k=4,
     min_p=0.1,
+    chat_template_kwargs={"enable_thinking": False, "a b": "ä", "depth": 2},
 )
 # What `train` asks with.
 TRAINED = ("--system", "Think first.", "--nudge", "<reasoning>", "--max-tokens", "8")
@@ -67,8 +74,12 @@ def test_what_is_written_is_read(tmp_path):
     ("change", "message"),
     [
         ({"format": "other"}, 'format: found "other", wanted "grpo_fn.prompt"'),
-        ({"version": 2}, "found version 2 of grpo_fn.prompt, wanted 1; grpo_fn "),
-        ({"version": None}, "found version None of grpo_fn.prompt, wanted 1"),
+        ({"version": 3}, "found version 3 of grpo_fn.prompt, wanted 1 to 2; grpo_fn "),
+        ({"version": None}, "found version None of grpo_fn.prompt, wanted 1 to 2"),
+        ({"version": True}, "found version true of grpo_fn.prompt"),
+        ({"chat_template_kwargs": {"a": [1]}}, "want a table of strings, numbers, true or false"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "want arguments that the chat template itself reads"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs: holds half of a surrogate pair"),
         ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
         ({"nudge": None}, "nudge: found None, want a string"),
         ({"stop": "x"}, 'stop: found "x", want a list of strings'),
@@ -88,6 +99,22 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
     with pytest.raises(UserError) as caught:
         read_prompt(tmp_path)
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_of_version_1_has_no_template_arguments(tmp_path):
+    """It is read as one with an empty table; a file of version 2 has to have the key."""
+    write_prompt(tmp_path, SETTINGS)
+    file = tmp_path / PROMPT_FILE
+    content = json.loads(file.read_text())
+    del content["chat_template_kwargs"]
+    file.write_text(json.dumps({**content, "version": 1}))
+    assert read_prompt(tmp_path) == attrs.evolve(SETTINGS, chat_template_kwargs={})
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="chat_template_kwargs: missing"):
+        read_prompt(tmp_path)
+    config = load_config("quickstart").to_dict()
+    del config["data"]["chat_template_kwargs"]
+    assert PromptSettings.of(config).chat_template_kwargs == {}, "of a run from before the key"
 
 
 def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
@@ -243,3 +270,62 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
         model_of_run(str(run), notes.append)
     assert model_of_run("embedded", notes.append) == "embedded"
     assert model_of_run(str(runs["bare"]), notes.append) == str(runs["bare"])
+
+
+def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo, tmp_path, monkeypatch):
+    """With enable_thinking = false generate, chat and eval ask with the very tokens of the run."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if not enable_thinking and depth == 7 %}7+7=7{% endif %}{% endif %}"
+    )
+    base = make_model_folder(tmp_path / "base")
+    (base / "chat_template.jinja").write_text(template)
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "7+5", "answer": "12"}\n{"question": "7+5", "answer": "12"}'
+    )
+    (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "train.toml").write_text(
+        small(
+            run={"name": "thought", "output_dir": str(tmp_path / "outputs")},
+            model={"path": str(base)},
+            data={
+                "source": "rows.jsonl",
+                "nudge": "",
+                "chat_template_kwargs": {"enable_thinking": False, "depth": 7},
+            },
+            optim={"max_steps": 1, "batch_size": 1},
+            eval={"samples": 1},
+            reward=BY_LETTERS,
+        )
+    )
+    asked = []
+    real, stream = grpo_fn.generate, mlx_lm.stream_generate
+
+    def generate(policy, params, prompts, **how):
+        asked.extend(map(tuple, prompts))
+        return real(policy, params, prompts, **how)
+
+    def stream_generate(module, tokenizer, prompt, **how):
+        asked.append(tuple(prompt))
+        return stream(module, tokenizer, prompt, **how)
+
+    monkeypatch.setattr(grpo_fn, "generate", generate)
+    monkeypatch.setattr(mlx_lm, "stream_generate", stream_generate)
+    run = run_training(load_config("train.toml"), report=Quiet()).folder
+    spelled = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n7+7=7"
+    wanted = tuple(load_inference(str(base), CPU).tokenizer.encode(spelled))
+    assert wanted in asked, "beside what is measured before the first step"
+    (tmp_path / "p.txt").write_text("7+5\n")
+    for arguments, options in (
+        (["generate", run, "7+5"], {}),
+        (["generate", run, "--prompts", "p.txt"], {}),
+        (["chat", run], {"input": "7+5\n"}),
+        (["eval", run], {}),
+        (["eval", run / "final", "--data", "rows.jsonl"], {}),
+    ):
+        asked.clear()
+        result = grpo(*arguments, **options)
+        assert result.exit_code == 0, result.stderr
+        assert set(asked) == {wanted}, arguments
+    assert "template arguments {enable_thinking = false, depth = 7}" in grpo("generate", run, "7+5").stderr

@@ -1,0 +1,75 @@
+"""What conversations with tools come to: success, rewards, turns and calls, one number each for a problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from runners.inference.episodes import Episodes
+
+SUCCESS = 1.0  # an environment's own reward from which an episode counts as one
+
+
+@attrs.frozen
+class EpisodeFigures:
+    """Of some conversations, in their order."""
+
+    success: tuple[bool, ...] = ()  # the own reward is high enough; without one, the answer is the gold one
+    reward: tuple[float | None, ...] = ()  # the environment's own; None: it gave none
+    turns: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
+    failures: tuple[int, ...] = ()  # of the calls
+    seconds: tuple[float, ...] = ()  # that a conversation's calls took
+
+    @classmethod
+    def of(
+        cls,
+        episodes: Episodes,
+        right: Sequence[bool],
+        rewards: Sequence[float | None] | None,
+        success_at: float,
+    ) -> EpisodeFigures:
+        """`right`: the answer is the gold one. `rewards`: the environments' own; None: there are none."""
+        played = episodes.played
+        if rewards is None:
+            success = [each and not fault for each, fault in zip(right, played.faults, strict=True)]
+        else:
+            success = [reward is not None and reward >= success_at for reward in rewards]
+        return cls(
+            success=tuple(success),
+            reward=tuple(rewards or ()),
+            turns=tuple(played.counts["turns"].tolist()),
+            calls=tuple(played.counts["calls"].tolist()),
+            failures=tuple(played.counts["failures"].tolist()),
+            seconds=played.seconds,
+        )
+
+    def joined(self, other: EpisodeFigures) -> EpisodeFigures:
+        """These, then those."""
+        return EpisodeFigures(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in attrs.fields(EpisodeFigures)}
+        )
+
+    def picked(self, places: Sequence[int]) -> EpisodeFigures:
+        """Of these places, in their order."""
+        columns = {f.name: getattr(self, f.name) for f in attrs.fields(EpisodeFigures)}
+        return EpisodeFigures(
+            **{name: tuple(values[n] for n in places) for name, values in columns.items() if values}
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means for a run's log; no reward where there is none."""
+        known = [reward for reward in self.reward if reward is not None]
+        return {
+            "eval/success": _mean(self.success),
+            **({"eval/reward": _mean(known)} if known else {}),
+            "eval/turns": _mean(self.turns),
+            "eval/tool_calls": _mean(self.calls),
+            "eval/failed_calls": _mean(self.failures),
+        }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

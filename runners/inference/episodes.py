@@ -1,0 +1,120 @@
+"""Conversations with tools in batches: for `grpo generate`, `grpo eval`, and a run's own evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.rollout import FindStop, Replies
+from grpo_fn.trees import Tree, on_host
+from runners.data.prompts import Example
+from runners.environments.environments import Environments
+from runners.inference.generation import INTERRUPTED, LENGTH, STOP
+from runners.rewards.builtin import answer_text
+from runners.rewards.played import Played
+
+
+@attrs.frozen(eq=False)
+class Episodes:
+    """Conversations that are over, G of each example in a row. The next ones reuse their environments."""
+
+    examples: tuple[Example, ...]
+    rollout: g.Rollout
+    played: Played
+    finish: tuple[str, ...]  # "stop", "length" or "interrupted" of each
+    seconds: float  # of all together
+
+    @property
+    def texts(self) -> list[str]:
+        """The model's last words in each."""
+        return [answer_text(messages) for messages in self.played.messages]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Drawing:
+    """How conversations are drawn: the arguments of `g.generate` that stay the same."""
+
+    key: mx.array
+    max_new_tokens: int
+    sampler: g.Sampler
+    eos_ids: Collection[int]
+    find_stop: FindStop | None = None
+    decoding: g.Decoding | None = None
+
+
+def play_episodes(
+    environments: Environments,
+    policy: g.Policy,
+    params: Tree,
+    examples: Sequence[Example],
+    drawing: Drawing,
+    *,
+    num_generations: int = 1,
+    rows: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[Episodes]:
+    """All examples, `rows` conversations at a time at most. Once `stopped()` says so, those under way end."""
+    together = max(rows // num_generations, 1)
+    for start in range(0, len(examples), together):
+        part = examples[start : start + together]
+        began = time.perf_counter()
+
+        def play(
+            prompts: Sequence[Sequence[int]],
+            size: int,
+            replies: Replies,
+            stops: frozenset[int],
+            first: int = start,
+            count: int = len(part),
+        ) -> g.Rollout:
+            return g.generate(
+                policy,
+                params,
+                prompts,
+                key=drawing.key,
+                num_generations=size,
+                max_new_tokens=drawing.max_new_tokens,
+                sampler=drawing.sampler,
+                eos_ids=[*drawing.eos_ids, *stops],
+                find_stop=_ending(drawing.find_stop, stopped),
+                first_prompt=first * (len(prompts) // count),
+                decoding=drawing.decoding,
+                replies=_Until(replies, stopped),
+            )
+
+        rollout, played = environments.play(part, num_generations, play)
+        finished = on_host(rollout.finished_b)
+        cut = INTERRUPTED if stopped() else STOP
+        yield Episodes(
+            tuple(part),
+            rollout,
+            played,
+            tuple(cut if whole else LENGTH for whole in finished),
+            time.perf_counter() - began,
+        )
+        if stopped():
+            return
+
+
+def _ending(find_stop: FindStop | None, stopped: Callable[[], bool]) -> FindStop:
+    def end(tokens: Sequence[int], start: int) -> int | None:
+        if stopped():
+            return len(tokens)
+        return None if find_stop is None else find_stop(tokens, start)
+
+    return end
+
+
+class _Until:
+    """Replies until somebody asks to stop: then no turn is answered."""
+
+    def __init__(self, replies: Replies, stopped: Callable[[], bool]) -> None:
+        self._replies, self._stopped = replies, stopped
+        self.collect = replies.collect
+
+    def begin(self, row: int, tokens: Sequence[int]) -> bool:
+        return not self._stopped() and self._replies.begin(row, tokens)

@@ -1,0 +1,102 @@
+"""Tools for a model that answers: of the command line, of a config, or of the model's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.config.loading import RESOLVED, load_config
+from runners.config.sections import CALCULATOR, DataConfig, EnvConfig
+from runners.environments.environments import Environments, build_environments
+from runners.errors import UserError, spell
+from runners.files.json_files import read_json
+from runners.inference.inference_model import InferenceModel
+from runners.tokenization.text import TextDecoder
+
+
+@attrs.frozen(kw_only=True)
+class ToolOptions:
+    """What a command line says of tools."""
+
+    tools: Sequence[str] = ()  # files, or files with a function's name
+    factory: str = ""  # a class in a file, or "calculator"
+    config: str = ""  # a config, whose [env] is used
+    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None where not given
+
+
+def env_of(
+    model: str, options: ToolOptions, note: Callable[[str], None]
+) -> tuple[EnvConfig, tuple[Path, ...]]:
+    """The [env] to use, and where its files are looked for; without factory and tools there are none.
+
+    `note` gets a line where the run that a model came from has tools: that they are used, or, as code runs
+    only if it is named, how to use them.
+
+    Raises UserError where bounds are given and there are no tools; ConfigError as `load_config` does.
+    """
+    folders: tuple[Path, ...] = (Path.cwd(),)
+    env = EnvConfig()
+    if options.config:
+        config = load_config(options.config)
+        env, folders = config.env, config.folders
+    elif found := run_of(model):
+        env = _of_run(found, note if not (options.tools or options.factory) else lambda line: None)
+    if options.tools or options.factory:
+        env = attrs.evolve(env, tools=tuple(options.tools), factory=options.factory)
+        folders = (Path.cwd(),)
+    given = {name: value for name, value in options.bounds.items() if value is not None}
+    if given and not (env.tools or env.factory):
+        name = next(iter(given)).replace("_", "-")
+        raise UserError(f"--{name}: there are no tools; wanted --tools FILE or --env FILE:CLASS as well")
+    return attrs.evolve(env, **given), folders
+
+
+def run_of(model: str) -> Path | None:
+    """The config.resolved.json of the run that a folder belongs to, or is; None where it is of no run."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    parent = folder.resolve().parent
+    # As it was written, where that is the same place.
+    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
+    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
+
+
+def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:
+    """[env] of a run's folder, which may be a stranger's: without what is code."""
+    found = read_json(file).get("env")
+    if not isinstance(found, dict):
+        return EnvConfig()
+    code = [*([found.get("factory")] if found.get("factory") else []), *_list(found.get("tools"))]
+    if code and code != [CALCULATOR]:
+        note(
+            f"{file}: its tools are left out, as code runs only if you name the config: "
+            f"{', '.join(map(spell, code))}; --config {file} runs them"
+        )
+        found = {name: value for name, value in found.items() if name not in ("factory", "tools")}
+    lines = [f"env.{name}={spell(value)}" for name, value in found.items()]
+    env = load_config(None, ["model.path=embedded", *lines]).env
+    if env.factory:
+        note(f"tools as in the run ({file}): env.factory = {spell(env.factory)}")
+    return env
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def build_tools(
+    model: InferenceModel,
+    env: EnvConfig,
+    folders: Sequence[Path],
+    *,
+    nudge: str,
+    template_kwargs: Mapping[str, Any],
+) -> Environments | None:
+    """The environments of [env] for a loaded model; None where there are none."""
+    data = DataConfig(nudge=nudge, chat_template_kwargs=dict(template_kwargs))
+    decoder = TextDecoder(model.tokenizer)
+    return build_environments(env, data, model.tokenizer, decoder, model.eos_ids, folders)

@@ -1,0 +1,196 @@
+"""`grpo eval` with tools and environments: success, turns, calls and rewards, as a run measures itself."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.loading import load_config
+from runners.environments.environments import all_rewards, build_environments
+from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.evaluation.episode_figures import EpisodeFigures
+from runners.evaluation.episode_measurement import measure_episodes
+from runners.evaluation.estimators import wilson
+from runners.evaluation.exact_match import evaluate
+from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows
+from runners.evaluation.rank_evaluation import _figures
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
+from runners.tokenization.text import TextDecoder
+
+SOURCE = '''
+class Even:
+    """Likes even answers, and gives no reward for those that end with 7."""
+
+    def reset(self, answer, **row):
+        """Begin."""
+        self.answer, self.asked = int(answer), 0
+        if self.answer % 10 == 5:
+            raise ValueError("no fives")
+
+    def ask(self, a: int) -> int:
+        """
+        Ask.
+
+        Args:
+            a: A number.
+        """
+        self.asked += 1
+        return 10 // (a - self.answer % 3)
+
+    def get_reward(self):
+        """Half, or all."""
+        return None if self.answer % 10 == 7 else 1.0 if self.answer % 2 == 0 else 0.5
+
+
+def double(a: int) -> int:
+    """
+    Twice a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+'''
+ROWS = [{"question": f"{n}+3", "answer": str(n + 3)} for n in range(8)]
+ODD = ToolCall("ask", {"a": 2})
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with an environment and data; the model's first turn is a call whatever it writes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "even.py").write_text(SOURCE)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(CallReader, "read", lambda self, text: Written(text, (ODD,)))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The embedded model."""
+    return load_inference("embedded", Platform(backend="cpu"))
+
+
+def config_of(*overrides):
+    """A config with the environment and little to do."""
+    given = (
+        "model.path=embedded", "data.source=rows.jsonl", "data.eval_split=train", "reward.functions=[]",
+        "env.factory=even.py:Even", "env.max_turns=2", "rollout.stop=['e', '1', '=']",
+        "eval.max_new_tokens=60", "eval.samples=0", "data.system_prompt=",
+    )  # fmt: skip
+    return load_config(None, [*given, *overrides])
+
+
+def measured(model, config, **how):
+    """Both ways of measuring: `grpo eval`'s and a run's own."""
+    decoder = TextDecoder(model.tokenizer)
+    arguments = (config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders)
+    environments = build_environments(*arguments)
+    rows = eval_rows(config, whole=True)
+    chosen, _ = choose_problems(rows, model, config, environments.schemas)
+    rewards = all_rewards((), environments)
+    found = measure_episodes(
+        model, "it", chosen, config, SamplingPlan(max_batch=3), rewards, environments, **how
+    )
+    own = evaluate(
+        model.policy, {}, list(chosen.values()), decoder=decoder, nudge=config.data.nudge, max_new_tokens=60,
+        eos_ids=model.eos_ids, find_stop=decoder.find_stop(config.rollout.stop), max_batch=3,
+        environments=build_environments(*arguments),
+    )  # fmt: skip
+    return found, own
+
+
+def test_figures_of_an_environment(place, model):
+    """By hand: rewards, success from 1.0 on, calls and failures of each problem; and the same in a run."""
+    found, own = measured(model, config_of())
+    answers = np.array([int(row["answer"]) for row in ROWS])
+    failing = answers % 10 == 5
+    reward = np.where(failing | (answers % 10 == 7), np.nan, np.where(answers % 2, 0.5, 1.0))
+    assert np.array_equal(found.metrics["reward/Even"].values, reward, equal_nan=True)
+    assert found.metrics["success"].values.tolist() == (reward == 1).tolist()
+    assert found.metrics["success"].interval == wilson(4, 8)
+    calls, turns = found.metrics["calls"].values, found.metrics["turns"].values
+    assert calls.tolist() == (turns - 1).tolist() and not calls[failing].any() and calls.max() == 1
+    known = (turns == 2) & ~failing
+    assert known.any()
+    divided = 10 * (answers % 3 == 2)
+    assert found.metrics["failed calls"].values[known].tolist() == (divided[known] > 0).astype(float).tolist()
+    assert any("no fives" in problem for problem in found.problems)
+    assert [row["completion"] for row in found.completions] == list(own.texts)
+    assert own.figures == EpisodeFigures(
+        success=tuple(bool(x) for x in found.metrics["success"].values),
+        reward=tuple(None if x != x else x for x in reward.tolist()),
+        turns=tuple(int(x) for x in turns),
+        calls=tuple(int(x) for x in calls),
+        failures=tuple(int(x) for x in found.metrics["failed calls"].values),
+        seconds=own.figures.seconds,
+    )
+    logged = own.figures.metrics()
+    assert logged["eval/success"] == 0.5 and logged["eval/reward"] == pytest.approx(np.nanmean(reward))
+    lower, _ = measured(model, config_of(), success_at=0.5)
+    assert lower.metrics["success"].values.sum() == np.sum(reward >= 0.5)
+
+
+def test_samples_and_functions_without_a_class(place, model):
+    """Without get_reward an episode succeeds with the gold answer; pass@k is there as well."""
+    config = config_of("env.factory=", "env.tools=['even.py:double']", "reward.functions=['int_reward_func']")
+    decoder = TextDecoder(model.tokenizer)
+    environments = build_environments(
+        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders
+    )
+    chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
+    from runners.rewards.functions import resolve_rewards
+
+    rewards = resolve_rewards(config.reward.functions)
+    plan = SamplingPlan(num=2, ks=(1, 2), max_batch=5)
+    found = measure_episodes(model, "it", chosen, config, plan, rewards, environments)
+    assert found.metrics["success"].values.tolist() == found.metrics["exact match"].values.tolist()
+    assert {"pass@1", "pass@2", "maj@2", "sampled success", "sampled calls"} <= set(found.metrics)
+    samples = [row for row in found.completions if row["kind"] == "sample"]
+    assert [row["problem"] for row in samples[::2]] == list(chosen) and len(samples) == 16
+    assert all(row["messages"][0]["role"] == "assistant" for row in samples)
+
+
+def test_figures_of_several_ranks_are_in_the_problems_order():
+    """Rank r of N has the problems r, r + N, …"""
+    whole = EpisodeFigures(
+        success=(True, False, True), turns=(1, 2, 3), calls=(4, 5, 6), failures=(0, 1, 2), seconds=(0.0,) * 3
+    )
+    parts = [whole.picked([0, 2]), whole.picked([1])]
+    columns = [
+        {name: list(getattr(part, name)) for name in part.__slots__ if name[0] != "_"} for part in parts
+    ]
+    assert _figures(columns, 3) == whole
+    assert _figures([None, None], 3) is None
+
+
+def test_the_command(place):
+    """A table with success first, JSON, and two models; code of a run's config has to be named."""
+
+    def grpo(*arguments):
+        return CliRunner().invoke(cli.main, ["eval", *map(str, arguments)])
+
+    options = (
+        "--data", "rows.jsonl", "--split", "train", "--samples", 4, "--max-tokens", 30, "--max-turns", 2,
+        "--set", "reward.functions=[]", "--set", "rollout.stop=['e', '1']",
+    )  # fmt: skip
+    result = grpo("embedded", "--env", "even.py:Even", *options, "--json", "scores.json", "--out", "rows.out")
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
+    assert lines[:3] == ["success", "exact match", "reward/Even"] and "failed calls" in lines
+    scores = json.loads((place / "scores.json").read_text())
+    assert set(scores["models"]["embedded"]["success"]) == {"mean", "interval"} and scores["seconds"]
+    assert {"messages", "success", "turns"} <= json.loads(
+        (place / "rows.out").read_text().split("\n")[0]
+    ).keys()
+    run = place / "run"
+    (run / "final").mkdir(parents=True)
+    content = {"model": {"path": "embedded"}, "env": {"factory": "even.py:Even"}, "reward": {"functions": []}}
+    (run / "config.resolved.json").write_text(json.dumps(content))
+    refused = grpo(run, *options)
+    assert refused.exit_code == 2 and 'env.factory = "even.py:Even" is code' in refused.stderr
+    missing = grpo("embedded", *options)
+    assert missing.exit_code == 2 and "reward.functions" in missing.stderr
