@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.backends import find, number
+from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.elementwise import exp, logsumexp
 from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
@@ -27,6 +27,8 @@ def chunk_rows(vocabulary: int) -> int:
     On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
     128 MB (Metal) or 512 MB (CUDA).
     """
+    if not enabled("logit_chunks"):
+        return 2**31 - 1
     most = min(number("logits") // vocabulary, number("logit_rows"))
     return max(most, number("least_logits") // vocabulary, 1)
 
