@@ -5,7 +5,7 @@
 ## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
 ## make lint         ruff, pyright and import-linter
 ## make docs         the manual, as a website in build/manual
-## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
+## make bench        all measurements, about an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
 ## make clean        remove .venv, caches and builds; outputs/ stays
@@ -30,7 +30,7 @@ OLDEST ?= python3.11
 TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
-BENCHMARKS := first_update matrix logprobs loss step rollout turns learner peers quant sync generation loading memory depth checkpoint ranks quickstart
+BENCHMARKS := first_update matrix logprobs loss step rollout turns learner peers quant sync generation loading memory depth checkpoint ranks mechanisms quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
