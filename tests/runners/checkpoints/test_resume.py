@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def straight_run(tmp_path_factory):
-    """The function that makes a run which is not cut off, once for the same settings, in a folder of its own."""
+    """The function that makes a run which is not cut off: once for the same settings, in its own folder."""
     folder = tmp_path_factory.mktemp("straight")
     model = [f"model.path={make_model_folder(folder / 'model', 'qwen2')}", "rollout.launch=eval"]
 
