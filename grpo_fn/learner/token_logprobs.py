@@ -140,9 +140,9 @@ def _chunked(
         weight_vd = head.weight(params)
         if takes_products(h_cd.dtype):
             found = out[0], out[1] if len(out) > 1 else None
-            slopes = ct[0], ct[1] if entropy == "differentiable" else None
-            bend = head.scale, head.cap
-            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            cotangents = ct[0], ct[1] if entropy == "differentiable" else None
+            scale_and_cap = head.scale, head.cap
+            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.
