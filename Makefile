@@ -3,9 +3,10 @@
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
 ## make test         set up, and run the tests, on up to four cores
 ## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
+## make campaigns    set up, and run what takes longer: benchmarks in small, kills, made-up files, many examples
 ## make lint         ruff, pyright and import-linter
 ## make docs         the manual, as a website in build/manual
-## make bench        all measurements, about three quarters of an hour, into benchmarks/README.md
+## make bench        all measurements, about an hour, into benchmarks/README.md
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
 ## make clean        remove .venv, caches and builds; outputs/ stays
@@ -20,6 +21,9 @@ ARGS ?=
 # A process a core; each takes about a gigabyte.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4
 FAST := tests/grpo_fn/algorithm tests/grpo_fn/rollout tests/grpo_fn/learner/test_update.py tests/grpo_fn/learner/test_state.py
+# Files of properties: with HYPOTHESIS_PROFILE=campaign each is tried on some hundred to some thousand examples.
+PROPERTIES := tests/grpo_fn/algorithm tests/grpo_fn/learner/test_packing.py tests/grpo_fn/learner/test_splits.py \
+	tests/grpo_fn/test_compiled.py tests/grpo_fn/test_trees.py tests/runners/config/test_config_junk.py
 EXTRA ?=
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
@@ -30,14 +34,14 @@ OLDEST ?= python3.11
 TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
-BENCHMARKS := first_update matrix logprobs loss step rollout turns learner peers quant sync generation loading memory depth checkpoint ranks run_report quickstart
+BENCHMARKS := first_update matrix logprobs loss step rollout turns learner peers quant sync generation loading memory depth checkpoint ranks run_report mechanisms quickstart
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint docs bench setup constraints clean
+.PHONY: help quickstart test test-fast campaigns lint docs bench setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +54,11 @@ test: $(VENV)/.ready-dev
 
 test-fast: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FAST) $(ARGS)
+
+# One process: benchmarks and kills compare times and sizes.
+campaigns: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/campaigns $(ARGS)
+	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PROPERTIES) $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What a run is foretold to take against what it takes: the peak of two steps of the real loop, by config."""
+"""The predicted peak of a run against the real one: two steps of the real loop, by config."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ REWARD = "def alternating(completions, **_):\n    return [float(i % 2) for i in 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One run to be foretold and measured; `model` None: the quickstart, but for its rewards."""
+    """One run to be predicted and measured; `model` None: the quickstart, but for its rewards."""
 
     model: Mapping[str, Any] | None
     words: int = 0  # of each question, about a token each
@@ -166,16 +166,16 @@ class PhasePeaks(Quiet):
 
 @attrs.frozen
 class Outcome:
-    """A config's peak as foretold and as measured, bytes."""
+    """A config's peak as predicted and as measured, bytes."""
 
-    foretold: Forecast
+    predicted: Forecast
     measured: int
     peaks: Mapping[str, int]  # of each thing that the loop did
 
     @property
     def error(self) -> float:
         """The forecast's, per cent of what was measured."""
-        return 100 * (self.foretold.peak.total / self.measured - 1)
+        return 100 * (self.predicted.peak.total / self.measured - 1)
 
 
 def outcome(case: Case, *, steps: int = 2) -> Outcome:
@@ -194,7 +194,7 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
             config = load_config(str(folder / "train.toml"), [f"optim.max_steps={steps}", *case.settings])
         config = config.check()
         prompt = longest_prompt(config)
-        foretold = forecast(config, platform, 1 << 40, prompt=prompt)
+        predicted = forecast(config, platform, 1 << 40, prompt=prompt)
         gc.collect()
         mx.clear_cache()
         before = mx.get_active_memory()
@@ -203,7 +203,7 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
         run_training(config, report=report)
         mx.clear_cache()
     peaks = {name: peak - before for name, peak in report.peaks.items()}
-    return Outcome(foretold, max(peaks.values()), peaks)
+    return Outcome(predicted, max(peaks.values()), peaks)
 
 
 def write_case(folder: Path, case: Case) -> None:
@@ -227,13 +227,13 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
-    phase: MemoryPhase = found.foretold.peak
+    phase: MemoryPhase = found.predicted.peak
     largest = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [
         Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
         Figure(
-            name=f"{name}: foretold",
+            name=f"{name}: predicted",
             value=phase.total / 1e6,
             unit="MB",
             note=f"{phase.name}: {parts}",
@@ -245,7 +245,7 @@ def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
 @benchmark("memory")
 @click.option("--case", "names", multiple=True, help="Part of a case's name; more than once for several.")
 def main(quick: bool, names: Sequence[str]) -> Sequence[Figure]:
-    """The memory that `grpo plan` foretells, against the peak of a run's real steps."""
+    """The memory that `grpo plan` predicts, against the peak of a run's real steps."""
     chosen = QUICK if quick else tuple(CASES)
     if names:
         chosen = tuple(name for name in CASES if any(part in name for part in names))

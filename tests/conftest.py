@@ -1,4 +1,4 @@
-"""Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has two profiles."""
+"""Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has its profiles."""
 
 import os
 import signal
@@ -15,10 +15,14 @@ load_blas()
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, max_examples=40, suppress_health_check=_SLOW_IS_FINE
+    "ci", deadline=None, derandomize=True, database=None, max_examples=25, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile(
+    "campaign", deadline=None, database=None, max_examples=500, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
-# `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones.
+# `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones, and
+# HYPOTHESIS_PROFILE=campaign, which `make campaigns` sets, for many.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

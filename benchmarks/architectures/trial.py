@@ -22,7 +22,7 @@ from grpo_fn.policy import checkpoint_layers, use_own_functions
 from grpo_fn.trees import Tree, named_leaves
 from runners.errors import UserError
 from runners.machine.bounded_process import limit
-from runners.tuning.model_check import Way, compare
+from runners.tuning.model_comparison import Way, compare
 
 PROMPTS = {
     "equal": [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]],

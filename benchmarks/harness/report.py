@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.harness import headlines, plots
+from benchmarks.harness import gains, headlines, plots
 from benchmarks.harness.record import RESULTS, Record, grid, load_records, table
 from runners.errors import UserError
 
@@ -39,8 +39,9 @@ NAMES = (
     "depth",
     "ranks",
     "run_report",
+    "mechanisms",
 )
-GRIDS = ("quant", "sync", "depth")  # with the same columns for many rows
+GRIDS = ("quant", "sync", "depth", "mechanisms")  # with the same columns for many rows
 
 
 def section(records: dict[str, Record]) -> str:
@@ -96,12 +97,13 @@ def rendered(text: str, results: Path) -> str:
 def refresh(readme: Path, results: Path, *, write: bool = True) -> list[Path]:
     """Bring the pages up to date with a folder of results, or only look; those that were out of date.
 
-    They are `readme` and, where the results are the project's own, its first page. Raises UserError as
-    `rendered` and `headlines.rendered` do.
+    They are `readme` and, where the results are the project's own, its first page and the table of
+    mechanisms. Raises UserError as `rendered`, `headlines.rendered` and `gains.rendered` do.
     """
     pages: dict[Path, Callable[[str, Path], str]] = {readme: rendered}
     if results.resolve() == RESULTS:
         pages[headlines.FRONT] = headlines.rendered
+        pages[gains.PAGE] = gains.rendered
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     new = {page: render(texts[page], results) for page, render in pages.items()}
     changed = [page for page in pages if new[page] != texts[page]]

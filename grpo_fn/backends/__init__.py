@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from grpo_fn.backends.cuda.programs import names as cuda_programs
     from grpo_fn.backends.mechanisms import (
         OPERATIONS,
+        SWITCHES,
+        check_mechanism,
         disable,
         disabled,
+        disabled_names,
+        enabled,
         find,
         has_cuda,
         number,
@@ -24,10 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPERATIONS",
+    "SWITCHES",
     "Blas",
+    "check_mechanism",
     "cuda_programs",
     "disable",
     "disabled",
+    "disabled_names",
+    "enabled",
     "find",
     "has_cuda",
     "load_blas",

@@ -9,7 +9,7 @@ takes them. "" says that it takes all. Submodules are imported when they are fir
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -42,6 +42,23 @@ OPERATIONS = {
     "grid_steps": "(): DecodeProgram; over one copy of each prompt, rows in a grid: for row lanes",
     "shared_prompts": "(): keys and values of prompts as `grid_steps` holds them",
     "copied_length": "(): to which length `grid_steps` copies short prompts into each row",
+}
+# What other folders do for speed or memory, unless it is turned off: they ask `enabled`.
+SWITCHES = {
+    "own_functions": "mlx-lm's layers call this library's functions: the way in for most of what is here",
+    "shared_prefix": "rollouts are decoded over one copy of each prompt, where the machine gains by it",
+    "row_compaction": "rows that have ended leave the batch",
+    "merged_adapters": "LoRA's and DoRA's adapters are part of the weights while a model samples",
+    "unpacked_weights": "packed weights stand in full size while a model samples",
+    "unpacked_products": "a packed weight is unpacked for a product of several rows",
+    "logit_chunks": "the learner makes logits a chunk at a time",
+    "counted_positions": "the learner computes the head at counted tokens alone, not at padding",
+    "inactive_rows": "completions without a gradient are left out of the learner's batch",
+    "recomputed_gates": "the backward pass of a gated MLP recomputes its product",
+    "gradient_layout": "gradients of weights lie as the weights do",
+    "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
+    "background_saving": "a checkpoint is written while training goes on",
+    "programs_ahead": "what MLX compiles for CUDA is compiled while the model is loaded",
 }
 # What a device without a folder here takes.
 NUMBERS: dict[str, int] = {
@@ -116,16 +133,38 @@ def number(name: str) -> int:
     return (NUMBERS if folder is None else folder.NUMBERS)[name]
 
 
+def enabled(name: str) -> bool:
+    """Whether one of `SWITCHES` is on.
+
+    Raises:
+        ValueError: `SWITCHES` has no such name.
+    """
+    if name not in SWITCHES:
+        raise ValueError(_unknown(name, SWITCHES))
+    return name not in _replaced
+
+
+def disabled_names() -> tuple[str, ...]:
+    """What is turned off now, in alphabetical order."""
+    return tuple(sorted(name for name, function in _replaced.items() if function is None))
+
+
+def check_mechanism(name: str) -> None:
+    """ValueError, with the nearest name, where neither `OPERATIONS` nor `SWITCHES` has it."""
+    if name not in OPERATIONS and name not in SWITCHES:
+        raise ValueError(_unknown(name, {**OPERATIONS, **SWITCHES}))
+
+
 def disable(*names: str) -> None:
     """Turn mechanisms off for the rest of the process; see `disabled`."""
     for name in names:
-        _check(name)
-        _replaced[name] = None
+        check_mechanism(name)
+    _replaced.update(dict.fromkeys(names))
 
 
 @contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Without these mechanisms, until the end of the `with` block.
+    """Without these mechanisms, names of `OPERATIONS` or `SWITCHES`, until the end of the `with` block.
 
     Layers that were patched and steps that were compiled before stay as they are: make the policy inside.
     """
@@ -137,7 +176,7 @@ def disabled(*names: str) -> Iterator[None]:
 def substituted(**functions: Any) -> Iterator[None]:
     """With these in place of whatever `find` gives, for any arguments: stand-ins of tests."""
     for name in functions:
-        _check(name)
+        check_mechanism(name)
     saved = dict(_replaced)
     _replaced.update(functions)
     try:
@@ -147,10 +186,9 @@ def substituted(**functions: Any) -> Iterator[None]:
         _replaced.update(saved)
 
 
-def _check(name: str) -> None:
-    if name not in OPERATIONS:
-        near = difflib.get_close_matches(name, OPERATIONS, 1, 0)
-        raise ValueError(f"no mechanism {name!r}; the nearest name is {near[0]!r}")
+def _unknown(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1, 0)
+    return f"no mechanism {name!r}; the nearest name is {near[0]!r}"
 
 
 @functools.cache
@@ -167,7 +205,8 @@ def _folder(device: str) -> Any:
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
     """A device's submodule that computes an operation, its attribute there, and its predicate's or ""."""
-    _check(name)
+    if name not in OPERATIONS:
+        raise ValueError(_unknown(name, OPERATIONS))
     folder = _folder(device)
     if folder is None or name not in folder.MECHANISMS:
         return None

@@ -11,6 +11,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.algorithm import LossSpec
+from grpo_fn.backends import enabled
 from grpo_fn.checks import check_shape, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.trees import map_arrays, on_host
@@ -117,6 +118,8 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     Those are the rows with no counted token, and, where neither a KL term nor an entropy bonus acts, the rows
     with A = 0 (all of a group whose rewards are equal). Reads the advantages: waits for the device.
     """
+    if not enabled("inactive_rows"):
+        return batch
     counted_b = batch.mask_bt.any(axis=1)
     active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
     active = [row for row, flag in enumerate(on_host(active_b)) if flag]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends import enabled
 from grpo_fn.learner.batch import Batch, take_rows
 from grpo_fn.learner.packing import Packer, Row, Shape
 from grpo_fn.trees import on_host
@@ -155,7 +156,7 @@ def _fitted_to(piece: Batch, shape: Shape) -> Batch:
         ref_logp_bt=fitted(piece.ref_logp_bt),
         keep_bt=fitted(piece.keep_bt),
         prompt_index_b=None if index_b is None else mx.pad(index_b, [(0, missing)]),
-        positions_n=_counted_positions(mask_bt, shape.positions),
+        positions_n=_counted_positions(mask_bt, shape.positions) if enabled("counted_positions") else None,
     )
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from grpo_fn.backends import find
+from grpo_fn.backends import enabled, find
 from grpo_fn.checks import check_choice
 from grpo_fn.trees import Tree, map_arrays
 
@@ -141,7 +141,7 @@ def adamw(
 
         def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
             # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
-            grad = mx.depends(grad, last) if last else grad
+            grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             leaf = find("adamw", param, *moments.values()) if isinstance(keep, Keeper) else None
             if leaf is not None and isinstance(keep, Keeper):
                 *values, fault = leaf(param, grad, moments["m"], moments["v"], numbers_5, betas, eps)

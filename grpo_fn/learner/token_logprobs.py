@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from grpo_fn.backends import find, number
+from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.elementwise import exp, logsumexp
 from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
@@ -27,6 +27,8 @@ def chunk_rows(vocabulary: int) -> int:
     On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
     128 MB (Metal) or 512 MB (CUDA).
     """
+    if not enabled("logit_chunks"):
+        return 2**31 - 1
     most = min(number("logits") // vocabulary, number("logit_rows"))
     return max(most, number("least_logits") // vocabulary, 1)
 
@@ -138,9 +140,9 @@ def _chunked(
         weight_vd = head.weight(params)
         if takes_products(h_cd.dtype):
             found = out[0], out[1] if len(out) > 1 else None
-            slopes = ct[0], ct[1] if entropy == "differentiable" else None
-            bend = head.scale, head.cap
-            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, slopes, bend, temperature)
+            cotangents = ct[0], ct[1] if entropy == "differentiable" else None
+            scale_and_cap = head.scale, head.cap
+            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = scaled(head.function(params, h_cd))
         # lse = z_t − log p_t: no second reduction over the logits.

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends import enabled
 from grpo_fn.backends.elementwise import swiglu, swiglu_gradient
 from grpo_fn.backends.recomputing import recomputed
 from grpo_fn.layers import is_one_token
@@ -18,7 +19,7 @@ from grpo_fn.trees import from_names, named_leaves
 
 def down_of_gated(down: nn.Module, gate: mx.array, x: mx.array) -> mx.array:
     """down(silu(gate) · x), [...,F] to [...,D]; `down` is any layer, with adapters or without."""
-    if is_one_token(gate) or _is_random(down):
+    if is_one_token(gate) or _is_random(down) or not enabled("recomputed_gates"):
         return down(swiglu(gate, x))
     held, names = down.parameters(), list(named_leaves(down.trainable_parameters()))
 

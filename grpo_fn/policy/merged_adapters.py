@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import number
+from grpo_fn.backends import enabled, number
 from grpo_fn.layers import NamedLayers, is_linear, replaced_layers
 from grpo_fn.rounding import stochastic_round
 
@@ -53,7 +53,7 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers
     ]
     dtypes = {dtype for _, _, dtype in found}
     nbytes = sum(layer.linear.weight.size * dtype.size for _, layer, dtype in found)
-    if len(dtypes) != 1 or nbytes > most.get(dtypes.pop(), 0):
+    if len(dtypes) != 1 or nbytes > most.get(dtypes.pop(), 0) or not enabled("merged_adapters"):
         return []
     return [(name, layer) for name, layer, _ in found]
 

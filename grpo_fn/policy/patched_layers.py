@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import find, offers
+from grpo_fn.backends import enabled, find, offers
 from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
 from grpo_fn.layers import is_one_token
 from grpo_fn.policy.gated_mlp import down_of_gated
@@ -29,9 +29,11 @@ def use_own_functions(module: nn.Module) -> int:
     alone, and a second call changes nothing.
     """
     fix_known_faults(module)
-    changed = 0
+    if not enabled("own_functions"):
+        return 0
+    changed, rotates, unpacks = 0, offers("rope"), unpack_rows() > 0
     for layer in module.modules():
-        kind = _with_own_functions(type(layer))
+        kind = _with_own_functions(type(layer), rotates, unpacks)
         if kind is not type(layer):
             layer.__class__ = kind
         changed += hasattr(kind, "own_functions")
@@ -161,7 +163,7 @@ class _Linear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight_vd = self["weight"]
-        if is_one_token(x) or weight_vd.dtype != x.dtype:
+        if is_one_token(x) or weight_vd.dtype != x.dtype or not enabled("gradient_layout"):
             return super().__call__(x)
         bias = [self["bias"]] if "bias" in self else []
         return cast(mx.array, _product(x, weight_vd, *bias))
@@ -210,7 +212,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
+def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> type[nn.Module]:
     """A subclass whose `__call__` finds ours under the names of mlx-lm's functions; else `kind`."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
@@ -222,9 +224,9 @@ def _with_own_functions(kind: type[nn.Module]) -> type[nn.Module]:
     if kind is nn.Linear:
         return _Linear
     if kind is nn.RoPE:
-        return _RoPE if offers("rope") else kind
+        return _RoPE if rotates else kind
     if kind in _PACKED:
-        return _PACKED[kind] if unpack_rows() else kind
+        return _PACKED[kind] if unpacks else kind
     names = [
         name
         for name, original in _originals().items()

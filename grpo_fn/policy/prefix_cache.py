@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import find, number
+from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.decoding import OneTokenCache
 from grpo_fn.backends.elementwise import softmax
 from grpo_fn.layers import CANNOT_CALL
@@ -159,7 +159,7 @@ class PrefixCache(OneTokenCache):
 
 def sharing_pays() -> bool:
     """Whether one copy of each prompt was measured as faster on this machine: the default of `generate`."""
-    return bool(number("shares_prompts"))
+    return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
 def shares_prefix(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from grpo_fn.backends import number
+from grpo_fn.backends import enabled, number
 from grpo_fn.backends.recomputing import recomputed
 from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import from_names
@@ -25,7 +25,7 @@ PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gig
 
 def unpack_rows() -> int:
     """Rows of a product from which a packed weight is unpacked first, on this machine; 0: never."""
-    return number("unpack_rows")
+    return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
 @attrs.frozen

@@ -12,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends import enabled, number
 from grpo_fn.layers import NamedLayers, is_packed, replaced_layers
 from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.policy.quantized_layers import QuantMode, dequantize, unpack_rows
+from grpo_fn.policy.quantized_layers import QuantMode, dequantize
 from grpo_fn.trees import named_leaves
 
 MOST_BYTES = 256e6  # of all unpacked weights of a model
@@ -39,7 +40,8 @@ def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayer
     """The packed layers that `unpacked_weights` unpacks, by path; read off shapes."""
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
-    return found if unpack_rows() and nbytes <= MOST_BYTES else []
+    pays = enabled("unpacked_weights") and number("unpack_rows") > 0
+    return found if pays and nbytes <= MOST_BYTES else []
 
 
 def _size(layer: Any) -> int:

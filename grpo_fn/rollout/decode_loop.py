@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends import enabled
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.lanes import Lane
 from grpo_fn.rollout.sampler import Sampler, drawing, mark_seen, penalize
@@ -108,7 +109,7 @@ class Decoder:
         self._eos_ids, self._find_stop = eos_ids, find_stop
         self._check_every = max(decoding.check_every, 1)
         self._launch = mx.async_eval if decoding.pipelined else mx.eval
-        self._compact = decoding.compact
+        self._compact = decoding.compact and enabled("row_compaction")
 
     def run(self, lanes: list[Lane], whole: Columns | Transcript, turns: Turns | None = None) -> None:
         """Decode until every row has ended; with `turns`, until every conversation has."""

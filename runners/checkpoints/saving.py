@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from grpo_fn.backends import enabled
 from runners.checkpoints.disk_room import DiskRoom
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
@@ -69,8 +70,8 @@ class Saver:
             self._job = _Job(place, why, snapshot.nbytes, self._pool.submit(self._write, snapshot))
             del snapshot  # its arrays go when they are written
         self._stopped += time.perf_counter() - started
-        if strict:
-            self.wait(strict=True)
+        if strict or not enabled("background_saving"):
+            self.wait(strict=strict)
 
     def poll(self) -> None:
         """Says what became of a checkpoint, if that is known."""

@@ -88,6 +88,7 @@ class Config:
 
         spec = self.loss_spec()
         _check_reference(self, spec.beta)
+        _check_mechanisms(self)
         recipe = PRESETS[self.loss.preset]
         # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
@@ -178,6 +179,17 @@ def write_resolved(config: Config) -> Path:
         where = config.where("run.output_dir")
         raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _check_mechanisms(config: Config) -> None:
+    """Raises ConfigError where system.disable names what does not exist."""
+    from grpo_fn.backends import check_mechanism
+
+    for name in config.system.disable:
+        try:
+            check_mechanism(name)
+        except ValueError as error:
+            raise ConfigError([f"{config.where('system.disable')}: {error}"]) from error
 
 
 def _check_scale(config: Config) -> None:

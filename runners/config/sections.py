@@ -343,3 +343,4 @@ class SystemConfig:
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
     collective_timeout: float = field(default=600.0, validator=rules.above(0))  # seconds that ranks wait
     check_model: bool = True  # compare what decodes with what is trained, before the first rollout
+    disable: tuple[str, ...] = field(default=(), validator=rules.each_once())  # mechanisms, by name

@@ -46,8 +46,10 @@ def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
     """
     if platform.backend != "cuda":
         return Compilation(Path(), (), 0)
-    from grpo_fn.backends import cuda_programs
+    from grpo_fn.backends import cuda_programs, enabled
 
+    if not enabled("programs_ahead"):
+        return Compilation(Path(), (), 0)
     wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
     return Compilation(Path(os.environ[_VARIABLE]), wanted, max(min(platform.cores, memory >> 32), 1))
 

@@ -124,7 +124,7 @@ CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # 
 # On CUDA gated MLPs have that many more in flight: each token of a micro-batch takes 1.16 MB of a LoRA run on
 # Qwen2.5-0.5B (H200, between 4,096 and 8,192 tokens).
 _CUDA_GATES = 2
-# On CUDA products of hidden states and head, and their slopes, of one chunk and of the next; `logit_kernels`.
+# On CUDA products of hidden states and head, and their gradients, of one chunk and the next; `logit_kernels`.
 _CUDA_PRODUCTS = 4
 
 

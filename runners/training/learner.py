@@ -19,7 +19,8 @@ from runners.models.loaded_model import LoadedModel
 from runners.models.reading import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
-from runners.tuning.model_check import Checked, Way, check_model
+from runners.tuning.model_check import check_model
+from runners.tuning.model_comparison import Checked, Way
 
 
 @attrs.frozen(eq=False)

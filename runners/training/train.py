@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
+from grpo_fn.backends import disabled  # before MLX: it loads the BLAS
 from runners.checkpoints.disk_room import disk_room
 from runners.checkpoints.resume import (
     Origin,
@@ -98,6 +98,7 @@ def _train(
     where = config.where("run.name")
     written = config if ranks.first else _writing_nothing(config)
     with ExitStack() as stack:
+        stack.enter_context(disabled(*config.system.disable))
         if ranks.first:
             report = report or make_report(every=config.log.every)
         else:  # what this rank would write goes into a folder that is thrown away

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends import disabled_names
 from grpo_fn.policy import decode_weights_bytes
 from grpo_fn.trees import nbytes
 from runners.config.loading import Config
@@ -137,6 +138,7 @@ def _facts(
         "groups": list(candidates.groups),
         "launches": list(candidates.launches),
         "checks": list(candidates.checks),
+        "disabled": list(disabled_names()),
     }
 
 

@@ -1,92 +1,22 @@
-"""Whether a model decodes what it learns: compared before the first rollout, on the run's own prompts.
-
-    rollout of a few tokens, as the run will decode      learner's forward of each row alone
-                 log-probs            ─────── the same, or a plainer way ───────           log-probs
-
-The faster paths (compiled decoding steps, one copy of a prompt, rows of different lengths, adapters merged)
-are offered by what a model looks like. Here its numbers decide. The answer is kept between runs.
-"""
+"""Before a run's first rollout: whether the model decodes what it learns. The answer is kept between runs."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-import mlx.core as mx
-import numpy as np
 
 import grpo_fn as g
-from grpo_fn.learner import split_batch
-from grpo_fn.policy import is_quantized, row_logprobs
-from grpo_fn.trees import Tree, named_leaves, on_host
+from grpo_fn.backends import disabled_names
+from grpo_fn.trees import Tree
 from runners.config.loading import Config
-from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
+from runners.tuning.model_comparison import Checked, Way, compare
 from runners.tuning.saved_answers import cache_file, recall_answer, remember_answer
-
-LONG, SHORT = 24, 9  # tokens of the two prompts, at most
-GENERATIONS, NEW_TOKENS = 2, 4
-# The largest difference of a row's mean log-prob that rounding explains, nats a token.
-EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits or over packed weights
-
-
-@attrs.frozen
-class Way:
-    """How a model is decoded and trained: which of the faster paths are taken."""
-
-    programs: tuple[str, ...]  # compiled decoding steps of the backend
-    shares_prefix: bool  # completions over one copy of their prompt
-    takes_ragged: bool  # rows of different lengths together
-    joins_weights: bool  # adapters merged, projections fused
-    over_caches: bool  # the learner's forward goes over caches, as decoding does
-    share_prompts: bool  # the learner computes a group's prompt once
-    compile: bool  # the learner's steps are compiled
-
-    @classmethod
-    def of(cls, policy: g.Policy, *, share_prompts: bool, compile: bool) -> Way:
-        """What the policy offers."""
-        return cls(
-            tuple(sorted(policy.programs)),
-            policy.shares_prefix,
-            policy.takes_ragged,
-            policy.joins_weights,
-            policy.split.over_caches,
-            share_prompts,
-            compile,
-        )
-
-    def applied(self, policy: g.Policy) -> g.Policy:
-        """The policy on this way."""
-        return attrs.evolve(
-            policy,
-            programs=policy.programs & frozenset(self.programs),
-            shares_prefix=policy.shares_prefix and self.shares_prefix,
-            takes_ragged=policy.takes_ragged and self.takes_ragged,
-            joins_weights=self.joins_weights,
-            split=attrs.evolve(policy.split, over_caches=self.over_caches),
-        )
-
-
-# What is given up in turn, and the line's words for it.
-PLAINER: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"programs": ()}, "without compiled decoding steps"),
-    ({"shares_prefix": False, "programs": ()}, "with a copy of the prompt for each completion"),
-    ({"takes_ragged": False}, "with prompts of one length in a batch"),
-    ({"joins_weights": False}, "with the weights as they are trained"),
-    ({"over_caches": True}, "and the learner computes over caches, as decoding does"),
-)
-
-
-@attrs.frozen
-class Checked:
-    """The outcome: the way that is right, and what about it is worth a line."""
-
-    way: Way
-    notices: tuple[str, ...] = ()
 
 
 def check_model(
@@ -135,217 +65,6 @@ def check_model(
     return attrs.evolve(found, notices=(*found.notices, *([fault] if fault else [])))
 
 
-def compare(
-    policy: g.Policy,
-    params: Tree,
-    prompts: Sequence[Sequence[int]],
-    way: Way,
-    *,
-    learns: bool = True,
-    recomputes: bool = False,
-) -> Checked:
-    """`check_model` without a cache: the numbers alone.
-
-    learns: whether it trains, so that the learner's log-probs and gradient are looked at.
-    recomputes: whether its blocks are checkpointed, so that their gradient is compared with a plain one.
-    """
-    rows = few_prompts(prompts)
-    limit = EXACT if _is_exact(policy, params) else ROUNDED
-    way, rollout, notices = _decoding(policy, params, rows, way, limit)
-    if learns:
-        way, more = _learning(way.applied(policy), params, rollout, way, limit)
-        notices += more
-        if recomputes:
-            _compare_recomputed(way.applied(policy), params, rollout, limit)
-    return Checked(way, tuple(notices))
-
-
-def few_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The beginnings of the longest and of the shortest prompt, of different lengths where they have two."""
-    longest, shortest = max(prompts, key=len), min(prompts, key=len)
-    long = list(longest[:LONG])
-    short = list(shortest[: min(SHORT, max(len(long) - 1, 1))])
-    return [long, short]
-
-
-def decoding_fault(
-    policy: g.Policy, params: Tree, prompts: Sequence[Sequence[int]], limit: float
-) -> tuple[g.Rollout | None, str]:
-    """A rollout of a few tokens, and how it differs from the forward of its rows; "": it does not."""
-    rollout = None
-    for lanes in (1, 2) if policy.takes_lanes else (1,):
-        try:
-            rollout = g.generate(
-                policy,
-                params,
-                prompts,
-                key=mx.random.key(0),
-                num_generations=GENERATIONS,
-                max_new_tokens=NEW_TOKENS,
-                decoding=g.Decoding(lanes=lanes),
-            )
-            for row, completion in enumerate(rollout.completions()):
-                want_t = row_logprobs(policy, params, prompts[row // GENERATIONS], completion)
-                fault = _difference(rollout.logp_bt[row, : len(completion)], want_t, limit)
-                if fault:
-                    return rollout, fault
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return None, f"it ends with {error_line(error)}"
-    return rollout, ""
-
-
-def _decoding(
-    policy: g.Policy, params: Tree, prompts: list[list[int]], way: Way, limit: float
-) -> tuple[Way, g.Rollout, list[str]]:
-    """The first way on which decoding is right, a rollout of it, and the line where it is not the first."""
-    rollout, first = decoding_fault(way.applied(policy), params, prompts, limit)
-    if not first:
-        assert rollout is not None
-        return way, rollout, []
-    fault, plain = first, way
-    for changes, words in PLAINER:
-        before, plain = plain, attrs.evolve(plain, **changes)
-        if plain == before:
-            continue
-        rollout, fault = decoding_fault(plain.applied(policy), params, prompts, limit)
-        if fault:
-            continue
-        alone = attrs.evolve(way, **changes)  # what was given up before this may not have been at fault
-        if alone != plain:
-            again, remains = decoding_fault(alone.applied(policy), params, prompts, limit)
-            plain, rollout = (plain, rollout) if remains else (alone, again)
-        assert rollout is not None
-        return plain, rollout, [f"this model is decoded {words}: as the machine would decode it, {first}"]
-    raise UserError(
-        f"this model does not decode what it learns, however plainly: {fault}. Training would "
-        "teach it noise. system.check_model = false goes on all the same"
-    )
-
-
-def _learning(
-    policy: g.Policy, params: Tree, rollout: g.Rollout, way: Way, limit: float
-) -> tuple[Way, list[str]]:
-    """The way on which the learner's batches give the rollout's log-probs, and a finite gradient."""
-    notices = []
-    for share in (True, False) if way.share_prompts else (False,):
-        fault = _learner_fault(policy, params, rollout, share, limit)
-        if not fault:
-            break
-        if share:
-            notices.append(f"the learner computes each row's prompt by itself: sharing it, {fault}")
-            way = attrs.evolve(way, share_prompts=False)
-    else:
-        raise UserError(
-            f"this model cannot be trained here: {fault}. system.check_model = false goes on all the same"
-        )
-    if way.compile:
-        fault = _compile_fault(policy, params, rollout, way.share_prompts)
-        if fault:
-            notices.append(f"the learner's steps are not compiled: {fault}")
-            way = attrs.evolve(way, compile=False)
-    return way, notices
-
-
-def _learner_fault(policy: g.Policy, params: Tree, rollout: g.Rollout, share: bool, limit: float) -> str:
-    """What is wrong with log-probs or gradient of the rollout as the learner computes them; "": nothing."""
-    batch = _batch(rollout)
-    try:
-        logprobs = g.make_logprob_step(policy, compile=False)
-        for number, rows in enumerate(_row_groups(batch, share)):
-            got_bt = logprobs(params, rows)
-            want_bt = rows.rollout_logp_bt
-            for row, length in enumerate(on_host(rows.mask_bt.sum(axis=1))):
-                fault = _difference(got_bt[row, :length], want_bt[row, :length], limit) if length else ""
-                if fault:
-                    return f"{fault} (micro-batch {number})"
-        state, _ = _grad_step(policy, compile=False)(_state(params), list(_row_groups(batch, share)))
-        names = [
-            name
-            for name, leaf in named_leaves(state.accum_grads).items()
-            if not mx.isfinite(leaf).all().item()
-        ]
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return error_line(error)
-    if not names:
-        return ""
-    return f"the gradient of {names[0]} is not finite (of {len(names)} leaves), as mlx-lm computes it"
-
-
-def _compare_recomputed(policy: g.Policy, params: Tree, rollout: g.Rollout, limit: float) -> None:
-    """UserError where checkpointed blocks give another gradient than the model by itself."""
-    # Over caches no block is recomputed.
-    plain = attrs.evolve(policy, split=attrs.evolve(policy.split, over_caches=True))
-    both = []
-    for each in (policy, plain):
-        state, _ = _grad_step(each, compile=False)(_state(params), list(_row_groups(_batch(rollout), False)))
-        both.append({name: _in_float64(leaf) for name, leaf in named_leaves(state.accum_grads).items()})
-    size = np.sqrt(sum(np.square(leaf).sum() for leaf in both[1].values()))
-    off = np.sqrt(sum(np.square(leaf - both[1][name]).sum() for name, leaf in both[0].items()))
-    if not off <= 2 * limit * size:
-        raise UserError(
-            f"system.grad_checkpoint = true gives this model another gradient, off by {off / size:.2g} of "
-            "its norm: its blocks hand on more than their output. Want false"
-        )
-
-
-def _compile_fault(policy: g.Policy, params: Tree, rollout: g.Rollout, share: bool) -> str:
-    """Why the grad step cannot be traced; "": it can. Nothing is computed."""
-    try:
-        _grad_step(policy, compile=True)(_state(params), next(_row_groups(_batch(rollout), share)))
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return error_line(error)
-    return ""
-
-
-def _grad_step(policy: g.Policy, *, compile: bool) -> g.GradStep:
-    return g.make_grad_step(
-        policy,
-        g.LossSpec(surrogate="none", aggregation="constant"),
-        max_completion_length=NEW_TOKENS,
-        compile=compile,
-    )
-
-
-def _state(params: Tree) -> g.TrainState:
-    return g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
-
-
-def _batch(rollout: g.Rollout) -> g.Batch:
-    signs = [[1.0 if i % 2 else -1.0 for i in range(rollout.num_generations)] for _ in rollout.prompts]
-    return g.make_batch(rollout, mx.array(signs))
-
-
-def _row_groups(batch: g.Batch, share: bool) -> Iterator[g.Batch]:
-    yield from split_batch(batch, max_tokens=10 * LONG, bucketed=False, share_prompts=share)
-
-
-def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
-    """How the log-probs of a row's tokens differ; "": no more than rounding explains."""
-    got, want = _in_float64(got_t), _in_float64(want_t)
-    if not np.isfinite(got).all() or not np.isfinite(want).all():
-        return "log-probs are not finite"
-    worst = float(np.abs(got - want).mean())
-    return f"log-probs of a row are off by {worst:.2g} nats a token" if worst > limit else ""
-
-
-def _in_float64(value: mx.array) -> np.ndarray:
-    return np.array(value.astype(mx.float32), np.float64)
-
-
-def _is_exact(policy: g.Policy, params: Tree) -> bool:
-    """Whether everything is computed in float32."""
-    if policy.compute_dtype is not None:
-        return policy.compute_dtype == mx.float32 and not is_quantized(policy.module)
-    leaves = [leaf for tree in (params, policy.frozen) for leaf in named_leaves(tree).values()]
-    return all(leaf.dtype == mx.float32 for leaf in leaves)
-
-
 def _facts(
     config: Config,
     policy: g.Policy,
@@ -368,6 +87,7 @@ def _facts(
         "compute": str(policy.compute_dtype),
         "quantization": [config.rollout.quantization, config.rollout.storage],
         "grad_checkpoint": config.system.grad_checkpoint,
+        "disabled": list(disabled_names()),
         "offered": attrs.asdict(way) | {"programs": list(way.programs)},
     }
 

@@ -13,6 +13,7 @@ import grpo_fn as g
 from grpo_fn import compile as compile_module
 from grpo_fn.compile import Compiled
 from grpo_fn.trees import arrays_of
+from tests.support.examples import examples
 from tests.support.tiny_policies import memory_in_use
 
 
@@ -112,7 +113,7 @@ trees = st.recursive(
 shared = g.compiled(described)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 @given(args=st.lists(trees, min_size=1, max_size=3))
 def test_any_two_trees_are_kept_apart(args):
     """One compiled function, met by tree after tree of equal leaves, gives what the plain function gives."""

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from benchmarks.harness.record import Figure, Measured
 from benchmarks.quickstart import read_log
 from benchmarks.report import main as report_command
 from runners.errors import UserError
+from tests.support.benchmark_runs import check_quick_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {
@@ -229,43 +228,6 @@ def test_an_option_that_names_parts_is_no_other_work(tmp_path):
     assert [figure.name for figure in found.figures] == ["a: x", "b: x"] and not found.settings
 
 
-EXPECTED = {
-    "turns": {"extend: over the tokens alone", "turns: two over one"},
-    "first_update": {"quick: first update after loading, cold", "quick: step"},
-    "matrix": {"qwen2: runs that failed", "qwen2: full, no KL: slowest step"},
-    "rollout": {"quick: ours over shared prefill", "quick compaction: dropped over decoded on"},
-    "learner": {"quick: peak, ours / naive", "quick: largest difference of the gradients"},
-    "peers": {"lora: step, mlx-lm-lora / ours", "lora: peak, ours / mlx-lm-lora"},
-    "quant": {"tiny: mxfp4 packed: tokens/s at batch 4", "tiny: mxfp4 dequantized: KL"},
-    "sync": {"tiny: none: time", "tiny: nvfp4 packed: memory of its own"},
-    "logprobs": {"64 rows: peak, ours / naive", "256 rows: time, ours / naive"},
-    "loss": {"dearest loss / grad step", "dearest preset / cheapest"},
-    "step": {"whole step", "rollout rate"},
-    "generation": {"embedded, greedy: ours / mlx-lm, a token", "6 × 256, sampled: ours, rate"},
-    "loading": {"embedded: added", "tiny: training: added", "grpo run --help"},
-    "memory": {"quickstart: measured peak", "LoRA: error"},
-    "checkpoint": {"quickstart: held up by saving", "large state: a save holds the run up for"},
-    "depth": {
-        "2 layers, random: affine-4, product: non-finite updates",
-        "3 layers, trained: bf16, ours: KL",
-    },
-    "ranks": {"tiny, full, 2: efficiency", "tiny, full, 2, sharded: of unsharded bytes"},
-    "run_report": {"large: written, CPU time", "quickstart: with an open live page / without"},
-    "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
-}
-
-
-@pytest.mark.parametrize("name", report.NAMES)
-def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
-    """--quick --check ends well, prints the table, and leaves a result with this machine and its figures."""
-    if name == "peers":
-        pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--check", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    (found,) = record.load_records(tmp_path / f"{name}.json").values()
-    figures = {figure.name: figure.value for figure in found.figures}
-    assert EXPECTED[name] <= figures.keys()
-    assert all(value >= 0 for value in figures.values()) and all(rate > 0 for rate in found.rates.values())
-    assert found.quick and found.machine["mlx"] and found.machine["cores"] >= 1
-    assert all(f"| {figure} " in done.stdout for figure in figures)
+def test_a_benchmark_runs_and_writes_its_result(tmp_path):
+    """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
+    check_quick_run("loss", {"dearest loss / grad step", "dearest preset / cheapest"}, tmp_path)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.algorithm import loss as losses
+from tests.support.examples import examples
 from tests.support.harness import run_library, run_reference, same_outcome
 from tests.support.strategies import (
     AGGREGATIONS,
@@ -31,7 +32,7 @@ def changed(case, change):
     return attrs.evolve(case, **{name: change(getattr(case, name)) for name in case.tokens()})
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 @given(case=loss_cases(), seed=st.integers(0, 2**32 - 1))
 def test_garbage_at_masked_places_touches_nothing(case, seed):
     """NaN, ±inf and huge values in every input's masked places: bit for bit the same, gradient exactly 0.
@@ -52,7 +53,7 @@ def test_garbage_at_masked_places_touches_nothing(case, seed):
         assert (after[hidden] == 0.0).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(data=st.data(), fields=spec_fields(), seed=st.integers(0, 2**32 - 1))
 def test_masked_is_deleted(data, fields, seed):
     """Tokens scattered among garbage give what the same tokens give alone, [B,k] with a full mask."""
@@ -103,7 +104,7 @@ def test_order_of_sequences_does_not_matter(case, seed):
     same_outcome(run_library(shuffled), expected, case)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 @given(case=loss_cases(rows=6), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
 def test_split_is_whole(case, cuts):
     """Parts of a batch, weighted by their denominators, give the whole's loss and gradients."""
@@ -182,7 +183,7 @@ def test_rows_without_advantage_can_be_left_out(case):
     assert (whole.grad[~active] == 0).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(case=loss_cases(fields={}, style="holes", old_given=False), name=st.sampled_from(ON_POLICY))
 def test_on_policy_gradient_is_the_policy_gradient(case, name):
     """At π_θ = π_old every preset moves by −A·∇logp over its own denominator.
@@ -228,7 +229,7 @@ def test_gradients_flow_through_the_policy_alone(case):
         assert (np.array(gradient) == 0).all(), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(
     case=loss_cases(fields={}, drift="wide", style="full", old_given=True),
     low=st.floats(0.05, 0.9),
@@ -248,7 +249,7 @@ def test_clipping_bounds_what_a_token_can_gain(case, low, high):
     assert -got.loss <= gain.mean() + 1e-5 * np.abs(gain).mean()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(case=loss_cases(fields={}, drift="beyond", style="full", old_given=True), bound=st.floats(2.5, 50.0))
 def test_two_sided_bounds_limit_what_a_token_can_lose(case, bound):
     """With delta or dual_clip no token costs more than bound·|A|, and past it the gradient is 0."""
@@ -287,7 +288,7 @@ def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
     assert all(np.isfinite(value) for value in got.stats.values()), got.stats
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(case=loss_cases(style="empty"))
 def test_a_wholly_masked_batch_gives_zero(case):
     """No counted token: loss, gradients and every statistic are 0 (the row count of a denominator apart)."""
@@ -297,7 +298,7 @@ def test_a_wholly_masked_batch_gives_zero(case):
     assert all(value == 0.0 for name, value in got.stats.items() if name != "denominator"), got.stats
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(10))
 @given(case=loss_cases(drift="near"), dtype=st.sampled_from([mx.bfloat16, mx.float16]))
 def test_half_precision_inputs_are_computed_in_float32(case, dtype):
     """bf16 and float16 arrays give float32 numbers: those of the same values passed as float32."""
@@ -307,7 +308,7 @@ def test_half_precision_inputs_are_computed_in_float32(case, dtype):
     np.testing.assert_allclose(half.grad, full.grad, rtol=1e-2, atol=1e-6)  # the gradient has logp's dtype
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(10))
 @given(case=loss_cases())
 def test_a_boolean_mask_is_a_mask_of_ones(case):
     """bool, int32 and float32 masks mean the same."""
@@ -342,7 +343,7 @@ def test_sequence_level_of_one_token_is_token_level(seed, surrogate):
     same_outcome(by_sequence, by_token, case)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(case=loss_cases(drift="wide", old_given=True))
 def test_keep_of_ones_is_no_keep_and_of_zeros_leaves_kl_and_entropy(case):
     """keep_bt multiplies the policy term alone: ones change nothing, zeros leave β·KL − c·H."""

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 
 import grpo_fn as g
 from tests.support import reference
+from tests.support.examples import examples
 from tests.support.harness import assert_matches_reference, run_library, run_reference
 from tests.support.strategies import all_field_sets, loss_cases, make_case
 
@@ -33,7 +34,7 @@ def test_every_legal_combination_matches_the_reference(level, surrogate):
     assert tried > 100
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(200))
 @given(case=loss_cases())
 def test_any_batch_matches_the_reference(case):
     """Any shape, mask, spec, and any drift up to ratios far past the clamp."""
@@ -41,7 +42,7 @@ def test_any_batch_matches_the_reference(case):
     assert_matches_reference(case)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(case=loss_cases(drift="wide", old_given=True))
 def test_ratios_from_a_millionth_to_a_million(case):
     """The same where every token has drifted by up to a factor of a million."""
@@ -50,7 +51,7 @@ def test_ratios_from_a_millionth_to_a_million(case):
     assert got.stats["num_tokens"] == case.mask.sum() and np.isfinite(want.loss)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(case=loss_cases(drift="near", old_given=True))
 def test_reference_gradient_is_its_own_central_difference(case):
     """The specification's hand-derived gradients agree with differences of its value, stop-gradients held."""

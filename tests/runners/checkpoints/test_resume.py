@@ -1,18 +1,23 @@
 """A run that is cut off and resumed is the run that was not: weights, moments, log and completions."""
 
+import functools
+
 import pytest
 
 from runners.checkpoints.snapshot import checkpoint_folders
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import config_in, killed, outcome, saved
+from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
 ACCUMULATE = ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"]
 REUSE = ["optim.num_iterations=2", "optim.minibatches=2", "optim.max_steps=3"]
+SHIPPED = ["model.path=embedded", "rollout.launch=auto"]
 CASES = {
     # name: settings, where to cut, and how often that has come
+    "in a rollout of the shipped model": (SHIPPED, "sampling", 4),
     "in a rollout": ([], "sampling", 4),
     "before a gradient": ([], "learning", 3),
     "after an update": ([], "step", 5),
@@ -33,7 +38,7 @@ CASES = {
     "a reference that moves": (["loss.beta=0.05", "loss.ref_sync_every=3"], "sampling", 5),
     "a quantized reference": (["loss.beta=0.05", "loss.ref_quantization=affine-8"], "learning", 2),
     "adapters": (["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"], "step", 3),
-    "dynamic sampling": (["loss.dynamic_sampling=true", "rollout.temperature=0.3"], "sampling", 4),
+    "dynamic sampling": ([*SHIPPED, "loss.dynamic_sampling=true", "rollout.temperature=0.3"], "sampling", 4),
     "in an evaluation": ([], "evaluating", 3),
     "in the last evaluation": ([], "eval", 4),
     "in the final save": ([], "saving the final", 1),
@@ -44,12 +49,27 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory):
+    """The function that makes a run which is not cut off: once for the same settings, in its own folder."""
+    folder = tmp_path_factory.mktemp("straight")
+    model = [f"model.path={make_model_folder(folder / 'model', 'qwen2')}", "rollout.launch=eval"]
+
+    @functools.cache
+    def run(*settings):
+        base = folder / str(run.cache_info().misses)
+        every = [*model, *settings]
+        return base, every, run_training(config_in(base / "a", *every), report=Quiet())
+
+    return run
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(tmp_path, name):
+def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(straight_run, name):
     """Straight against killed and resumed: state, log, completions, final model and every checkpoint."""
     settings, what, count = CASES[name]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
-    config = config_in(tmp_path / "b", *settings)
+    base, settings, straight = straight_run(*settings)
+    config = config_in(base / name, *settings)
     killed(config, what, count)
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)

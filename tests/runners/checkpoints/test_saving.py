@@ -1,11 +1,13 @@
 """The thread that writes checkpoints: what it holds up, and what becomes of its errors."""
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from grpo_fn.backends import disabled
 from runners.checkpoints import saving
 from runners.checkpoints.saving import Saver
 from runners.config.sections import CheckpointConfig
@@ -39,6 +41,17 @@ def slow(monkeypatch):
 def saver(folder: Path, notes: list, **settings) -> Saver:
     """A saver into a folder, whose lines go to `notes`."""
     return Saver(held(folder), CheckpointConfig(**settings), [], notes.append)
+
+
+def test_saving_can_be_waited_for(tmp_path, slow):
+    """Without `background_saving`: `save` returns when the checkpoint is there, and counts the time once."""
+    notes = []
+    slow.set()
+    with saver(tmp_path, notes) as writer, disabled("background_saving"):
+        started = time.perf_counter()
+        writer.save(Snapshot, (7, 3))
+        assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
+        assert 0 < writer.stopped_seconds() <= time.perf_counter() - started
 
 
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):

@@ -301,10 +301,15 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
             'train.toml: loss.ref_quantization: found "mxfp8" with loss.beta',
         ),
         ("loss.ref_sync_every = 2", (), "train.toml: loss.ref_sync_every: found 2 with loss.beta = 0"),
+        (
+            "system.disable = ['grid_step']",
+            (),
+            "train.toml: system.disable: no mechanism 'grid_step'; the nearest name is 'grid_steps'",
+        ),
     ],
 )
 def test_a_loss_without_meaning_is_refused_by_check(tmp_path, monkeypatch, text, overrides, start):
-    """What only LossSpec can tell comes as a ConfigError that names the key and its source."""
+    """What only the core can tell comes as a ConfigError that names the key and its source."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.toml").write_text(MODEL + text)
     config = load_config("train.toml", overrides)

@@ -7,6 +7,7 @@ from runners.config.flat_keys import FLAT_KEYS
 from runners.config.loading import KEYS, SECTIONS, ConfigError, load_config
 from runners.config.reading import ANY_NAME
 from runners.errors import spell
+from tests.support.examples import examples
 
 MODEL = 'model.path = "embedded"\n'
 _NAMES = sorted({*SECTIONS, *FLAT_KEYS, *(path[-1] for path in KEYS), "mlx_grpo", "", "x.y", "\n"})
@@ -35,7 +36,7 @@ def outcome(path, text, overrides=()):
     return None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(table=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=5))
 def test_junk_of_the_right_shape_is_taken_or_refused(tmp_path_factory, table):
     """Any TOML over known and unknown names gives a config or a ConfigError of printable lines."""
@@ -50,7 +51,7 @@ def quoted(value):
     return "[" + ", ".join(map(quoted, value)) + "]" if isinstance(value, list) else spell(value)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(data=st.binary(max_size=40) | st.text(alphabet='[]{}="\\.#\n\r e1-ü', max_size=40).map(str.encode))
 def test_bytes_of_any_kind_are_refused_or_taken(tmp_path_factory, data):
     """No file content brings anything but a ConfigError, and none without a model is taken."""
@@ -62,7 +63,7 @@ def written(path):
     return tuple("x" if part == ANY_NAME else part for part in path)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(path=st.sampled_from(sorted(written(path) for path in KEYS)), value=_VALUES)
 def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
     """Whatever stands at one key: it is taken, or each line names the file and that key."""
@@ -74,7 +75,7 @@ def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
     assert faults is None or all(line.startswith(f"{file}: {'.'.join(path)}: ") for line in faults), faults
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     override=st.text(max_size=20) | st.builds("{}={}".format, st.sampled_from(_NAMES), st.text(max_size=9))
 )

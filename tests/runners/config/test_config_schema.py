@@ -143,6 +143,7 @@ def test_defaults_are_the_documented_ones(load):
             "share_prompts": "auto",
             "collective_timeout": 600.0,
             "check_model": True,
+            "disable": [],
         },
     }
 

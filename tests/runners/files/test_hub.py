@@ -76,7 +76,7 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
 
 
 def test_plan_and_check_fetch_no_weights(hub, tmp_path):
-    """The memory is foretold from config.json alone."""
+    """The memory is predicted from config.json alone."""
     (tmp_path / "train.toml").write_text(CONFIG)
     before = len(hub.requests)
     done = grpo(hub, tmp_path / "hf", tmp_path, "plan", "train.toml")

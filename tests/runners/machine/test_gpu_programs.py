@@ -6,6 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
 from runners.machine import gpu_programs
 from runners.machine.gpu_programs import Compilation, compile_ahead, keep_programs
@@ -114,6 +115,17 @@ def test_other_backends_compile_nothing_ahead():
     """No process, no folder."""
     with compile_ahead(Platform(backend="cpu"), "auto", 8 << 30) as compilation:
         assert compilation.names == [] and compilation.wait() == []
+
+
+def test_compiling_ahead_can_be_turned_off(monkeypatch, tmp_path):
+    """`programs_ahead`: no process starts."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gpu_programs.subprocess, "Popen", lambda *a, **k: pytest.fail("a process"))
+    with (
+        disabled("programs_ahead"),
+        compile_ahead(Platform(backend="cuda", cores=2), "auto", 8 << 30) as compilation,
+    ):
+        assert compilation.names == []
 
 
 @pytest.mark.skipif(mx.default_device() == mx.cpu, reason="wants CUDA")

@@ -64,7 +64,7 @@ def run_of(shape, **changes):
 
 @pytest.mark.parametrize("new", [5, 257, 300])
 def test_keys_and_values_are_those_of_the_caches(new):
-    """After a prompt, its fork and `new` tokens the caches hold exactly the bytes foretold."""
+    """After a prompt, its fork and `new` tokens the caches hold exactly the bytes predicted."""
     module, shape = module_of()
     _, caches = prefill(module, [[1] * 11, [2] * 11])
     cache_rows.keep_rows(caches, [0, 0, 0, 1, 1, 1])
@@ -163,16 +163,16 @@ def grad_peak(layers, *, shared=False, checkpointed=False):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_the_backward_pass_waits_for_grows_with_the_blocks_as_foretold(shared):
+def test_what_the_backward_pass_waits_for_grows_with_the_blocks_as_predicted(shared):
     """Four more blocks add their activations to the peak, to 12 %: what is in flight varies a little."""
     few, micro, shape = grad_peak(3, shared=shared)
     many, _, _ = grad_peak(7, shared=shared)
-    foretold = micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=False)
-    assert many - few == pytest.approx(foretold, rel=0.12)
+    predicted = micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=False)
+    assert many - few == pytest.approx(predicted, rel=0.12)
 
 
 def test_checkpointing_keeps_a_blocks_input_alone():
-    """Four more checkpointed blocks add less than a quarter of what they would, foretold and measured."""
+    """Four more checkpointed blocks add less than a quarter of what they would, predicted and measured."""
     few, micro, shape = grad_peak(4, checkpointed=True)
     many, _, _ = grad_peak(8, checkpointed=True)
     plain = micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=False)
@@ -208,7 +208,7 @@ def bytes_in_flight(compute, tries=8):
     ],
     ids=str,
 )
-def test_a_draw_holds_as_many_arrays_of_logits_as_foretold(settings):
+def test_a_draw_holds_as_many_arrays_of_logits_as_predicted(settings):
     """Peak of one draw over large logits, in arrays of their size."""
     logits_bv = mx.random.normal((32, 8192), key=mx.random.key(0))
     keys_b2 = mx.zeros((32, 2), mx.uint32)

@@ -1,8 +1,6 @@
 """`grpo plan`: sizes without loading, what is said and how it ends, and the forecast against real steps."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
@@ -11,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 import grpo_fn as g
-from benchmarks.memory import WITHIN
 from grpo_fn.learner import Sharding
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
@@ -24,6 +21,7 @@ from runners.memory import forecast, plan, remedies
 from runners.memory.model_sizes import _from_config, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
+from tests.support.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -261,20 +259,9 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30).notices == (reason,)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "LoRA", "KL, packed 4-bit rollouts"])
-def test_the_forecast_is_within_its_bound_of_a_real_step(name):
-    """Two steps of the real loop peak where the plan says, in a process that holds nothing else.
-
-    The benchmark asks for 15 %, on a quiet machine. How many operations are in flight, and so the peak, is a
-    matter of scheduling: here other work may move it by a few per cent more.
-    """
-    code = (
-        "import sys; from benchmarks.memory import CASES, outcome; found = outcome(CASES[sys.argv[1]]);"
-        "print(found.error, found.foretold.peak, dict(found.peaks), sep='\\n')"
-    )
-    done = subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert abs(float(done.stdout.splitlines()[0])) <= WITHIN + 10, done.stdout
+def test_the_forecast_is_within_its_bound_of_a_real_step():
+    """Of a quickstart; tests/campaigns/test_forecasts.py takes more configs."""
+    check_forecast("quickstart")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""The measured gains in the table of docs/architecture.md, out of benchmarks/results: none is typed in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.harness.record import Record, load_records
+from runners.errors import UserError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+BACKEND = "cpu"  # `benchmarks.mechanisms` measures what a CPU has
+_HEADER = "| mechanism | acts on | where | lines | gain |"
+_UNKNOWN = "not measured alone yet"
+_OURS = re.compile(rf"{_UNKNOWN}|step without it: .*?; benchmarks `mechanisms`")
+
+
+def gain_of(record: Record, title: str) -> str:
+    """What a step takes without the mechanism, on each shape; "" where it was not measured."""
+    shapes: dict[str, dict[str, float]] = {}
+    for figure in record.figures:
+        shape, name, part = figure.name.split(": ")
+        if name == title:
+            shapes.setdefault(shape, {})[part] = figure.value
+    parts = [
+        f"{shape}: {_times(found['time'])} the time, {_times(found['CPU time'])} the CPU time, "
+        f"{_times(found['peak'])} the peak"
+        for shape, found in shapes.items()
+    ]
+    return f"step without it: {'; '.join(parts)}; benchmarks `mechanisms`" if parts else ""
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×"
+
+
+def rendered(text: str, results: Path) -> str:
+    """The page's text with the gain of each measured mechanism in its row; other words of the cell stay.
+
+    Raises:
+        UserError: a mechanism that was measured has no row.
+    """
+    record = load_records(results / "mechanisms.json").get(BACKEND)
+    if record is None:
+        return text
+    wanted = {name for _, name, _ in (figure.name.split(": ") for figure in record.figures)}
+    lines, inside = text.split("\n"), False
+    for number, line in enumerate(lines):
+        inside = line.startswith(_HEADER) or (inside and line.startswith("|"))
+        cells = line.split(" | ")
+        title = cells[0].removeprefix("| ")
+        if inside and title in wanted:
+            wanted.discard(title)
+            cells[4] = _with_gain(cells[4], gain_of(record, title))
+            lines[number] = " | ".join(cells)
+    if wanted:
+        raise UserError(f"{PAGE.name}: no row for the mechanism {min(wanted)!r}")
+    return "\n".join(lines)
+
+
+def _with_gain(cell: str, gain: str) -> str:
+    found, count = _OURS.subn(lambda _: gain, cell, count=1)
+    return found if count else f"{cell}; {gain}"

@@ -1,0 +1,86 @@
+"""One side of `benchmarks.mechanisms`, in a process of its own: the same step of a run, when told to.
+
+    python -m benchmarks.harness.step_side SIDE.json
+
+The first line on stdout says that all is loaded and compiled. Each line on stdin then lets one step happen;
+after it, a line of JSON on stdout says what it took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Side:
+    """What the process does."""
+
+    config: str  # a file, or a preset's name
+    overrides: list[str]  # SECTION.KEY=VALUE
+    disable: list[str]  # mechanisms, as `grpo_fn.backends.disable` takes them
+
+
+def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
+    """A reward of 0 or 1 by the completion's letters; every fourth prompt or so has all completions right."""
+    scores = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        easy = sum(map(ord, str(prompt))) % 4 == 0
+        scores.append(1.0 if easy else float(sum(map(ord, str(completion))) % 2))
+    return scores
+
+
+def main(path: str) -> None:
+    """Builds the run and takes its steps until stdin ends."""
+    side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
+    # What MLX or a library prints must not come between the lines.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    from runners.machine.startup import prepare
+
+    platform = prepare()
+    import mlx.core as mx
+
+    from benchmarks.step import one_step
+    from grpo_fn.backends import disabled
+    from runners.config.loading import load_config
+    from runners.training.setup import build_run
+
+    config = load_config(side.config, side.overrides).check()
+    with disabled(*side.disable):
+        run = build_run(config, platform)
+        state = run.learner.state
+        assert state is not None
+        examples = run.stream.take(config.optim.batch_size)
+
+        def step() -> dict[str, Any]:
+            mx.reset_peak_memory()
+            started, worked = time.perf_counter(), time.process_time()
+            done = one_step(run, state, examples)
+            return {
+                "seconds": time.perf_counter() - started,
+                "cpu": time.process_time() - worked,
+                "peak": mx.get_peak_memory(),
+                "tokens": done.sampled,
+            }
+
+        serve(out, step)
+
+
+def serve(out: int, step: Callable[[], dict[str, Any]]) -> None:
+    """One step to trace and compile, and one for each line."""
+    step()
+    os.write(out, b'{"ready": true}\n')
+    while sys.stdin.readline():
+        os.write(out, (json.dumps(step()) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,144 @@
+"""The switches of mechanisms outside of the backends: each turns something off, and no result changes."""
+
+import mlx.core as mx
+import pytest
+
+import grpo_fn as g
+from grpo_fn.backends import OPERATIONS, SWITCHES, disabled, disabled_names, enabled
+from grpo_fn.learner import optimizer
+from grpo_fn.learner.token_logprobs import chunk_rows
+from grpo_fn.policy import gated_mlp, patched_layers, prefix_cache, quantized_layers
+from grpo_fn.policy.merged_adapters import mergeable
+from grpo_fn.policy.unpacked_layers import unpackable
+from grpo_fn.rollout import decode_loop
+from tests.support.generating import EOS, RAGGED, assert_same, roll
+from tests.support.naive_learner import (
+    SPECS,
+    grad_step_of,
+    make_batch,
+    make_state,
+    mean_gradient,
+    near_policy,
+)
+from tests.support.tiny_policies import lora_policy, tiny_policy, worst_difference
+
+ON_CPU = mx.default_device() == mx.cpu
+
+
+def calls(monkeypatch, owner, name):
+    """The calls of a function from here on, in a list that grows."""
+    real, found = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, lambda *a, **k: found.append(1) or real(*a, **k))
+    return found
+
+
+def gradient(policy, **split):
+    """Of a loss, over the batch's micro-batches."""
+    batch = near_policy(make_batch(zeros=True), policy)
+    pieces = g.split_batch(g.drop_inactive(batch, SPECS["grpo"]), max_tokens=40, **split)
+    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), pieces)
+    mx.eval(state.accum_grads)
+    return state
+
+
+def packed_policy():
+    """Adapters over a base of four bits."""
+    return lora_policy(packed=True, intermediate_size=64)
+
+
+def decoder():
+    """What decodes, with the settings of a run."""
+    return decode_loop.Decoder(g.Sampler(), frozenset(), None, g.Decoding())
+
+
+def acts(name, monkeypatch):
+    """Whether the mechanism does something now."""
+    if name == "own_functions":
+        return patched_layers.use_own_functions(tiny_policy().module) > 0
+    if name == "shared_prefix":
+        return prefix_cache.sharing_pays()
+    if name == "row_compaction":
+        return decoder()._compact
+    if name == "merged_adapters":
+        return bool(mergeable(lora_policy().module))
+    if name == "unpacked_weights":
+        return bool(unpackable(packed_policy().module))
+    if name == "unpacked_products":
+        return quantized_layers.unpack_rows() > 0
+    if name == "logit_chunks":
+        return chunk_rows(50_000) < 10_000
+    if name == "counted_positions":
+        return g.split_batch(make_batch(), max_tokens=40)[0].positions_n is not None
+    if name == "inactive_rows":
+        batch = make_batch(zeros=True)
+        return g.drop_inactive(batch, SPECS["grpo"]).mask_bt.shape[0] < batch.mask_bt.shape[0]
+    if name == "leafwise_update":
+        found = calls(monkeypatch, optimizer.mx, "depends")
+        state = gradient(tiny_policy())
+        found.clear()
+        mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(state)[0].params)
+        return bool(found)
+    owner, function = {
+        "recomputed_gates": (gated_mlp, "recomputed"),
+        "gradient_layout": (patched_layers, "_product"),
+    }[name]
+    found = calls(monkeypatch, owner, function)
+    gradient(tiny_policy())
+    return bool(found)
+
+
+# Those of the shell have their tests beside their code.
+OF_THE_SHELL = {"background_saving", "programs_ahead"}
+BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a CPU and CUDA do
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES.keys() - OF_THE_SHELL))
+def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
+    """It acts; inside of the block it does not."""
+    if ON_CPU or name not in BY_DEVICE:
+        assert enabled(name) and acts(name, monkeypatch)
+    monkeypatch.undo()
+    with disabled(name):
+        assert not enabled(name) and disabled_names() == (name,) and not acts(name, monkeypatch)
+    assert enabled(name) and disabled_names() == ()
+
+
+def test_an_unknown_switch_is_an_error_with_the_nearest():
+    """Also where the name is that of an operation, which `find` is for."""
+    for name, near in (("row_compation", "row_compaction"), ("softmax", "own_functions")):
+        with pytest.raises(ValueError, match=f"no mechanism '{name}'; the nearest name is"):
+            enabled(name)
+        assert near in SWITCHES
+    with pytest.raises(ValueError, match="the nearest name is 'merged_adapters'"), disabled("merged_adapter"):
+        pass
+    assert not SWITCHES.keys() & OPERATIONS.keys()
+
+
+@pytest.mark.parametrize("make", [tiny_policy, lora_policy, packed_policy])
+def test_results_are_the_same_without_the_switches_mechanisms(make):
+    """Tokens, log-probs, gradient and update, to rounding, of full weights, adapters and a packed base."""
+    options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
+
+    def results(sampler):
+        policy = make()
+        state = gradient(policy)
+        after, _ = g.make_update_step(g.adamw(1e-3), compile=False)(state)
+        return roll(policy, RAGGED, sampler=sampler, **options), mean_gradient(state), after.params
+
+    rollout, grads, params = results(g.Sampler(min_p=3e-6))
+    with disabled(*SWITCHES):
+        # Another sampler that draws the same: each value of `Sampler` is compiled once a process.
+        plain, plain_grads, plain_params = results(g.Sampler(min_p=4e-6))
+    assert_same(rollout, plain)
+    assert worst_difference(plain_grads, grads) < 1e-4
+    assert worst_difference(plain_params, params) < 2e-3
+
+
+def test_inactive_rows_count_in_the_denominators_either_way():
+    """Left out or not, the update is the same."""
+    policy = tiny_policy()
+    wanted = gradient(policy)
+    with disabled("inactive_rows", "counted_positions"):
+        found = gradient(policy)
+    assert worst_difference(mean_gradient(found), mean_gradient(wanted)) < 1e-5
+    assert found.accum_weight.item() == wanted.accum_weight.item() > 0

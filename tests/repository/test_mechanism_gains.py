@@ -1,0 +1,107 @@
+"""The table of mechanisms and `benchmarks.mechanisms`: the same rows, their gains, and real off-switches."""
+
+import re
+
+import pytest
+
+from benchmarks import mechanisms
+from benchmarks.harness import gains, record
+from benchmarks.harness.record import Figure
+from grpo_fn.backends import OPERATIONS, SWITCHES
+from runners.config.loading import load_config
+from runners.errors import UserError
+from tests.support.pages import ROOT, codes, tables
+
+COLUMNS = ("mechanism", "acts on", "where", "lines", "gain", "off-switch", "test")
+ROWS = [
+    row
+    for table in tables(ROOT / "docs" / "architecture.md")
+    if table.header == COLUMNS
+    for row in table.rows
+]
+PAGE = """above
+| mechanism | acts on | where | lines | gain | off-switch | test |
+|---|---|---|---|---|---|---|
+| one | x | `a` | 1 | not measured alone yet | none | `t` |
+| two | x | `a` | 1 | 3 ms; step without it: old; benchmarks `mechanisms` | none | `t` |
+| three | x | `a` | 1 | memory | none | `t` |
+| four | x | `a` | 1 | memory | none | `t` |
+
+| one | not of the table | `a` | 1 | gain | none | `t` |
+"""
+
+
+def figures(*titles):
+    """Of these mechanisms, on one shape."""
+    values = {"time": 1.256, "CPU time": 31.4, "peak": 0.999}
+    return [
+        Figure(name=f"16 × 8, LoRA: {title}: {part}", value=value, unit="x")
+        for title in titles
+        for part, value in values.items()
+    ]
+
+
+def save(folder, *titles):
+    """A result with these mechanisms' figures."""
+    found = record.make_record("mechanisms", figures(*titles), quick=False, machine={}, rates={})
+    record.save_record(folder, "cpu", found)
+
+
+def test_measured_gains_go_into_their_rows(tmp_path):
+    """In place of the last ones, or of what says that there are none; other words of the cell stay."""
+    assert gains.rendered(PAGE, tmp_path) == PAGE
+    save(tmp_path, "one", "two", "three")
+    text = gains.rendered(PAGE, tmp_path)
+    gain = (
+        "step without it: 16 × 8, LoRA: 1.26 × the time, 31 × the CPU time, 1.00 × the peak; "
+        "benchmarks `mechanisms`"
+    )
+    cells = [line.split(" | ")[4] for line in text.splitlines() if line.startswith("| ")]
+    assert cells == ["gain", gain, f"3 ms; {gain}", f"memory; {gain}", "memory", "gain"]
+    assert gains.rendered(text, tmp_path) == text
+
+
+def test_a_mechanism_without_a_row_is_an_error(tmp_path):
+    """A figure that no row shows would be lost."""
+    save(tmp_path, "one", "five")
+    with pytest.raises(UserError, match="no row for the mechanism 'five'"):
+        gains.rendered(PAGE, tmp_path)
+
+
+def test_each_mechanism_that_is_measured_has_one_row():
+    titles = [row[0] for row in ROWS]
+    assert len(set(titles)) == len(titles)
+    assert [title for title in mechanisms.TITLES if title not in titles] == []
+
+
+@pytest.mark.parametrize("mechanism", mechanisms.MECHANISMS, ids=lambda mechanism: mechanism.title)
+def test_a_measured_mechanism_can_be_turned_off(mechanism):
+    """Its names and config keys exist; there is one way at least."""
+    assert {*mechanism.disable} <= OPERATIONS.keys() | SWITCHES.keys()
+    load_config("quickstart", mechanism.overrides)
+    assert mechanism.disable or mechanism.overrides or mechanism.environment
+
+
+def test_every_off_switch_of_the_page_exists_and_every_switch_is_there():
+    """`disable("…")` in the table names what there is; a switch that no row names would not be found."""
+    found = {name for row in ROWS for name in re.findall(r'"(\w+)"', " ".join(codes(row[5])))}
+    known = OPERATIONS.keys() | SWITCHES.keys()
+    keys = {"eval", "never"}  # values of config keys
+    assert found - keys <= known
+    assert SWITCHES.keys() <= found
+
+
+def test_a_side_that_samples_another_number_of_tokens_ends_the_benchmark():
+    """The sides did other work: their times cannot be compared."""
+
+    class Fake:
+        def __init__(self, name, tokens):
+            self.name, self.tokens = name, tokens
+
+        def step(self):
+            return {"seconds": 2.0, "cpu": 4.0, "peak": 8, "tokens": self.tokens}
+
+    ratios = mechanisms.compare(Fake("on", 100), Fake("off", 104), 2, adds=False)
+    assert {name: ratio.paired for name, ratio in ratios.items()} == {"time": 1, "CPU time": 1, "peak": 1}
+    with pytest.raises(UserError, match="off: the sides sampled 100 and 106 tokens"):
+        mechanisms.compare(Fake("on", 100), Fake("off", 106), 2, adds=False)
