@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -138,9 +137,10 @@ def _unfused() -> Iterator[None]:
 @functools.cache
 def _mode_setter() -> Callable[[int], Any] | None:
     """MLX's own function, which it does not offer to Python; None where its library does not have it."""
+    folder = mx.__file__.rpartition("/")[0]
     for name in ("libmlx.so", "libmlx.dylib"):
         try:
-            return getattr(ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / name)), _SET_MODE)
+            return getattr(ctypes.CDLL(f"{folder}/lib/{name}"), _SET_MODE)
         except (OSError, AttributeError):
             continue
     return None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "runners.cli:run_command",
     "plan": "runners.commands.plan:plan_command",
-    "bench": "runners.commands.bench:bench_command",
+    "bench": "runners.commands.plan:bench_command",
     "check": "runners.commands.check:check_command",
     "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",

@@ -1,7 +1,8 @@
-"""`grpo plan CONFIG`: the memory that a run will take, before anything is loaded."""
+"""What a run will take: `grpo plan CONFIG` its memory, before it is loaded, `grpo bench CONFIG` its time."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import click
@@ -49,3 +50,45 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     echo(plan.text)
     if plan.problem:
         raise UserError(plan.problem)
+
+
+_BENCH_NOTES = """\
+\b
+Examples:
+  grpo bench train.toml
+  grpo bench train.toml --set optim.batch_size=32 --steps 5
+  grpo bench quickstart --json
+
+\b
+The first step, in which what has to be compiled is compiled, is shown by itself. A step is the rollouts of an
+update, and all updates that they serve. A floor is what the
+machine's own rates allow, measured beforehand: the time to read the weights once a decoding step, and that
+of the products. Evaluations, checkpoints and logs are left out.
+"""
+
+
+@click.command("bench", context_settings=HELP, epilog=_BENCH_NOTES)
+@click.argument("config")
+@SET
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps that are measured."
+)
+@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
+@ends_with_a_line
+def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
+    """Take some steps of a run and show where their time goes."""
+    from runners.config.loading import load_config
+
+    loaded = load_config(config, overrides)
+    for notice in loaded.notices:
+        echo(notice, err=True)
+    from runners.machine import startup
+
+    checked = loaded.check()
+    for notice in startup.prepare(checked.system.memory_limit_gb).notices:
+        echo(notice, err=True)
+    from runners.profiling.step_bench import bench_steps
+    from runners.profiling.step_table import table
+
+    found = bench_steps(checked, steps=steps, say=lambda text: echo(text, err=True))
+    echo(json.dumps(found.facts(), indent=1) if as_json else table(found))

@@ -16,9 +16,9 @@ from runners.config.loading import Config
 from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory, usable_memory
-from runners.machine.rates import MachineRates, measure_rates
 from runners.memory.forecast import forecast
 from runners.memory.model_sizes import ModelSizes, model_sizes
+from runners.profiling.rates import MachineRates, measure_rates
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps

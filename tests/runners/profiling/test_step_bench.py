@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.commands.bench import table
 from runners.config.loading import load_config
-from runners.training.step_bench import PARTS, bench_steps
+from runners.profiling.step_bench import PARTS, bench_steps
+from runners.profiling.step_table import table
 from tests.support.tiny_models import make_model_folder
 
 TRAIN = """
