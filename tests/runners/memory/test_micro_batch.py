@@ -5,7 +5,7 @@ from attrs import evolve
 
 from runners.config.loading import load_config
 from runners.machine.startup import Platform
-from runners.memory.forecast import ROOM_TO_LEARN, forecast
+from runners.memory.forecast import NO_LESS, ROOM_TO_LEARN, forecast
 from runners.memory.micro_batch import GPU_TOKENS, usual_tokens
 from runners.memory.model_sizes import model_sizes
 from runners.memory.plan import memory_outlook
@@ -43,8 +43,21 @@ def test_a_gpu_with_little_room_takes_what_fits(config):
     assert found.gradient <= ROOM_TO_LEARN * total
     tokens = found.config.system.micro_batch_tokens
     assert tokens in {GPU_TOKENS >> n for n in range(1, 8)}
-    none = forecast(config, GPU, 1, prompt=32, sizes=sizes)
-    assert none.config.system.micro_batch_tokens == 32 + config.rollout.max_new_tokens
+
+
+def test_no_micro_batch_is_smaller_than_helps(config):
+    """Where not even a row fits, the one is taken whose gradient needs hardly more than a row's."""
+    sizes = model_sizes(config, GPU)
+
+    def gradient(tokens):
+        own = evolve(config, system=evolve(config.system, micro_batch_tokens=tokens))
+        return forecast(own, GPU, 1, prompt=32, sizes=sizes).gradient
+
+    found = forecast(config, GPU, 1, prompt=32, sizes=sizes)
+    tokens = found.config.system.micro_batch_tokens
+    row = 32 + config.rollout.max_new_tokens
+    assert row <= tokens < GPU_TOKENS and found.gradient <= NO_LESS * gradient(row)
+    assert tokens == row or gradient(2 * tokens) > NO_LESS * gradient(row)
 
 
 def test_a_run_takes_what_the_forecast_chose(config):
