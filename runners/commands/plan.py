@@ -76,7 +76,7 @@ of the products. Evaluations, checkpoints and logs are left out.
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @ends_with_a_line
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
-    """Take some steps of a run and show where their time goes."""
+    """Time the parts of a run's steps."""
     from runners.config.loading import load_config
 
     loaded = load_config(config, overrides)

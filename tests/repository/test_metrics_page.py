@@ -64,7 +64,16 @@ def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
     found |= logged(tmp_path, "bad", [])
     assert found - {*ROWS} == set(), "logged, and not on the page"
     # Conversations have theirs: tests/runners/training/test_train.py plays one.
-    rare = {name for name in ROWS if name.startswith(("tools/", "turns/"))} | {"memory/swap_gb"}
+    played = (
+        "tools/",
+        "turns/",
+        "eval/success",
+        "eval/reward",
+        "eval/turns",
+        "eval/tool_calls",
+        "eval/failed",
+    )
+    rare = {name for name in ROWS if name.startswith(played)} | {"memory/swap_gb"}
     assert {*ROWS} - found - rare == set(), "on the page, and never logged"
 
 

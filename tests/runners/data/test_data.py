@@ -280,12 +280,12 @@ def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_embedded_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own data is a folder of splits like any other."""
-    monkeypatch.setattr(data, "DATA_DIR", tmp_path)
+    monkeypatch.setattr(data, "DATA", {"embedded": tmp_path})
     for name, rows in (("train", ROWS[:10]), ("valid", ROWS[10:20]), ("test", ROWS[20:])):
         jsonl(tmp_path / f"{name}.jsonl", rows)
     assert load("embedded") == (ROWS[:10], ROWS[20:])
     assert load("embedded", eval_split="valid") == (ROWS[:10], ROWS[10:20])
-    monkeypatch.setattr(data, "DATA_DIR", tmp_path / "gone")
+    monkeypatch.setattr(data, "DATA", {"embedded": tmp_path / "gone"})
     assert "there is no file or folder" in refused("embedded")
 
 

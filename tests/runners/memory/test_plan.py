@@ -181,10 +181,11 @@ def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
     assert (found.prompt, found.prompt_source) == (77, "data.max_prompt_length")
 
 
-def test_a_run_with_tools_counts_rows_that_wait(config):
+def test_a_run_with_tools_counts_rows_that_wait(config, tmp_path):
     """Conversations have phases of their own, in training and evaluation, and take more than one turn."""
     alone = forecast.forecast(config(), CPU, 10**9, prompt=30)
-    found = forecast.forecast(config('env.factory="file.py:Shop"'), CPU, 10**9, prompt=30)
+    (tmp_path / "shop.py").write_text("class Shop: ...\n")
+    found = forecast.forecast(config(f'env.factory="{tmp_path}/shop.py:Shop"'), CPU, 10**9, prompt=30)
     before, after = ({phase.name: phase.total for phase in each.phases} for each in (alone, found))
     assert after.keys() - before.keys() == {"turns", "evaluation turns"}
     assert after["turns"] > after["rollout"] > before["rollout"]
