@@ -177,7 +177,7 @@ def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list
             done = subprocess.Popen(
                 command if launcher else own, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
             )
-            done.wait()  # with its input open: at the end of it mlx.launch takes a core
+            done.wait()  # with its input open: at the end of it mlx.launch never sleeps
         assert done.stdin is not None
         done.stdin.close()
         if not out.exists():
