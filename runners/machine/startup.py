@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
-# MLX hands operations to a CUDA device in buffers of up to a hundred, ten at most ahead of it; what they will
-# write is held from then on. Shorter ones hold a fifth less, and a rollout's are launched sooner.
-_CUDA_BUFFERS = ("MLX_MAX_OPS_PER_BUFFER", "20")
+# MLX hands operations to a CUDA device in buffers, ten at most ahead of it; what they write is held from then
+# on. Smaller ones hold less, at the same speed, and a rollout's are launched sooner: operations a buffer, and
+# 10^6 bytes that they read and write.
+_CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 
 
 @attrs.frozen
@@ -69,9 +70,10 @@ def load_blas() -> str | None:
 
 
 def _shorten_buffers() -> None:
-    """Of a CUDA build of MLX, which reads the setting at its first operation; the user's own stays."""
+    """Of a CUDA build of MLX, which reads the settings at its first operation; the user's own stay."""
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
-        os.environ.setdefault(*_CUDA_BUFFERS)
+        for name, value in _CUDA_BUFFERS.items():
+            os.environ.setdefault(name, value)
 
 
 def prepare(memory_limit_gb: float = 0.0) -> Platform:

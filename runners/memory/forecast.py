@@ -24,9 +24,7 @@ from runners.memory.passes import MicroBatch, sampling_arrays
 from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 
-# Of the memory that the learner may fill with a micro-batch chosen here: on CUDA the next one may be in
-# flight beside it (full training of Qwen2.5-0.5B, 8,192 tokens at a time: 26 GB where one alone takes 19).
-ROOM_TO_LEARN = 0.6
+ROOM_TO_LEARN = 0.85  # of the memory, for a micro-batch chosen here: within what forecasts are off by
 NO_LESS = 1.05  # times what a single row takes: a smaller micro-batch would be slower for nothing
 PACKED_ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
 

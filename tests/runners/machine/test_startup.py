@@ -34,16 +34,20 @@ def test_importing_platform_imports_no_mlx():
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_a_cuda_build_gets_shorter_buffers_where_the_user_set_none(cuda, monkeypatch):
-    """20 operations each; what stands in the environment stays, and other builds get nothing."""
+@pytest.mark.parametrize(
+    ("name", "value"), [("MLX_MAX_OPS_PER_BUFFER", "20"), ("MLX_MAX_MB_PER_BUFFER", "100")]
+)
+def test_a_cuda_build_gets_smaller_buffers_where_the_user_set_none(cuda, name, value, monkeypatch):
+    """20 operations and 100 MB each; what stands in the environment stays, and other builds get nothing."""
     monkeypatch.setattr(startup, "installed_version", lambda name: "0.32.4" if cuda else None)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")  # and removed again after the test
+    for variable in startup._CUDA_BUFFERS:
+        monkeypatch.setenv(variable, "7")  # and removed again after the test
     startup._shorten_buffers()
-    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
-    monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
     startup._shorten_buffers()
-    assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") == ("20" if cuda else None)
+    assert os.environ.get(name) == (value if cuda else None)
 
 
 @linux_cpu
