@@ -13,14 +13,12 @@ quickstart       the packaged config on the embedded model, 16 × 8 too
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import click
@@ -30,7 +28,8 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.measure import Ratio, Timing
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import write_folder
-from benchmarks.peers import ROOT, write_data
+from benchmarks.harness.stepping import ROOT, SteppingProcess
+from benchmarks.peers import write_data
 from runners.errors import UserError, did_you_mean
 
 FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", "quickstart"
@@ -82,52 +81,10 @@ MECHANISMS = (
 TITLES = tuple(mechanism.title for mechanism in MECHANISMS)
 
 
-class Stepper:
-    """A process of `benchmarks.harness.step_side`."""
-
-    def __init__(self, name: str, side: step_side.Side, environment: Mapping[str, str], work: Path) -> None:
-        """Starts it; `ready` waits until it has taken its first step."""
-        self.name, self._work = name, work
-        path = work / "side.json"
-        path.write_text(json.dumps(attrs.asdict(side)), encoding="utf-8")
-        self._log = tempfile.TemporaryFile("w+", dir=work)  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness.step_side", str(path)],
-            cwd=ROOT,
-            env={**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        try:
-            self._read()
-        except BaseException:
-            self.close()
-            raise
-
-    def step(self) -> dict[str, Any]:
-        """Seconds, seconds of all cores, peak of MLX's arrays in bytes, and tokens sampled."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._log.seek(0)
-            raise UserError(f"{self.name} ended early:\n{self._log.read()[-3000:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
-        self._log.close()
+def _process(name: str, side: step_side.Side, environment: Mapping[str, str], work: Path) -> SteppingProcess:
+    """A process that has taken its first step."""
+    environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment}
+    return SteppingProcess(name, ["benchmarks.harness.step_side"], attrs.asdict(side), work, environment)
 
 
 def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
@@ -179,7 +136,7 @@ def _pack(source: Path, target: Path) -> None:
             raise UserError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
 
 
-def compare(with_all: Stepper, other: Stepper, pairs: int, *, adds: bool) -> dict[str, Ratio]:
+def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, adds: bool) -> dict[str, Ratio]:
     """How many times as much a step takes without the mechanism: wall time, CPU time, peak of memory."""
     taken = []
     for number in range(pairs):
@@ -206,27 +163,27 @@ def measure(mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, 
             if not wanted:
                 continue
             base = shape_side(shape, work, quick)
-            with_all = Stepper(f"{shape}, everything", base, {}, work)
+            with_all = _process(f"{shape}, everything", base, {}, work)
             try:
                 for each in wanted:
                     figures += _figures(each, shape, base, with_all, pairs, work)
             finally:
-                with_all.close()
+                with_all.end()
     return figures
 
 
 def _figures(
-    mechanism: Mechanism, shape: str, base: step_side.Side, with_all: Stepper, pairs: int, work: Path
+    mechanism: Mechanism, shape: str, base: step_side.Side, with_all: SteppingProcess, pairs: int, work: Path
 ) -> list[Figure]:
     side = attrs.evolve(
         base, overrides=[*base.overrides, *mechanism.overrides], disable=list(mechanism.disable)
     )
     name = f"{shape}: {mechanism.title}"
-    other = Stepper(name, side, mechanism.environment, work)
+    other = _process(name, side, mechanism.environment, work)
     try:
         ratios = compare(with_all, other, min(pairs, mechanism.pairs or pairs), adds=mechanism.adds)
     finally:
-        other.close()
+        other.end()
     say(f"{name}: " + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items()))
     return [ratio_figure(f"{name}: {part}", ratio) for part, ratio in ratios.items()]
 

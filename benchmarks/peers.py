@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +24,10 @@ from benchmarks.harness.measure import Timing
 from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.shapes import write_folder
+from benchmarks.harness.stepping import SteppingProcess
 from runners.errors import UserError
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @attrs.frozen
@@ -63,47 +61,18 @@ PEERS = {
 }
 
 
-class Side:
-    """A process of `benchmarks.harness.peer_sides`."""
+class Side(SteppingProcess):
+    """A process of `benchmarks.harness.peer_sides`, and the steps that it has taken."""
 
     def __init__(self, title: str, side: str, settings: Settings) -> None:
-        self.name, self.steps = title, []
-        path = Path(settings.work) / f"{title}.json"
-        path.write_text(json.dumps(attrs.asdict(settings)))
-        self._log = open(path.with_suffix(".log"), "w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness.peer_sides", side, str(path)],
-            cwd=ROOT,
-            env={"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
+        self.steps: list[dict[str, Any]] = []
+        super().__init__(
+            title,
+            ["benchmarks.harness.peer_sides", side],
+            attrs.asdict(settings),
+            Path(settings.work),
+            {"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
         )
-        self.ready = self._read()
-
-    def step(self) -> dict[str, Any]:
-        """Let one step happen; what it reports is kept in `steps`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        self.steps.append(self._read())
-        return self.steps[-1]
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._log.seek(0)
-            raise UserError(f"{self.name} ended early:\n{self._log.read()[-3000:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process, which holds its last step's state until then."""
-        if self._process.poll() is None:
-            self._process.communicate()
-        self._log.close()
 
     def timing(self, *, without_rollout: bool = False, rollout: bool = False) -> Timing:
         """Of whole steps, or of one part of them."""
@@ -134,13 +103,13 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
             sides.append(Side(title, peer.side, own))
             if backend() != "cpu":
                 _steps(sides[-1:], repeats)
-                sides[-1].close()
+                sides[-1].end()
                 say(f"{title}: {sides[-1].timing().median:.2f} s")
         if backend() == "cpu":
             _steps(sides, repeats)
     finally:
         for side in sides:
-            side.close()
+            side.end()
     mine, *others = sides
     figures = [figure for side in sides for figure in _figures(settings, side)]
     for other, peer in zip(others, peers, strict=True):
@@ -157,7 +126,7 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
 def _steps(sides: list[Side], repeats: int) -> None:
     for round_ in range(repeats + 2):
         for side in sides if round_ % 2 else sides[::-1]:
-            side.step()
+            side.steps.append(side.step())
         if round_ == 1:
             for side in sides:
                 side.steps.clear()
