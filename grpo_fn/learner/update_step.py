@@ -7,7 +7,8 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.optimizer import Keeper, Optimizer, sum_of
+from grpo_fn.learner.keeper import Keeper, sum_of
+from grpo_fn.learner.optimizer import Optimizer
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, stream_key
 from grpo_fn.rounding import storing

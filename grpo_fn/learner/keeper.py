@@ -1,0 +1,50 @@
+"""Which new values an update takes: those that are finite, of an update that may be taken at all."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+Keep = Callable[[mx.array, mx.array], mx.array]
+
+
+class Keeper:
+    """A `keep`: a new value takes the old one's place if it is finite and the update may be taken."""
+
+    def __init__(self, finite: mx.array, store: Keep) -> None:
+        """`finite`: 0-d bool, whether the update may be taken; `store`: as `rounding.storing` makes it."""
+        self.finite, self._store = finite, store
+        self._sound: list[mx.array] = []
+        self._faults: list[mx.array] = []
+
+    def __call__(self, new: mx.array, old: mx.array) -> mx.array:
+        """The new value in the old one's dtype, or the old one."""
+        stored = self._store(new, old)
+        self._sound.append(self.finite & all_finite(stored))
+        return mx.where(self._sound[-1], stored, old)
+
+    def chosen(self, new: mx.array, old: mx.array) -> mx.array:
+        """A value of the old one's dtype that was chosen likewise before; see `faulty`."""
+        return self._store(new, old)  # which counts the leaves
+
+    def faulty(self, fault_n: mx.array) -> None:
+        """Numbers that are 0 where such values were finite."""
+        self._faults.append(fault_n)
+
+    def skipped(self) -> mx.array:
+        """0-d bool: whether any value stayed as it was."""
+        sound = mx.stack([self.finite, *self._sound]).all()
+        if self._faults:
+            sound = sound & mx.logical_not(mx.concatenate(self._faults).any())
+        return mx.logical_not(sound)
+
+
+def all_finite(x: mx.array) -> mx.array:
+    """0-d bool: whether all numbers are finite."""
+    # A sum with an infinity or a NaN in it is not finite, and is faster than a test of each number. Only in
+    # float32: in 16 bits a sum of finite numbers can overflow.
+    return mx.isfinite(sum_of(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
+
+
+def sum_of(x: mx.array) -> mx.array:
+    """The sum of all numbers: by columns first, as a CPU sums several columns at a time."""
+    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()
