@@ -60,10 +60,9 @@ Examples:
   grpo bench quickstart --json
 
 \b
-The first step, in which what has to be compiled is compiled, is shown by itself. A step is the rollouts of an
-update, and all updates that they serve. A floor is what the
-machine's own rates allow, measured beforehand: the time to read the weights once a decoding step, and that
-of the products. Evaluations, checkpoints and logs are left out.
+The first step, which compiles, is shown by itself. A step is the rollouts of an update and all updates that
+they serve. A floor is what the machine's own rates allow, measured beforehand: the time to read the weights
+once a decoding step, and that of the products. Evaluations, checkpoints and logs are left out.
 """
 
 

@@ -10,9 +10,11 @@ from runners.config import rules
 
 EMBEDDED = "embedded"
 EMBEDDED_TOOLS = "embedded-tools"
-CALCULATOR = "calculator"  # nanochat's, as env.factory
-SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)  # models and data of the package itself
-"""The name, for `model.path` and `data.source`, of what ships inside the package."""
+SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
+"""The names, for `model.path` and `data.source`, of what ships inside the package."""
+
+CALCULATOR = "calculator"
+"""The name, for `env.factory`, of nanochat's own environment."""
 
 REWARD_NAMES = (
     "correctness_reward_func",

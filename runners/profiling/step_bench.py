@@ -48,7 +48,7 @@ class StepBench:
     tokens: float  # that a step samples
     learned: float  # tokens that a step's gradient is of, prompts included
     peak: int  # bytes of MLX's arrays
-    expected_peak: int | None  # as `grpo plan` foretells it; None: the model's sizes are not known
+    expected_peak: int | None  # the forecast of `grpo plan`; None: the model's sizes are not known
     floors: dict[str, float]  # what the machine's rates allow, of the parts where that is known
     rates: MachineRates
 

@@ -29,7 +29,7 @@ def table(found: StepBench) -> str:
     stream = io.StringIO()
     Console(file=stream, width=100, color_system=None).print(grid)
     rollout = found.tokens / max(found.seconds["rollout"], 1e-9)
-    expected = f", {gigabytes(found.expected_peak)} foretold" if found.expected_peak else ""
+    expected = f", {gigabytes(found.expected_peak)} forecast" if found.expected_peak else ""
     lines = {
         "measured": f"the median of {found.steps} steps; the first one took {found.first:.1f} s",
         "sampled": f"{found.tokens:,.0f} tokens a step: {rollout:,.0f} a second of the rollout, "

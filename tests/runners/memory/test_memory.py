@@ -80,7 +80,7 @@ def test_keys_and_values_are_those_of_the_caches(new):
 
 @pytest.mark.skipif(not ON_CPU, reason="measured on a CPU, where prompts are kept once")
 @pytest.mark.parametrize("schedule", ["together", "arrival"])
-def test_conversations_take_no_more_than_foretold(schedule):
+def test_conversations_take_no_more_than_the_forecast(schedule):
     """Turns with many given tokens: rows that wait and grow are within the bound, and beyond one turn's."""
     module, shape = module_of()
     policy = g.Policy.from_module(module)

@@ -49,7 +49,7 @@ def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
     assert found.peak > 0 and found.expected_peak
     assert said[-1] == "step 2 of 2" and sorted(os.listdir(tmp_path)) == before
     text = table(found)
-    assert f"{found.limit}; shorter with {found.advice}" in text and "foretold" in text
+    assert f"{found.limit}; shorter with {found.advice}" in text and "forecast" in text
     assert json.loads(json.dumps(found.facts()))["limited_by"] == found.limit
 
 
