@@ -101,20 +101,8 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
 def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
     """Tokens sampled per second: two turns with given tokens between, against one of the same length.
 
-    As a run decodes here: on a CPU in two lanes, where the steps of the one turn are compiled throughout, and
-    those of the two until the first reply; and in one lane. Target: at least 0.8 × that of one turn.
+    Target: at least 0.8 × that of one turn.
     """
-    if backend() != "cpu":
-        return _two_turns(case, policy, g.Decoding(), "turns", at_least=0.8)
-    return [
-        *_two_turns(case, policy, g.Decoding(lanes=2), "turns", at_least=0.8),
-        *_two_turns(case, policy, g.Decoding(), "turns in one lane"),
-    ]
-
-
-def _two_turns(
-    case: Case, policy: g.Policy, decoding: g.Decoding, name: str, at_least: float | None = None
-) -> list[Figure]:
     prompts = make_prompts(1, case.prompt, vocabulary_of(policy.module))
     given = make_prompts(case.rows, case.given, vocabulary_of(policy.module))
     sampled = 2 * case.turn
@@ -130,7 +118,6 @@ def _two_turns(
             key=mx.random.key(0),
             num_generations=case.rows,
             max_new_tokens=new,
-            decoding=decoding,
             **options,
         )
 
@@ -151,9 +138,9 @@ def _two_turns(
         raise RuntimeError(f"two turns drew {drawn} tokens, wanted {sampled * case.rows}")
     times = interleaved(calls, repeats=case.repeats)
     return [
-        rate_figure(f"{name}: one turn", drawn, times["one"]),
-        rate_figure(f"{name}: two turns", drawn, times["two"]),
-        ratio_figure(f"{name}: two over one", times["one"] / times["two"], at_least=at_least),
+        rate_figure("turns: one turn", drawn, times["one"]),
+        rate_figure("turns: two turns", drawn, times["two"]),
+        ratio_figure("turns: two over one", times["one"] / times["two"], at_least=0.8),
     ]
 
 

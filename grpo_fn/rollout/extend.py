@@ -4,7 +4,6 @@ A row whose turn has ended is parked: its caches are taken out of the batch. Lat
 each with tokens of its own (ragged), and decoding goes on after them. Nothing is computed twice.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -63,24 +62,11 @@ class TurnSteps(CacheSteps):
         super().__init__(model, caches, keep_prefix_rows)
         self.seen_bt = seen_bt
 
-    def own_rows(self, rows: mx.array, tokens: int) -> list[Pair]:
-        """Each layer's keys and values [W,K,tokens,D] of own places of rows, from the first one on."""
-        pairs = [cache.own for cache in self.caches]
-        return [(keys[rows, :, :tokens], values[rows, :, :tokens]) for keys, values in pairs]
-
     def keep_rows(self, rows: list[int]) -> None:
         """As `Steps`."""
         super().keep_rows(rows)
         if self.seen_bt is not None:
             self.seen_bt = self.seen_bt[mx.array(rows, mx.int32)]
-
-
-class FirstSteps(Steps, Protocol):
-    """A backend's compiled steps of a first turn."""
-
-    def own_rows(self, rows: mx.array, tokens: int) -> list[Pair]:
-        """As `TurnSteps`."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -103,13 +89,7 @@ class SharedPromptRows:
     sees_each_step = False  # what was fed too much is masked
 
     def __init__(
-        self,
-        policy: Policy,
-        model: nn.Module,
-        caches: Caches,
-        lengths: Sequence[int],
-        rows: Sequence[int],
-        lanes: int = 1,
+        self, policy: Policy, model: nn.Module, caches: Caches, lengths: Sequence[int], rows: Sequence[int]
     ) -> None:
         """After a prefill.
 
@@ -118,9 +98,7 @@ class SharedPromptRows:
             caches: plain ones after P prompts, padded on the right.
             lengths: tokens of each prompt.
             rows: numbers of all rows, those of a prompt side by side, of each prompt as many.
-            lanes: parts of the rows that are resumed side by side.
         """
-        self._lanes = lanes
         self._policy, self._model, self._lengths = policy, model, list(lengths)
         group = len(rows) // len(lengths)
         self._place = {row: place for place, row in enumerate(rows)}
@@ -131,16 +109,18 @@ class SharedPromptRows:
         self._parked: dict[int, tuple[_Block, int, int]] = {}  # block, place in it, own tokens
         self._own_tokens = dict.fromkeys(rows, 0)
 
-    def park(
-        self, steps: TurnSteps | FirstSteps, places: list[int], rows: list[int], fed: list[int], step: int
-    ) -> None:
+    def park(self, steps: TurnSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
         """As `Extender`."""
         index = mx.array(places, mx.int32)
-        seen_bt = steps.seen_bt if isinstance(steps, TurnSteps) else None
-        most = max(fed) if seen_bt is None else seen_bt.shape[1] + max(fed)
-        layers = steps.own_rows(index, most) if most else []
+        before = 0 if steps.seen_bt is None else steps.seen_bt.shape[1]
+        most = before + max(fed)
+        layers = []
+        if most:
+            for cache in steps.caches:
+                keys, values = cache.own
+                layers.append((keys[index, :, :most], values[index, :, :most]))
         new_wt = mx.arange(max(fed))[None] < mx.array(fed)[:, None]
-        parts = [new_wt] if seen_bt is None else [seen_bt[index], new_wt]
+        parts = [new_wt] if steps.seen_bt is None else [steps.seen_bt[index], new_wt]
         block = _Block(layers, mx.concatenate(parts, axis=1))
         mx.eval(list(arrays_of(layers)), block.seen_wt)  # or they would keep the batch's own buffers
         for place, (row, tokens) in enumerate(zip(rows, fed, strict=True)):
@@ -152,7 +132,7 @@ class SharedPromptRows:
         del self._parked[row]
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> list[Resumed]:
-        """As `Extender`: all rows are extended as one batch, and decoded as one in each lane."""
+        """As `Extender`: all rows as one batch."""
         rows = sorted(given, key=self._place.__getitem__)
         own, seen_bt = self._joined(rows)
         live = sorted({self._prompt_of[row] for row in rows})
@@ -204,21 +184,14 @@ class SharedPromptRows:
             own_seen=None if full else seen_bt[:, None, None, :],
             later_turn=True,
         )
-        logits_bv = self._policy.split.logits(self._model, last_bd)
-        lanes = min(self._lanes, len(rows))
-        cuts = [len(rows) * lane // lanes for lane in range(lanes + 1)]
-        resumed: list[Resumed] = []
-        for start, end in itertools.pairwise(cuts):
-            made = [
-                PrefixCache(*prompt, whole, pair)
-                for prompt, pair in zip(prompts, own, strict=True)
-                if pair is not None
-            ]
-            steps = TurnSteps(self._model, made, seen_bt)
-            if lanes > 1:
-                steps.keep_rows(list(range(start, end)))
-            resumed.append((steps, rows[start:end], logits_bv[start:end]))
-        return resumed
+        made = [
+            PrefixCache(*prompt, whole, pair)
+            for prompt, pair in zip(prompts, own, strict=True)
+            if pair is not None
+        ]
+        return [
+            (TurnSteps(self._model, made, seen_bt), rows, self._policy.split.logits(self._model, last_bd))
+        ]
 
     def _joined(self, rows: Sequence[int]) -> tuple[list[Pair | None], mx.array]:
         """Own keys and values [B,K,T,D] of each layer, and which places of them a row has [B,T]."""

@@ -63,8 +63,8 @@ def generate(
         prompt_stride: in steps of this: N where these are every N-th prompt, from the `first_prompt`-th on.
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
-            n-th token that is sampled of a conversation draws as above. In lanes the first turn has a
-            backend's compiled steps; later turns have none: such steps cannot be extended by several tokens.
+            n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
+            lane, and without a backend's compiled steps, which cannot be extended by several tokens.
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
@@ -92,11 +92,10 @@ def generate(
         whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     else:
         whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
-    many = can_split(policy) and share_prefix and len(prompts) * num_generations > 1
+    many = replies is None and can_split(policy) and share_prefix and len(prompts) * num_generations > 1
     lanes = decoding.lanes if many else 1
     with policy.sampling(params, lanes=lanes > 1) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
-        lanes = lanes if share_prefix else 1
         for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
@@ -111,9 +110,8 @@ def generate(
                     policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
                 )
             else:
-                logits_pv, extender, divided = _extendable(
-                    policy, model, these, rows, max_new_tokens, lanes, share_prefix
-                )
+                logits_pv, extender = _extendable(policy, model, these, rows, share_prefix)
+                divided = [(extender.first, list(range(len(rows))), lane_stream(0))]
             seen_pv = None
             if sampler.repetition_penalty != 1:
                 seen_pv = seen_tokens(these, logits_pv.shape[-1])
@@ -132,12 +130,12 @@ def generate(
                     extender,
                     whole,
                     prompts={row: prompts[row // num_generations] for row in rows},
-                    words_nbw=draw_words(keys_b2, 0, max_new_tokens) if lanes > 1 else begun[0].words_nbw,
+                    words_nbw=begun[0].words_nbw,
                     limit=max_new_tokens,
                     together=decoding.turns_together,
                     vocabulary=policy.vocabulary,
                     penalizes=sampler.repetition_penalty != 1,
-                    streams=[lane_stream(number) for number in range(lanes)],
+                    stream=lane_stream(0),
                 )
             decoder.run(begun, whole, turns)
     rollout = whole.rollout(prompts, num_generations)
@@ -172,23 +170,16 @@ def _extendable(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     rows: Sequence[int],
-    room: int,
-    lanes: int,
     share_prefix: bool,
-) -> tuple[mx.array, SharedPromptRows | CopiedPromptRows, list[LaneSteps]]:
-    """Logits [P,V] after the prompts, what extends their conversations, and what decodes the first turn."""
-    places, group = list(range(len(rows))), len(rows) // len(prompts)
+) -> tuple[mx.array, SharedPromptRows | CopiedPromptRows]:
+    """Logits [P,V] after the prompts, and what decodes their conversations."""
     if share_prefix:
-        lengths = [len(prompt) for prompt in prompts]
         logits_pv, caches = prefill_once(policy, model, prompts)
-        shared = SharedPromptRows(policy, model, caches, lengths, rows, lanes)
-        if lanes > 1:
-            return logits_pv, shared, grid_lanes(policy, model, caches, lengths, group, lanes, room=room)
-        return logits_pv, shared, [(shared.first, places, lane_stream(0))]
+        return logits_pv, SharedPromptRows(policy, model, caches, list(map(len, prompts)), rows)
     logits_pv, caches = prefill(model, prompts)
-    cache_rows.keep_rows(caches, [place // group for place in places])
-    copied = CopiedPromptRows(policy, model, caches)
-    return logits_pv, copied, [(copied.first, places, lane_stream(0))]
+    group = len(rows) // len(prompts)
+    cache_rows.keep_rows(caches, [place // group for place in range(len(rows))])
+    return logits_pv, CopiedPromptRows(policy, model, caches)
 
 
 def _parts(

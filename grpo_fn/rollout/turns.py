@@ -146,7 +146,7 @@ class Turns:
         together: bool,
         vocabulary: int | None,
         penalizes: bool,
-        streams: Sequence[Stream],
+        stream: Stream,
     ) -> None:
         """Before the first turn.
 
@@ -157,13 +157,12 @@ class Turns:
             together: turns begin together, when no row decodes any more; else as soon as replies are there.
             vocabulary: given token ids are below it; None: any.
             penalizes: whether the sampler wants to know the tokens that a row has had.
-            streams: those of the lanes.
         """
         self._replies, self._extender, self._transcript = replies, extender, transcript
         self._prompts, self._words_nbw, self._limit = prompts, words_nbw, limit
         self._place = {row: place for place, row in enumerate(prompts)}
         self._together, self._vocabulary, self._penalizes = together, vocabulary, penalizes
-        self._streams = list(streams)
+        self._stream = stream
         self._waiting: set[int] = set()
         self.sees_each_step = extender.sees_each_step
 
@@ -226,9 +225,10 @@ class Turns:
         if not given:
             return []
         lanes = []
-        for number, (steps, rows, logits_bv) in enumerate(self._extender.resume(given)):
-            stream = self._streams[number % len(self._streams)]
-            lanes.append(Lane(steps, logits_bv, self._words(rows), rows, stream, self._seen(rows, logits_bv)))
+        for steps, rows, logits_bv in self._extender.resume(given):
+            lanes.append(
+                Lane(steps, logits_bv, self._words(rows), rows, self._stream, self._seen(rows, logits_bv))
+            )
         return lanes
 
     def _words(self, rows: Sequence[int]) -> mx.array:

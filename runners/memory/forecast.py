@@ -198,7 +198,7 @@ def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
     """With the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
-    copied = copied_prompt(sampling.prompt) if sizes.lanes else None
+    copied = copied_prompt(sampling.prompt) if sizes.lanes and not sampling.turns else None
     if copied is not None:
         return attrs.evolve(sampling, prompt=copied, step=16)
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)

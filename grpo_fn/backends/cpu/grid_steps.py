@@ -107,14 +107,6 @@ class GridSteps:
         self._group_size = len(rows) // len(prompts)
         self._prepare()
 
-    def own_rows(self, rows: mx.array, tokens: int) -> list[Pair]:
-        """Each layer's keys and values [W,K,tokens,D] of what rows were fed, from the first token on."""
-        begin = self._own[0][0].shape[2] - self._room
-        return [
-            (keys[rows, :, begin : begin + tokens], values[rows, :, begin : begin + tokens])
-            for keys, values in self._own
-        ]
-
     def _each_own(self, change: Callable[[mx.array], mx.array]) -> None:
         """One layer after the other: the old and the new of one are in memory."""
         for number, pair in enumerate(self._own):

@@ -10,8 +10,6 @@ import pytest
 import grpo_fn as g
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Respond, draw_words
-from grpo_fn.rollout.extend import SharedPromptRows, TurnSteps
-from grpo_fn.rollout.lanes import can_split
 from grpo_fn.trees import arrays_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll, teacher_forced
 from tests.support.tiny_policies import VOCAB, tiny_policy
@@ -110,44 +108,12 @@ def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
     assert got.sampled() == want.sampled()
 
 
-@pytest.mark.skipif(not can_split(tiny_policy()), reason="this machine has no lanes")
-@pytest.mark.parametrize("length", [3, 70], ids=["copied", "held once"])
-def test_a_first_turn_in_lanes_has_the_lanes_steps(length, monkeypatch):
-    """Compiled steps decode first turns; rows are parked out of them, and later turns run in two lanes."""
-    policy = tiny_policy()
-    parked, resumed = [], []
-    park, resume = SharedPromptRows.park, SharedPromptRows.resume
-
-    def watched_park(self, steps, *others):
-        parked.append(type(steps))
-        park(self, steps, *others)
-
-    def watched_resume(self, given):
-        found = resume(self, given)
-        resumed.append([len(rows) for _, rows, _ in found])
-        return found
-
-    monkeypatch.setattr(SharedPromptRows, "park", watched_park)
-    monkeypatch.setattr(SharedPromptRows, "resume", watched_resume)
-    prompts = [[(7 * n + p) % VOCAB for n in range(length + p)] for p in range(3)]
-    options = {"generations": 4, "limit": 24, "eos_ids": ENDS, "share_prefix": True}
-    want = roll(policy, prompts, replies=answers(), **options)
-    assert set(parked) == {TurnSteps} and all(len(sizes) == 1 for sizes in resumed)
-    parked.clear()
-    resumed.clear()
-    got = roll(policy, prompts, replies=answers(), lanes=2, **options)
-    assert_same(got, want)
-    assert got.sampled() == want.sampled()
-    assert {TurnSteps} < set(parked) and max(map(len, resumed)) == 2
-
-
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-@pytest.mark.parametrize(("share", "lanes"), [(None, 1), (False, 1), (True, 2)])
-def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts, share, lanes):
+@pytest.mark.parametrize("share", [None, False])
+def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts, share):
     """With replies that end each conversation at once, every number is that of `generate` without them."""
     policy = tiny_policy()
     options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": share, "check_every": 4}
-    options["lanes"] = lanes
     plain = roll(policy, prompts, sampler=g.Sampler(with_entropy=True), **options)
     turns = roll(
         policy, prompts, sampler=g.Sampler(with_entropy=True), replies=Respond(lambda row, t: None), **options
