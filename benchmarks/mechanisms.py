@@ -57,7 +57,6 @@ MECHANISMS = (
     Mechanism("row lanes", overrides=("rollout.launch=eval",)),
     Mechanism("blocked weights", ("blocked_weights",)),
     Mechanism("grid steps", ("grid_steps",)),
-    Mechanism("rotations as products", ("rotation_products",)),
     Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA,)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),

@@ -37,7 +37,6 @@ OPERATIONS = {
     "adamw": "(param, m, v): AdamW's update of one leaf",
     "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
     "blocked_weights": "(): DecodeForm; weights in blocks that one core multiplies by itself",
-    "rotation_products": "(): DecodeForm; rotary embeddings of one token a row as a product",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
     "grid_steps": "(): DecodeProgram; over one copy of each prompt, rows in a grid: for row lanes",
     "shared_prompts": "(): keys and values of prompts as `grid_steps` holds them",

@@ -17,7 +17,7 @@ from grpo_fn.policy.parameters import empty
 from grpo_fn.policy.unpacked_layers import unpacked_weights
 
 FORMS = ("fused_projections",)
-LANE_FORMS = ("blocked_weights", "rotation_products")  # for rows that are decoded in lanes
+LANE_FORMS = ("blocked_weights",)  # for rows that are decoded in lanes
 
 
 @contextmanager

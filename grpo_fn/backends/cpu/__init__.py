@@ -22,7 +22,6 @@ MECHANISMS = {
     "weighted_values": ("attention", "weighted_values", ""),
     "add_at": ("elementwise", "add_at", ""),
     "blocked_weights": ("blocked_weights", "FORM", ""),
-    "rotation_products": ("rotary", "FORM", ""),
     "grid_steps": ("grid_steps", "PROGRAM", ""),
     "shared_prompts": ("grid_cache", "shared_prompts", ""),
     "copied_length": ("grid_cache", "copied_length", ""),
