@@ -29,7 +29,7 @@ from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from runners.errors import UserError
 from runners.machine import startup
-from runners.ranks.launched import launched, share_cores
+from runners.ranks.launched import launched, let_launcher_sleep, share_cores
 
 EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
 OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most
@@ -309,6 +309,7 @@ def overhead_figures(name: str) -> list[Figure]:
 @click.option("--shard", is_flag=True)
 def worker(worker: Path, text: str, shard: bool) -> None:
     """One rank: measures, and rank 0 writes the result."""
+    let_launcher_sleep()
     place = launched()
     if place:
         share_cores(place, os.environ)

@@ -157,8 +157,9 @@ def _run(
 ) -> None:
     from runners.config.loading import load_config, write_resolved
     from runners.machine import startup
-    from runners.ranks.launched import launched, share_cores
+    from runners.ranks.launched import launched, let_launcher_sleep, share_cores
 
+    let_launcher_sleep()
     place = launched()
     if place and dry_run and place.rank > 0:
         return  # rank 0 shows it

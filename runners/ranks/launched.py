@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -58,6 +61,31 @@ def share_cores(place: Place, environ: MutableMapping[str, str]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environ.setdefault(name, str(max(cores // place.local, 1)))
+
+
+def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
+    """Fills this process's standard input where it is a pipe from `mlx.launch`; Linux.
+
+    MLX 0.32.4's launcher waits until something happens to a rank, and counts that its input takes more as
+    such: it never sleeps, and takes a core. A full pipe takes no more. A rank reads nothing from there.
+    """
+    found = os.environ if environ is None else environ
+    if "MLX_RANK" not in found or sys.platform != "linux" or not _reads_a_pipe():
+        return
+    end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        with suppress(BlockingIOError):  # it is full
+            while True:
+                os.write(end, b"\n" * 4096)
+    finally:
+        os.close(end)
+
+
+def _reads_a_pipe() -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(0).st_mode)
+    except OSError:  # it is closed
+        return False
 
 
 def _listed(name: str, path: str) -> list[Any]:

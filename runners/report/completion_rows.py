@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import attrs
 
 from runners.report.line_files import LineFile
-from runners.report.numbers import packed, packed_columns
+from runners.report.numbers import columns_json, deflated, packed, plain_json
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
@@ -29,6 +30,21 @@ class Part:
     numbers: bytes  # columns: what is filtered and sorted by
     texts: bytes  # texts, and what else is shown of a row
     tokens: bytes | None  # each row's tokens; None: nothing is known of them
+
+
+@attrs.frozen(eq=False)
+class PartTexts:
+    """A part before it is deflated."""
+
+    rows: int
+    numbers: str
+    texts: str
+    tokens: str | None
+
+    def deflated(self) -> Part:
+        """The part; most of the time other threads may run."""
+        tokens = None if self.tokens is None else deflated(self.tokens)
+        return Part(self.rows, deflated(self.numbers), deflated(self.texts), tokens)
 
 
 @attrs.define(eq=False)
@@ -58,13 +74,13 @@ class PartMaker:
         self.waiting.append(record)
         return len(self.waiting) >= ROWS
 
-    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> Part:
+    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> PartTexts:
         """The part that has gathered; `tokens` are the records of tokens.jsonl by batch step."""
         records, self.waiting = self.waiting, []
         return part_of(records, tokens)
 
 
-def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> Part:
+def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> PartTexts:
     """A part of these records."""
     rewards = [_table(record, "rewards") for record in records]
     names = dict.fromkeys(chain.from_iterable(rewards))
@@ -95,7 +111,9 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
         },
     }
     shown = _tokens(records, tokens) if tokens else None
-    return Part(len(records), packed_columns(numbers), packed(texts), packed(shown) if shown else None)
+    return PartTexts(
+        len(records), columns_json(numbers), plain_json(texts), plain_json(shown) if shown else None
+    )
 
 
 @attrs.frozen(eq=False)
@@ -124,13 +142,15 @@ def read_completions(folder: Path, group_size: int, most_bytes: int, last_update
         return (update - 1) % stride == 0 or update == last_update
 
     only = None if stride == 1 else wanted
-    file, maker, parts = LineFile(path), PartMaker(group_size), []
+    file, maker = LineFile(path), PartMaker(group_size)
     tokens = read_tokens(LineFile(folder / TOKENS).read(only))
-    for record in file.read(only):
-        if maker.add(record):
-            parts.append(maker.take(tokens))
-    if maker.waiting:
-        parts.append(maker.take(tokens))
+    with ThreadPoolExecutor(1) as pool:  # deflates a part while the next one is read
+        waiting = [
+            pool.submit(maker.take(tokens).deflated) for record in file.read(only) if maker.add(record)
+        ]
+        if maker.waiting:
+            waiting.append(pool.submit(maker.take(tokens).deflated))
+        parts = [each.result() for each in waiting]
     left_out = sum((update - 1) % stride != 0 and update != last_update for update in seen)
     return Completions(parts, sum(part.rows for part in parts), left_out, file.bad)
 

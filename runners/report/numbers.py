@@ -28,35 +28,33 @@ def plain_numbers(values: Sequence[Any]) -> str:
     """`plain_number` of each value, as the text of a JSON array."""
     kinds = set(map(type, values))
     if kinds == {int} and min(values) > -_DIGITS and max(values) < _DIGITS:
-        return _json(values)
+        return plain_json(values)
     if kinds == {float}:  # the usual column of a large file: several times faster than one by one
         isfinite = math.isfinite
         return "[" + ",".join([f"{value:.7g}" if isfinite(value) else "null" for value in values]) + "]"
-    return _json([plain_number(value) for value in values])
+    return plain_json([plain_number(value) for value in values])
 
 
 def packed(value: Any) -> bytes:
-    """A value as JSON, deflated (zlib's format)."""
-    return _deflated(_json(value))
+    """A value as JSON, deflated."""
+    return deflated(plain_json(value))
 
 
-def packed_columns(columns: Mapping[str, Sequence[Any] | Mapping[str, Sequence[Any]]]) -> bytes:
-    """Columns of numbers, and tables of such, as `packed` would do it with `plain_number` of each."""
-    return _deflated(_columns(columns))
-
-
-def _columns(columns: Mapping[str, Any]) -> str:
-    cells = (
-        f"{_json(name)}:{_columns(values) if isinstance(values, Mapping) else plain_numbers(values)}"
-        for name, values in columns.items()
-    )
+def columns_json(columns: Mapping[str, Sequence[Any] | Mapping[str, Sequence[Any]]]) -> str:
+    """Columns of numbers, and tables of such, as JSON, with `plain_number` of each."""
+    cells = [f"{plain_json(name)}:{_column_json(values)}" for name, values in columns.items()]
     return "{" + ",".join(cells) + "}"
 
 
-def _json(value: Any) -> str:
+def _column_json(values: Sequence[Any] | Mapping[str, Sequence[Any]]) -> str:
+    return columns_json(values) if isinstance(values, Mapping) else plain_numbers(values)
+
+
+def plain_json(value: Any) -> str:
+    """A value as JSON without spaces. ValueError for a number that JSON has not."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _deflated(text: str) -> bytes:
-    # A lone surrogate becomes its JSON escape.
+def deflated(text: str) -> bytes:
+    """A text in zlib's format, as UTF-8; a lone surrogate becomes its JSON escape."""
     return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
