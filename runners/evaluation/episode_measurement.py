@@ -22,6 +22,7 @@ from runners.evaluation.measurement import (
     row_means,
     sampling_of_rollout,
     shares,
+    success_shares,
 )
 from runners.inference.episodes import Drawing, Episodes, play_episodes
 from runners.inference.generation import DEFAULT_ROWS, LENGTH, Sampling
@@ -75,6 +76,7 @@ def measure_episodes(
     Args:
         rewards: the config's, and the environment's own at the end.
         environments: built for this model's tokenizer.
+        config: with data.answer = "" there are no gold answers: no exact match, and pass@k is of successes.
         success_at: an episode succeeds if the environment's own reward is at least this; without one, if the
             model's last turn has the gold answer.
     """
@@ -127,20 +129,24 @@ def measure_episodes(
 
     greedy = played("greedy", Sampling(temperature=0.0, max_tokens=limit), 1)
     found = _figures(greedy, rewards, 1, "")
-    right = [is_correct(text, each.answer) for text, each in zip(greedy.texts, examples, strict=True)]
-    metrics = {
-        "success": found.pop("success"),
-        "exact match": Metric(np.array(right, np.float64), percent=True),
-    }
-    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1)
+    metrics = {"success": found.pop("success")}
+    has_answers = bool(config.data.answer)
+    if has_answers:
+        right = [is_correct(text, each.answer) for text, each in zip(greedy.texts, examples, strict=True)]
+        metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
+    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1, has_answers)
     seconds = greedy.seconds
     if plan.num:
         sampled = played("sampled", sampling_of_rollout(config, limit), plan.num)
-        groups = [sampled.texts[n : n + plan.num] for n in range(0, len(sampled.texts), plan.num)]
-        counts = [count_answers(group, each.answer) for group, each in zip(groups, examples, strict=True)]
-        metrics |= shares(counts, plan)
+        if has_answers:
+            groups = [sampled.texts[n : n + plan.num] for n in range(0, len(sampled.texts), plan.num)]
+            counts = [count_answers(group, each.answer) for group, each in zip(groups, examples, strict=True)]
+            metrics |= shares(counts, plan)
+        else:
+            succeeded = np.reshape(sampled.figures.success, (-1, plan.num)).sum(axis=1).tolist()
+            metrics |= success_shares(succeeded, plan)
         found |= _figures(sampled, rewards, plan.num, "sampled ")
-        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num)
+        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num, has_answers)
         seconds += sampled.seconds
     faults = tuple(dict.fromkeys(problems))
     return ModelResult(name, tuple(chosen), {**metrics, **found}, tuple(rows), faults, seconds)
@@ -168,13 +174,20 @@ def _figures(found: _Rows, rewards: Sequence[Reward], num: int, prefix: str) -> 
 
 
 def _json_rows(
-    name: str, kind: str, chosen: Mapping[int, Example], found: _Rows, rewards: Sequence[Reward], num: int
+    name: str,
+    kind: str,
+    chosen: Mapping[int, Example],
+    found: _Rows,
+    rewards: Sequence[Reward],
+    num: int,
+    has_answers: bool,
 ) -> list[dict[str, Any]]:
     values_kb, figures = np.concatenate(found.values_kb, axis=1), found.figures
     rows, problems = [], list(chosen.items())
     for row, text in enumerate(found.texts):
         index, example = problems[row // num]
         given = zip(rewards, values_kb[:, row].tolist(), strict=True)
+        judged = {"extracted": extract_answer(text), "correct": is_correct(text, example.answer)}
         rows.append(
             {
                 "model": name,
@@ -182,10 +195,9 @@ def _json_rows(
                 "problem": index,
                 "sample": row % num,
                 "prompt": example.text,
-                "answer": example.answer,
+                **({"answer": example.answer} if has_answers else {}),
                 "completion": text,
-                "extracted": extract_answer(text),
-                "correct": is_correct(text, example.answer),
+                **(judged if has_answers else {}),
                 "tokens": found.lengths[row],
                 "finish": found.finish[row],
                 "rewards": {r.name: None if np.isnan(value) else value for r, value in given},

@@ -235,6 +235,12 @@ def shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Me
     return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
 
 
+def success_shares(succeeded: Sequence[int], plan: SamplingPlan) -> dict[str, Metric]:
+    """pass@k for every k, of problems of which so many of the samples succeeded."""
+    found = {f"pass@{k}": [pass_at_k(plan.num, count, k) for count in succeeded] for k in plan.ks}
+    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
+
+
 def sampling_of_rollout(config: Config, limit: int) -> Sampling:
     rollout = config.rollout
     return Sampling(

@@ -154,6 +154,28 @@ def test_samples_and_functions_without_a_class(place, model):
     assert all(row["messages"][0]["role"] == "assistant" for row in samples)
 
 
+def test_data_without_answers(place, model):
+    """The environment says what succeeds: no exact match, pass@k of successes, no answers in the rows."""
+    source = SOURCE.replace("reset(self, answer,", "reset(self, question,").replace(
+        "int(answer)", "int(question.split('+')[0])"
+    )
+    (place / "even.py").write_text(source)
+    (place / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+3"}) + "\n" for n in range(4)))
+    config = config_of("data.answer=")
+    decoder = TextDecoder(model.tokenizer)
+    environments = build_environments(
+        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders
+    )
+    chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
+    plan = SamplingPlan(num=2, ks=(1, 2), max_batch=5)
+    rewards = all_rewards((), environments)
+    found = measure_episodes(model, "it", chosen, config, plan, rewards, environments)
+    assert found.metrics["success"].values.tolist() == [True, False, True, False]
+    assert found.metrics["pass@1"].values.tolist() == found.metrics["pass@2"].values.tolist() == [1, 0, 1, 0]
+    assert not {"exact match", "maj@2"} & set(found.metrics)
+    assert not {"answer", "extracted", "correct"} & set(found.completions[0])
+
+
 def test_figures_of_several_ranks_are_in_the_problems_order():
     """Rank r of N has the problems r, r + N, …"""
     whole = EpisodeFigures(
