@@ -205,7 +205,9 @@ def _check_shapes(
     if beta.shape != (rows, length, heads):
         raise ValueError(f"beta is [B,T,Hv] = {(rows, length, heads)}; found {beta.shape}")
     if log_g.shape not in ((rows, length, heads), (rows, length, heads, key_width)):
-        raise ValueError(f"log_g is [B,T,Hv] = {(rows, length, heads)}, or has Dk beside; found {log_g.shape}")
+        raise ValueError(
+            f"log_g is [B,T,Hv] = {(rows, length, heads)}, or has Dk beside; found {log_g.shape}"
+        )
     if state is not None and state.shape != (rows, heads, value_width, key_width):
         wanted = (rows, heads, value_width, key_width)
         raise ValueError(f"state is [B,Hv,Dv,Dk] = {wanted}; found {state.shape}")

@@ -18,6 +18,7 @@ from grpo_fn.policy.decode_programs import LANE_PROGRAM, programs_for
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
@@ -133,6 +134,12 @@ class Policy:
             with decode_weights(module, lanes=lanes):
                 yield module
 
+    @contextmanager
+    def learning(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
+        """`bound` for a pass that has a gradient: see `learning_form`."""
+        with self.bound(params, frozen) as module, learning_form(module):
+            yield module
+
     def cast(self, params: Tree) -> Tree:
         """The parameters as the forward sees them: floating leaves in the compute dtype."""
         dtype = self.compute_dtype
@@ -151,7 +158,7 @@ class Policy:
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
         traced function pins what it closes over.
         """
-        with self.bound(params, frozen) as module:
+        with self.learning(params, frozen) as module:
             return self.split.hidden(module, tokens_bl)
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:

@@ -153,7 +153,9 @@ def test_the_layers_function(more, channels):
     got = ours.gated_delta_update(*half, a, beta, A_log, dt_bias, None, **more)
     want = theirs.gated_delta_update(*half, a, beta, A_log, dt_bias, None, **more)
     assert [x.dtype for x in got] == [x.dtype for x in want]
-    assert all(largest(x.astype(mx.float32), y.astype(mx.float32)) < 1e-2 for x, y in zip(got, want, strict=True))
+    assert all(
+        largest(x.astype(mx.float32), y.astype(mx.float32)) < 1e-2 for x, y in zip(got, want, strict=True)
+    )
     one = [x[:, :1] for x in (q, k, v, a, beta)]
     got = ours.gated_delta_update(*one, A_log, dt_bias, state, **more)
     want = theirs.gated_delta_update(*one, A_log, dt_bias, state, **more)
