@@ -3,10 +3,10 @@
     S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t        ("Gated Delta
     Networks", arXiv 2412.06464, eq. 10; with one g a channel it is Kimi Delta Attention, arXiv 2510.26692)
 
-mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token. Inside of a
+mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token. In a
 chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
 
-    u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)          so (I + A) U = β(V − K'Sᵀ)
+    u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)       so (I + A) U = β(V − K'Sᵀ)
 
 which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and products of matrices. Only
 S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never differences of two long sums.
@@ -141,7 +141,7 @@ def chunked_gated_delta(
         keys_t = keys.swapaxes(-1, -2)
         key_products, query_products = (keys @ keys_t) * decays, (queries @ keys_t) * decays
     attends = mx.where(later | mx.eye(chunk, dtype=mx.bool_), query_products, 0)
-    inverse = _inverse_with_ones(mx.where(later, betas * key_products, 0))
+    inverse = cast(mx.array, _inverse_with_ones(mx.where(later, betas * key_products, 0)))
     added = inverse @ (betas * values)  # U where the chunk starts from zeros
     reads = mx.concatenate([inverse @ (betas * from_start * keys), from_start * queries], axis=-2)
     keys_out = mx.broadcast_to(to_end * keys, (*to_end.shape[:-1], key_width))

@@ -1,8 +1,8 @@
 """The form of a model that the learner calls: no layer uses a kernel without a gradient.
 
-Some of mlx-lm's layers ask `self.training`, which is False in a loaded model, and use a fused Metal kernel where
-it is. Such a kernel has no gradient. Only these layers are switched: dropout, which asks as well, stays as the
-model has it.
+Some of mlx-lm's layers ask `self.training`, which is False in a loaded model, and then use a fused Metal
+kernel, which has no gradient. Only these layers are switched: dropout, which asks as well, stays as the model
+has it.
 """
 
 import functools

@@ -72,15 +72,16 @@ def _fix_rwkv7(module: nn.Module) -> None:
     from mlx_lm.models import rwkv7
 
     class Mixing(rwkv7.Rwkv7TimeMixing):
-        def _wkv7(self, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
+        def _wkv7(
+            self, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any
+        ) -> Any:
             if not self.training:
-                return super()._wkv7(r, *others)
-            *by_token, state = others
+                return super()._wkv7(r, w, k, v, a, b, state)
             if state is None:
                 state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), r.dtype)
             outputs = []
             for t in range(r.shape[1]):
-                y, state = rwkv7._wkv7_step_ops(r[:, t], *(x[:, t] for x in by_token), state)
+                y, state = rwkv7._wkv7_step_ops(*(x[:, t] for x in (r, w, k, v, a, b)), state)
                 outputs.append(y)
             return mx.stack(outputs, axis=1).astype(r.dtype), state
 
