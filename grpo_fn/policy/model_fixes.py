@@ -81,7 +81,8 @@ def _fix_rwkv7(module: nn.Module) -> None:
                 state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), r.dtype)
             outputs = []
             for t in range(r.shape[1]):
-                y, state = rwkv7._wkv7_step_ops(*(x[:, t] for x in (r, w, k, v, a, b)), state)
+                given = [*(x[:, t] for x in (r, w, k, v, a, b)), state]
+                y, state = rwkv7._wkv7_step_ops(*given)
                 outputs.append(y)
             return mx.stack(outputs, axis=1).astype(r.dtype), state
 

@@ -22,6 +22,7 @@ from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
+from grpo_fn.policy.routers import recorded_routing
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
@@ -160,6 +161,18 @@ class Policy:
         """
         with self.learning(params, frozen) as module:
             return self.split.hidden(module, tokens_bl)
+
+    def hidden_and_routing(
+        self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None
+    ) -> tuple[mx.array, list[mx.array]]:
+        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts.
+
+        Raises:
+            ValueError: `routers` does not know how the model's experts are chosen, or it has none.
+        """
+        with self.learning(params, frozen) as module, recorded_routing(module) as logits:
+            hidden_bld = self.split.hidden(module, tokens_bl)
+        return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
         """What maps those hidden states to logits, with the trainable parameters that it uses."""
