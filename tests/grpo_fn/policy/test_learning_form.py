@@ -46,10 +46,7 @@ GATED_DELTA = (
     "qwen3_5_moe",
     "qwen3_next",
 )
-CHANGES = {  # the kernels want keys of at least 32
-    "bailing_moe_v3": {"head_dim": 32},
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-}
+CHANGES = {"bailing_moe_v3": {"head_dim": 32}}  # the kernels want keys of at least 32
 RECURRENT = ("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2")
 
 
