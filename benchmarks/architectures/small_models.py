@@ -335,6 +335,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         + [{"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}}] * 2
     },
     "nemotron_h": {"layer_types": ..., "hybrid_override_pattern": ["M", "*", "E", "-"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", _FULL] * 2},
     "openelm": {
         "num_query_heads": [4] * 4,
         "num_kv_heads": [2] * 4,

@@ -33,6 +33,10 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart(r"(?P<row>.+): time, (?P<series>naive|ours)", "s", "seconds"),
         Chart(r"(?P<row>.+): peak, (?P<series>naive|ours)", "MB", "peak, MB"),
     ),
+    "gated_delta": (
+        Chart(r"(?P<row>\d+ tokens): time, (?P<series>loop|chunks)", "s", "seconds"),
+        Chart(r"(?P<row>\d+ tokens): peak, (?P<series>loop|chunks)", "MB", "peak, MB"),
+    ),
     "loss": (Chart(r"loss, (?P<row>\w+)", "ms", "milliseconds"),),
     "step": (Chart(r"(?P<row>rollout|reward|batch|grad|update|sync)", "ms", "milliseconds"),),
     "rollout": (

@@ -29,6 +29,7 @@ NAMES = (
     "sync",
     "learner",
     "logprobs",
+    "gated_delta",
     "loss",
     "step",
     "peers",

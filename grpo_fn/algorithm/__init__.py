@@ -13,6 +13,7 @@ from grpo_fn.algorithm.advantages import (
 )
 from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
 from grpo_fn.algorithm.diagnostics import LossStats, empty_stats, merge_stats
+from grpo_fn.algorithm.experts import expert_shares, load_balancing_loss
 from grpo_fn.algorithm.kl import ESTIMATORS, kl_estimate
 from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
@@ -36,8 +37,10 @@ __all__ = [
     "check_max_length",
     "combine_rewards",
     "empty_stats",
+    "expert_shares",
     "group_advantages",
     "kl_estimate",
+    "load_balancing_loss",
     "loss_sum",
     "merge_stats",
     "overlong_penalty",

@@ -54,6 +54,7 @@ SWITCHES = {
     "counted_positions": "the learner computes the head at counted tokens alone, not at padding",
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
     "recomputed_gates": "the backward pass of a gated MLP recomputes its product",
+    "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
     "gradient_layout": "gradients of weights lie as the weights do",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "background_saving": "a checkpoint is written while training goes on",
@@ -101,6 +102,11 @@ def backend() -> str:
 def has_cuda() -> bool:
     """Whether a CUDA device computes."""
     return backend() == "cuda"
+
+
+def has_metal() -> bool:
+    """Whether a Metal device computes: some of mlx-lm's layers then use kernels without a gradient."""
+    return backend() == "metal"
 
 
 def find(name: str, *arguments: Any) -> Any:

@@ -16,19 +16,43 @@ from grpo_fn.trees import Tree
 
 def hidden_at_positions(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
     """Hidden states [1,N,D] from which the tokens at `positions_n` are predicted."""
-    rows, width = batch.targets_bt.shape
-    position_n = _positions(batch)
     if batch.prompt_index_b is not None:
         hidden_btd = hidden_after_shared_prompts(policy, params, frozen, batch)
-        return _picked(hidden_btd.reshape(rows * width, -1), position_n)[None]
-    hidden_bld = policy.hidden(params, batch.tokens_bl, frozen)
-    length = hidden_bld.shape[1]
+        return _picked(hidden_btd.reshape(batch.targets_bt.size, -1), _positions(batch))[None]
+    return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen))[None]
+
+
+def hidden_and_routing_at_positions(
+    policy: Policy, params: Tree, frozen: Tree, batch: Batch
+) -> tuple[mx.array, list[mx.array]]:
+    """`hidden_at_positions`, and the routers' logits [N,E] of each layer with experts, at the same tokens.
+
+    Raises:
+        ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
+    """
+    if batch.prompt_index_b is not None:
+        raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen)
+    return _predicting(batch, hidden_bld)[None], [_predicting(batch, x) for x in logits]
+
+
+def mask_at_positions(batch: Batch) -> mx.array:
+    """[N], True where the token at `positions_n` counts."""
+    mask, position_n = batch.mask_bt.reshape(-1), _positions(batch)
+    return mask[mx.minimum(position_n, mask.size - 1)].astype(mx.bool_) & (position_n < mask.size)
+
+
+def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
+    """[N,D] of the positions from which the tokens at `positions_n` are predicted."""
+    rows, width = batch.targets_bt.shape
+    position_n = _positions(batch)
+    length = states_bld.shape[1]
     row_n = mx.minimum(position_n // width, rows - 1)
     # The first token is predicted at the prompt's last position.
     column_n = batch.prompt_lengths_b[row_n] - 1 + position_n % width
     there_n = (position_n < rows * width) & (column_n < length)
     index_n = mx.where(there_n, row_n * length + column_n, rows * length)
-    return _picked(hidden_bld.reshape(rows * length, -1), index_n)[None]
+    return _picked(states_bld.reshape(rows * length, -1), index_n)
 
 
 def targets_at_positions(batch: Batch) -> mx.array:

@@ -13,16 +13,24 @@ from grpo_fn.algorithm import (
     LossStats,
     check_max_length,
     empty_stats,
+    load_balancing_loss,
     loss_sum,
     merge_stats,
 )
 from grpo_fn.compile import Compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
+from grpo_fn.learner.completion_positions import (
+    hidden_and_routing_at_positions,
+    hidden_at_positions,
+    mask_at_positions,
+    scatter_to_batch,
+    targets_at_positions,
+)
 from grpo_fn.learner.logprob_step import batch_logprobs
 from grpo_fn.learner.state import TrainState
 from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
+from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, arrays_of
 
@@ -103,6 +111,7 @@ def make_grad_step(
     temperature: float = 1.0,
     max_completion_length: int | None = None,
     ref_policy: Policy | None = None,
+    router_aux_coef: float = 0.0,
     compile: bool = True,
 ) -> GradStep:
     """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
@@ -113,10 +122,18 @@ def make_grad_step(
         temperature: of the sampler; divides the learner's logits too.
         max_completion_length: L_max, needed by the aggregation `constant`.
         ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None: `policy`.
+        router_aux_coef: of a model with experts: the coefficient of `load_balancing_loss` over the counted
+            tokens, a mean over its routers. Each micro-batch balances its own tokens, with its weight in the
+            loss. 0: none.
         compile: False runs the same Python eagerly.
+
+    Raises:
+        ValueError: max_completion_length is missing, or router_aux_coef > 0 and the model's routers are not
+            known (`Policy.hidden_and_routing`).
     """
     reference = policy if ref_policy is None else ref_policy
     check_max_length(spec.aggregation, max_completion_length)
+    chosen = experts_per_token(policy.module) if router_aux_coef > 0 else 0
 
     def micro_step(
         params: Tree,
@@ -132,8 +149,13 @@ def make_grad_step(
             ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, batch, temperature)
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
+            routing: list[mx.array] = []
+            if chosen:
+                hidden_1nd, routing = hidden_and_routing_at_positions(policy, params, frozen, batch)
+            else:
+                hidden_1nd = hidden_at_positions(policy, params, frozen, batch)
             logp_1n, entropy_1n = token_logprobs_and_entropy(
-                hidden_at_positions(policy, params, frozen, batch),
+                hidden_1nd,
                 policy.head(params, frozen),
                 targets_at_positions(batch),
                 temperature=temperature,
@@ -151,7 +173,13 @@ def make_grad_step(
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,
             )
-            return loss_sum(arrays, spec, max_completion_length)
+            total, stats = loss_sum(arrays, spec, max_completion_length)
+            if routing:
+                mask_n = mask_at_positions(batch)
+                balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
+                # The update divides by the denominators, so this is the balance's coefficient there.
+                total = total + router_aux_coef * balance * stats.denominator
+            return total, stats
 
         (loss, stats), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)

@@ -31,7 +31,7 @@ def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batc
     assert batch.prompt_index_b is not None
     lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
     prompts = [_PromptLayer() for _ in plain_caches(policy.module)]
-    with policy.bound(params, frozen) as module:
+    with policy.learning(params, frozen) as module:
         backbone = policy.split.backbone(module)
         hidden_pld = backbone(batch.tokens_bl, cache=prompts)
         last_pd = hidden_pld[mx.arange(lengths_p.shape[0]), lengths_p - 1]

@@ -24,6 +24,7 @@ from grpo_fn.policy.quantized_role import (
     quantizable,
     quantized_role,
 )
+from grpo_fn.policy.routers import experts_per_token, has_routers
 from grpo_fn.policy.row_logprobs import row_logprobs
 
 __all__ = [
@@ -37,7 +38,9 @@ __all__ = [
     "QuantizedRole",
     "checkpoint_layers",
     "decode_weights_bytes",
+    "experts_per_token",
     "fits_lanes",
+    "has_routers",
     "is_quantized",
     "kv_caches",
     "plain_caches",

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import map_arrays
 
@@ -39,7 +40,11 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             # mx.checkpoint gives arrays that it closes over no gradient, silently: they go in as arguments.
             # It takes a gradient of every argument, which packed weights do not have: hence stop_gradient.
             def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
-                with parameters_replaced(self, map_arrays(mx.stop_gradient, params), trainable):
+                # The backward pass comes here again, when the policy's `learning` has ended.
+                with (
+                    parameters_replaced(self, map_arrays(mx.stop_gradient, params), trainable),
+                    learning_form(self),
+                ):
                     return call(*args, **kwargs)
 
             return mx.checkpoint(inner)(self.parameters(), self.trainable_parameters(), args, kwargs)

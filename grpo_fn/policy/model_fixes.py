@@ -1,5 +1,6 @@
 """Fixes for faults of single mlx-lm models, in one instance; such a model is known by its module's name."""
 
+from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -66,4 +67,87 @@ def _fix_jamba(module: nn.Module) -> None:
             layer.__class__ = Mixer
 
 
-_FIXES = {"mlx_lm.models.phi3small": _fix_phi3small, "mlx_lm.models.jamba": _fix_jamba}
+def _fix_rwkv7(module: nn.Module) -> None:
+    """On Metal it always uses a kernel, which has no gradient."""
+    from mlx_lm.models import rwkv7
+
+    class Mixing(rwkv7.Rwkv7TimeMixing):
+        def _wkv7(
+            self, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any
+        ) -> Any:
+            if not self.training:
+                return super()._wkv7(r, w, k, v, a, b, state)
+            if state is None:
+                state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), r.dtype)
+            outputs = []
+            for t in range(r.shape[1]):
+                given = [*(x[:, t] for x in (r, w, k, v, a, b)), state]
+                y, state = rwkv7._wkv7_step_ops(*given)
+                outputs.append(y)
+            return mx.stack(outputs, axis=1).astype(r.dtype), state
+
+    for layer in module.modules():
+        if type(layer) is rwkv7.Rwkv7TimeMixing:
+            layer.__class__ = Mixing
+
+
+def _fix_deepseek_v41(module: nn.Module) -> None:
+    """On Metal it always uses a kernel for its Sinkhorn iterations, which has no gradient."""
+    from mlx_lm.models import deepseek_v41
+
+    sinkhorn = with_globals(deepseek_v41._sinkhorn, _sinkhorn_kernel=None)
+    composed = with_globals(deepseek_v41.HyperConnection.__call__, _sinkhorn=sinkhorn)
+
+    class HyperConnection(deepseek_v41.HyperConnection):
+        def __call__(self, streams: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+            return composed(self, streams) if self.training else super().__call__(streams)
+
+    for layer in module.modules():
+        if type(layer) is deepseek_v41.HyperConnection:
+            layer.__class__ = HyperConnection
+
+
+def _fix_kimi_k3(module: nn.Module) -> None:
+    """Outside of training it keeps products of two weights from the first call on, and on Metal a compiled
+    step with a layer's weights in it: neither follows an update."""
+    from mlx_lm.models import kimi_k3
+
+    class DecoderLayer(kimi_k3.KimiK3DecoderLayer):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self._attn_res_w_eff = None
+            return super().__call__(*args, **kwargs)
+
+    class TextModel(kimi_k3.KimiK3TextModel):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self._output_res_w_eff = None
+            return super().__call__(*args, **kwargs)
+
+    for layer in module.modules():
+        if type(layer) is kimi_k3.KimiK3DecoderLayer:
+            layer.__class__ = DecoderLayer
+        elif type(layer) is kimi_k3.KimiK3TextModel:
+            layer.__class__ = TextModel
+        elif isinstance(layer, kimi_k3.KimiK3DeltaAttention):
+            layer._step = layer._decode_core
+
+
+def with_globals(function: FunctionType, **names: Any) -> FunctionType:
+    """A copy of a function that finds these under their names, and its module's other names as before."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_FIXES = {
+    "mlx_lm.models.deepseek_v41": _fix_deepseek_v41,
+    "mlx_lm.models.jamba": _fix_jamba,
+    "mlx_lm.models.kimi_k3": _fix_kimi_k3,
+    "mlx_lm.models.phi3small": _fix_phi3small,
+    "mlx_lm.models.rwkv7": _fix_rwkv7,
+}

@@ -17,8 +17,9 @@ import mlx.nn as nn
 from grpo_fn.backends import enabled, find, offers
 from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
 from grpo_fn.layers import is_one_token
+from grpo_fn.policy.gated_delta import gated_delta_update
 from grpo_fn.policy.gated_mlp import down_of_gated
-from grpo_fn.policy.model_fixes import fix_known_faults
+from grpo_fn.policy.model_fixes import fix_known_faults, with_globals
 from grpo_fn.policy.quantized_layers import QuantMode, unpack_rows, unpacked_product
 
 
@@ -110,6 +111,7 @@ _OWN: dict[str, Any] = {
     "swiglu": swiglu,
     "rms_norm": _unit_norm,
     "apply_rotary_emb": _rotary,
+    "gated_delta_update": gated_delta_update,
     "nn": _LayersNN(),
 }
 
@@ -201,13 +203,14 @@ _PACKED: dict[type[nn.Module], type[nn.Module]] = {
 
 @functools.cache
 def _originals() -> dict[str, Callable[..., Any]]:
-    from mlx_lm.models import activations, base, nanochat
+    from mlx_lm.models import activations, base, gated_delta, nanochat
 
     return {
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "swiglu": activations.swiglu,
         "rms_norm": nanochat.rms_norm,
         "apply_rotary_emb": nanochat.apply_rotary_emb,
+        "gated_delta_update": gated_delta.gated_delta_update,
     }
 
 
@@ -236,12 +239,5 @@ def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> 
         names.append("nn")
     if not names:
         return kind
-    own = FunctionType(
-        call.__code__,
-        call.__globals__ | {name: _OWN[name] for name in names},
-        call.__name__,
-        call.__defaults__,
-        call.__closure__,
-    )
-    own.__kwdefaults__ = call.__kwdefaults__
+    own = with_globals(call, **{name: _OWN[name] for name in names})
     return type(kind.__name__, (kind,), {"__call__": own, "own_functions": tuple(names)})

@@ -18,9 +18,11 @@ from grpo_fn.policy.decode_programs import LANE_PROGRAM, programs_for
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
+from grpo_fn.policy.routers import recorded_routing
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
@@ -133,6 +135,12 @@ class Policy:
             with decode_weights(module, lanes=lanes):
                 yield module
 
+    @contextmanager
+    def learning(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
+        """`bound` for a pass that has a gradient: see `learning_form`."""
+        with self.bound(params, frozen) as module, learning_form(module):
+            yield module
+
     def cast(self, params: Tree) -> Tree:
         """The parameters as the forward sees them: floating leaves in the compute dtype."""
         dtype = self.compute_dtype
@@ -151,8 +159,20 @@ class Policy:
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
         traced function pins what it closes over.
         """
-        with self.bound(params, frozen) as module:
+        with self.learning(params, frozen) as module:
             return self.split.hidden(module, tokens_bl)
+
+    def hidden_and_routing(
+        self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None
+    ) -> tuple[mx.array, list[mx.array]]:
+        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts.
+
+        Raises:
+            ValueError: `routers` does not know how the model's experts are chosen, or it has none.
+        """
+        with self.learning(params, frozen) as module, recorded_routing(module) as logits:
+            hidden_bld = self.split.hidden(module, tokens_bl)
+        return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
         """What maps those hidden states to logits, with the trainable parameters that it uses."""

@@ -227,6 +227,7 @@ class LossConfig:
     kl_bias_corrected: bool | None = None
     aggregation: str | None = field(default=None, validator=optional(rules.text()))
     entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
+    router_aux_coef: float = field(default=0.0, validator=rules.not_negative())  # of models with experts
     baseline: Baseline | None = None
     scale: Scale | None = None
     mask_truncated_completions: bool = False

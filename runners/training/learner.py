@@ -9,7 +9,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
-from grpo_fn.policy import checkpoint_layers
+from grpo_fn.policy import checkpoint_layers, experts_per_token
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.data.stream import RunLength
@@ -57,6 +57,7 @@ def build_learner(
     own, the model is checked on them: see `check_model`.
     """
     share_prompts = _shares_prompts(config, loaded, platform)
+    _check_routers(config, loaded)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
@@ -129,6 +130,7 @@ def build_learner(
             temperature=temperature,
             max_completion_length=config.rollout.max_new_tokens,
             ref_policy=reference.policy,
+            router_aux_coef=config.loss.router_aux_coef,
             compile=compile_steps,
         ),
         update_step=g.make_update_step(
@@ -164,6 +166,22 @@ def _policy(loaded: LoadedModel) -> g.Policy:
         ) from error
 
 
+def _check_routers(config: Config, loaded: LoadedModel) -> None:
+    """UserError where loss.router_aux_coef asks for what this model does not have."""
+    if not config.loss.router_aux_coef:
+        return
+    where = config.where("loss.router_aux_coef")
+    if config.system.grad_checkpoint:
+        raise UserError(
+            f"{where}: checkpointed blocks do not hand out what their routers decide; want 0, or "
+            "system.grad_checkpoint = false"
+        )
+    try:
+        experts_per_token(loaded.module)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; want 0") from error
+
+
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
     """Off where not asked for on a GPU: attention over a shared prompt needs an array as its mask there."""
     wish = config.system.share_prompts
@@ -171,10 +189,11 @@ def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> 
         return False
     # mx.checkpoint would run a block again without the prompts' keys that the first run left behind.
     possible = can_share(loaded.module) and not config.system.grad_checkpoint
+    possible = possible and not config.loss.router_aux_coef  # what routers decide is recorded over whole rows
     if wish == "always" and not possible:
         raise UserError(
             f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
-            "plain cache of keys and values, or system.grad_checkpoint is on; want "
+            "plain cache of keys and values, or system.grad_checkpoint or loss.router_aux_coef is on; want "
             '"auto" or "never"'
         )
     return possible

@@ -245,6 +245,7 @@ class Loop:
             **rollout_metrics(at.tallies, rewards, baseline=self.config.loss.baseline),
             **penalty_metrics(at.tallies, self.config),
             **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
+            **self.steps.expert_metrics(),
             **self.steps.role.metrics(),
             "num_tokens": at.sampled_tokens,
             **times,

@@ -9,7 +9,8 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import all_reduce, deal, kept_by_first, shape_of, take_rows
+from grpo_fn.learner import all_reduce, deal, kept_by_first, routing_stats, shape_of, take_rows
+from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, stream_key
 from grpo_fn.trees import Tree, map_arrays
 from runners.rewards.experience import Experience
@@ -19,6 +20,8 @@ from runners.telemetry.run_statistics import Tally
 from runners.training.gradients import Gradients
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run
+
+_ROUTED_TOKENS = 4096  # prompts and completions of an update that its log of the experts' load is taken from
 
 
 class TrainSteps:
@@ -140,6 +143,20 @@ class TrainSteps:
             mask_truncated=loss.mask_truncated_completions,
         )
 
+    def expert_metrics(self) -> dict[str, float]:
+        """How evenly the experts are used by the last rollout: a forward pass over some of its rows. Nothing
+        for a model without routers that are known, or with checkpointed blocks."""
+        policy = self.run.learner.policy
+        if self.config.system.grad_checkpoint or not has_routers(policy.module) or not self.experiences:
+            return {}
+        batch = self.counted(self.experiences[-1])
+        rows, width = batch.tokens_bl.shape
+        few = min(rows, max(1, min(_ROUTED_TOKENS, self.gradients.max_tokens) // width))
+        stats = routing_stats(
+            policy, self.state.params, take_rows(batch, [n * rows // few for n in range(few)])
+        )
+        return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
+
     def logprobs_now(self, experience: Experience) -> mx.array:
         """[B,T] log-probs that the learner's weights give a rollout's tokens now: a forward pass."""
         batch = g.make_batch(experience.rollout, experience.advantages_pg)
@@ -204,7 +221,8 @@ class TrainSteps:
         )
         ready = []
         for part in g.minibatches(batch, config.optim.minibatches):
-            part = g.drop_inactive(part, self.run.learner.spec)
+            if not config.loss.router_aux_coef:  # which has a gradient in every row
+                part = g.drop_inactive(part, self.run.learner.spec)
             pieces = [
                 piece
                 for share in deal(part, self.ranks.count)

@@ -15,6 +15,7 @@ EXPECTED = {
     "quant": {"tiny: mxfp4 packed: tokens/s at batch 4", "tiny: mxfp4 dequantized: KL"},
     "sync": {"tiny: none: time", "tiny: nvfp4 packed: memory of its own"},
     "logprobs": {"64 rows: peak, ours / naive", "256 rows: time, ours / naive"},
+    "gated_delta": {"32 tokens: peak, chunks / loop", "64 tokens, chunks of 16: time"},
     "loss": {"dearest loss / grad step", "dearest preset / cheapest"},
     "step": {"whole step", "rollout rate"},
     "generation": {"embedded, greedy: ours / mlx-lm, a token", "6 × 256, sampled: ours, rate"},

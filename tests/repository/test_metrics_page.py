@@ -63,8 +63,10 @@ def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*ROWS} == set(), "logged, and not on the page"
-    # Conversations have theirs: tests/runners/training/test_train.py plays one.
+    # Conversations have theirs, and models with experts: see test_train.py and test_experts.py of
+    # tests/runners/training.
     played = (
+        "experts/",
         "tools/",
         "turns/",
         "eval/success",

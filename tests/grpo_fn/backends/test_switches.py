@@ -4,10 +4,11 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
 from grpo_fn.backends import OPERATIONS, SWITCHES, disabled, disabled_names, enabled
 from grpo_fn.learner import optimizer
 from grpo_fn.learner.token_logprobs import chunk_rows
-from grpo_fn.policy import gated_mlp, patched_layers, prefix_cache, quantized_layers
+from grpo_fn.policy import gated_delta, gated_mlp, patched_layers, prefix_cache, quantized_layers
 from grpo_fn.policy.merged_adapters import mergeable
 from grpo_fn.policy.unpacked_layers import unpackable
 from grpo_fn.rollout import decode_loop
@@ -20,7 +21,7 @@ from tests.support.naive_learner import (
     mean_gradient,
     near_policy,
 )
-from tests.support.tiny_policies import lora_policy, tiny_policy, worst_difference
+from tests.support.tiny_policies import lora_policy, tiny_policy, token_rows, worst_difference
 
 ON_CPU = mx.default_device() == mx.cpu
 
@@ -77,6 +78,11 @@ def acts(name, monkeypatch):
         state = gradient(tiny_policy())
         found.clear()
         mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(state)[0].params)
+        return bool(found)
+    if name == "chunked_gated_delta":
+        found = calls(monkeypatch, gated_delta, "chunked_gated_delta")
+        policy = g.Policy.from_module(small_model("qwen3_next"))
+        mx.eval(policy.hidden(policy.params, token_rows(1, 4)))
         return bool(found)
     owner, function = {
         "recomputed_gates": (gated_mlp, "recomputed"),

@@ -1,0 +1,46 @@
+"""Experts' load: which share of the tokens each expert gets, and the loss that keeps the shares even.
+
+    loss = E · Σ_e f_e · P_e        f_e = share of the choices that fell on expert e     (a constant)
+                                    P_e = mean over tokens of softmax(router logits)_e
+
+Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices a token in place of one. Even shares give 1, all
+tokens on the same k experts up to E/k.
+"""
+
+import mlx.core as mx
+
+from grpo_fn.checks import check_rank, check_shape
+
+
+def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
+    """f_e: the share of the counted tokens' choices that fell on each expert, [E], float32; no gradient.
+
+    Args:
+        logits_ne: a router's logits [N,E]; the largest are the chosen ones.
+        mask_n: True on tokens that count, [N].
+        experts_per_token: k.
+
+    Raises:
+        ValueError: a shape is wrong, or k is not in 1 … E.
+    """
+    check_rank("logits_ne", logits_ne, 2)
+    tokens, experts = logits_ne.shape
+    check_shape("mask_n", mask_n, (tokens,))
+    if not 1 <= experts_per_token <= experts:
+        raise ValueError(f"experts_per_token = {experts_per_token}: wanted 1 to {experts}, the experts")
+    order_ne = mx.argpartition(-mx.stop_gradient(logits_ne), kth=experts_per_token - 1, axis=-1)
+    weight_nk = mx.broadcast_to(mask_n.astype(mx.float32)[:, None], (tokens, experts_per_token))
+    counts_e = mx.zeros((experts,)).at[order_ne[:, :experts_per_token]].add(weight_nk)
+    return counts_e / mx.maximum(counts_e.sum(), 1)
+
+
+def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
+    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 where none counts.
+
+    Differentiable in the logits through P alone. Arguments and errors as in `expert_shares`.
+    """
+    share_e = expert_shares(logits_ne, mask_n, experts_per_token)
+    counted_n1 = mask_n.astype(mx.bool_)[:, None]
+    probs_ne = mx.softmax(mx.where(counted_n1, logits_ne.astype(mx.float32), 0), axis=-1)
+    prob_e = mx.where(counted_n1, probs_ne, 0).sum(axis=0) / mx.maximum(counted_n1.sum(), 1)
+    return logits_ne.shape[-1] * (share_e * prob_e).sum()

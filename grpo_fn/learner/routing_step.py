@@ -1,0 +1,39 @@
+"""The routing step: how evenly the experts of a model with routers are used. A forward pass, for the log."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from grpo_fn.algorithm import expert_shares, load_balancing_loss
+from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.completion_positions import hidden_and_routing_at_positions, mask_at_positions
+from grpo_fn.policy import experts_per_token
+from grpo_fn.policy.policy import Policy
+from grpo_fn.trees import Tree
+
+
+class RoutingStats(NamedTuple):
+    """Of the counted tokens of a batch: 0-d float32 each."""
+
+    max_load: mx.array  # share of the expert with most tokens over the mean share: the largest of all layers
+    unused: mx.array  # share of experts without a token, mean over layers
+    balance: mx.array  # `load_balancing_loss`, mean over layers; 1 where the load is even
+
+
+def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
+    """How a model's routers spread the counted tokens of a batch. Eager: shapes change from call to call.
+
+    Raises:
+        ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
+    """
+    check_vocabulary(batch, policy.vocabulary)
+    chosen = experts_per_token(policy.module)
+    _, routing = hidden_and_routing_at_positions(policy, params, policy.frozen, batch)
+    mask_n = mask_at_positions(batch)
+    shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
+    balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
+    return RoutingStats(
+        max_load=(shares.max(axis=-1) * shares.shape[-1]).max(),
+        unused=(shares == 0).astype(mx.float32).mean(),
+        balance=balance.mean(),
+    )

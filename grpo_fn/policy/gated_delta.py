@@ -1,0 +1,215 @@
+"""The gated delta rule over whole sequences, a chunk of tokens at a time, with a gradient.
+
+    S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t        ("Gated Delta
+    Networks", arXiv 2412.06464, eq. 10; with one g a channel it is Kimi Delta Attention, arXiv 2510.26692)
+
+mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token. In a
+chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
+
+    u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)       so (I + A) U = β(V − K'Sᵀ)
+
+which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and products of matrices. Only
+S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never differences of two long sums.
+"""
+
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends import enabled, has_metal
+
+CHUNK = 32  # tokens; a power of two
+CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
+
+
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    use_kernel: bool = True,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's function of that name, in chunks wherever that would loop over tokens.
+
+    One token is left to it, and so is what its Metal kernel takes: that has no gradient, and a layer asks for
+    it with `use_kernel` outside of training alone.
+    """
+    kernel = use_kernel and has_metal()
+    if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
+        from mlx_lm.models import gated_delta
+
+        return gated_delta.gated_delta_update(
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            mask,
+            use_kernel=use_kernel,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+    beta = mx.sigmoid(b)
+    if allow_neg_eigval:
+        beta = 2 * beta
+    rate = mx.exp(A_log.astype(mx.float32))
+    if lower_bound is None:
+        log_g = -rate * nn.softplus(a + dt_bias)
+    else:
+        log_g = lower_bound * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
+    return chunked_gated_delta(q, k, v, log_g, beta, state, mask)
+
+
+def chunked_gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    chunk: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule over T tokens: outputs and the state after the last, differentiable in all floats.
+
+    Args:
+        q: queries [B,T,Hk,Dk]; each serves Hv / Hk heads of values, as keys do. Nothing is scaled here.
+        k: keys [B,T,Hk,Dk].
+        v: values [B,T,Hv,Dv].
+        log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one a channel.
+        beta: how much of the difference is written, [B,T,Hv].
+        state: [B,Hv,Dv,Dk], the state before the first token; None: zeros.
+        mask: [B,T], False where there is no token: the state stays, the output is 0.
+        chunk: tokens of a chunk, a power of two; None: `CHUNK` or `CHANNEL_CHUNK`, less for short sequences.
+
+    Returns:
+        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32); computed in
+        float32.
+
+    Raises:
+        ValueError: the shapes do not fit each other, or chunk is not a power of two.
+    """
+    _check_shapes(q, k, v, log_g, beta, state, mask)
+    (rows, length, key_heads, key_width), (heads, value_width) = q.shape, v.shape[2:]
+    by_channel = log_g.ndim == 4
+    if chunk is None:
+        longest = CHANNEL_CHUNK if by_channel else CHUNK
+        chunk = min(longest, 1 << (length - 1).bit_length())
+    elif chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"chunk is a power of two; found {chunk}")
+    dtype, group = q.dtype, heads // key_heads
+    arrays = [x.astype(mx.float32) for x in (q, k, v, log_g, beta)]
+    if mask is not None:
+        arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
+
+    def in_chunks(x: mx.array, split: int) -> mx.array:
+        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; tokens that fill the last chunk have k, β and ln g 0."""
+        missing = -length % chunk
+        if missing:
+            x = mx.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(rows, -1, chunk, key_heads, split, *x.shape[3:])
+        return x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim))
+
+    queries, keys = (in_chunks(x, 1) for x in arrays[:2])  # [N,B,Hk,1,C,Dk]
+    values, logs, betas = (in_chunks(x, group) for x in arrays[2:])  # [N,B,Hk,R,C,Dv], […,C(,Dk)], […,C]
+    betas = betas[..., None]
+
+    # From token i to token t, both of a chunk: [N,B,Hk,R,C(t),C(i)(,Dk)]; 1 where t ≤ i.
+    later = mx.tril(mx.ones((chunk, chunk), mx.bool_), -1)
+    if by_channel:
+        decays = mx.exp(mx.cumsum(mx.where(later[..., None], logs[..., :, None, :], 0), axis=-3))
+        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-2)), decays[..., -1, :, :]  # [N,B,Hk,R,C,Dk]
+        near = decays * keys[..., None, :, :]
+        key_products = (keys[..., :, None, :] * near).sum(axis=-1)
+        query_products = (queries[..., :, None, :] * near).sum(axis=-1)
+    else:
+        decays = mx.exp(mx.cumsum(mx.where(later, logs[..., :, None], 0), axis=-2))
+        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-1))[..., None], decays[..., -1, :, None]
+        keys_t = keys.swapaxes(-1, -2)
+        key_products, query_products = (keys @ keys_t) * decays, (queries @ keys_t) * decays
+    attends = mx.where(later | mx.eye(chunk, dtype=mx.bool_), query_products, 0)
+    inverse = cast(mx.array, _inverse_with_ones(mx.where(later, betas * key_products, 0)))
+    added = inverse @ (betas * values)  # U where the chunk starts from zeros
+    reads = mx.concatenate([inverse @ (betas * from_start * keys), from_start * queries], axis=-2)
+    keys_out = mx.broadcast_to(to_end * keys, (*to_end.shape[:-1], key_width))
+
+    if state is None:
+        now = mx.zeros((rows, key_heads, group, value_width, key_width))
+    else:
+        now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
+    number = added.shape[0]
+    written, read = [], []
+    # mx.split, as the gradient of an index is an array of zeros as large as the whole for each chunk.
+    parts = [mx.split(x, number) for x in (added, reads, keys_out, from_start[..., -1:, :])]
+    for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
+        from_state = reads_c[0] @ now.swapaxes(-1, -2)
+        new = added_c[0] - from_state[..., :chunk, :]
+        now = decay_c[0] * now + new.swapaxes(-1, -2) @ keys_c[0]
+        written.append(new)
+        read.append(from_state[..., chunk:, :])
+    out = mx.stack(read) + attends @ mx.stack(written)  # [N,B,Hk,R,C,Dv]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, value_width)[:, :length]
+    final = now.reshape(rows, heads, value_width, key_width)
+    return out.astype(dtype), final if state is None else final.astype(state.dtype)
+
+
+@mx.custom_function
+def _inverse_with_ones(lower: mx.array) -> mx.array:
+    """(I + A)⁻¹ of matrices [...,C,C] that are zero on and above the diagonal; C is a power of two.
+
+    The blocks on the diagonal are inverted first, and joined in pairs: [[P,0],[R,Q]] has −Q⁻¹RP⁻¹ below. The
+    shorter product (I − A)(I + A²)(I + A⁴)… loses all digits where keys repeat.
+    """
+    size = lower.shape[-1]
+    place = mx.arange(size)
+    inverse = mx.eye(size) + mx.zeros_like(lower)
+    width = 1
+    while width < size:
+        block = place // width
+        below = (block[:, None] % 2 == 1) & (block[:, None] == block[None] + 1)
+        corner = mx.where(below, lower, 0)
+        inverse = inverse - (corner if width == 1 else inverse @ corner @ inverse)
+        width *= 2
+    return inverse
+
+
+@_inverse_with_ones.vjp
+def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
+    """dA = −Xᵀ dX Xᵀ. What it has on and above the diagonal belongs to entries that are constants."""
+    inverse_t = inverse.swapaxes(-1, -2)
+    return cast(mx.array, -(inverse_t @ cotangent @ inverse_t))
+
+
+def _check_shapes(
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: Any, mask: Any
+) -> None:
+    if q.ndim != 4 or k.shape != q.shape:
+        raise ValueError(f"q and k are [B,T,Hk,Dk]; found {q.shape} and {k.shape}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(f"v is [B,T,Hv,Dv], Hv a multiple of Hk, beside q {q.shape}; found {v.shape}")
+    rows, length, heads, value_width = v.shape
+    key_width = q.shape[-1]
+    if beta.shape != (rows, length, heads):
+        raise ValueError(f"beta is [B,T,Hv] = {(rows, length, heads)}; found {beta.shape}")
+    if log_g.shape not in ((rows, length, heads), (rows, length, heads, key_width)):
+        raise ValueError(
+            f"log_g is [B,T,Hv] = {(rows, length, heads)}, or has Dk beside; found {log_g.shape}"
+        )
+    if state is not None and state.shape != (rows, heads, value_width, key_width):
+        wanted = (rows, heads, value_width, key_width)
+        raise ValueError(f"state is [B,Hv,Dv,Dk] = {wanted}; found {state.shape}")
+    if mask is not None and mask.shape != (rows, length):
+        raise ValueError(f"mask is [B,T] = {(rows, length)}; found {mask.shape}")

@@ -1,0 +1,159 @@
+"""Models with experts: their load, and the loss that evens it, from routers that are recorded in a call."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+
+import grpo_fn as g
+from benchmarks.architectures.small_models import VOCABULARY, small_model
+from grpo_fn.algorithm import load_balancing_loss
+from grpo_fn.learner import routing_stats
+from grpo_fn.policy import checkpoint_layers, experts_per_token, has_routers
+from grpo_fn.policy.routers import recorded_routing
+from tests.support.tiny_policies import worst_difference
+
+NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
+PROMPT, LENGTH = 3, 8
+
+
+def batch_of(rows=3, seed=0):
+    """Completions of different lengths behind prompts of one length."""
+    tokens_bl = mx.random.randint(0, VOCABULARY, (rows, LENGTH), mx.int32, key=mx.random.key(seed))
+    width = LENGTH - PROMPT
+    mask_bt = mx.arange(width)[None] < mx.array([[width], [2], [4]])[:rows]
+    return g.Batch(
+        tokens_bl=tokens_bl,
+        prompt_lengths_b=mx.full((rows,), PROMPT, mx.int32),
+        targets_bt=tokens_bl[:, PROMPT:],
+        mask_bt=mask_bt,
+        advantages_b=mx.array([1.0, -0.5, 0.0])[:rows],
+        rollout_logp_bt=mx.full((rows, width), -4.0),
+        num_sequences=mx.array(float(rows)),
+        num_tokens=mask_bt.sum().astype(mx.float32),
+    )
+
+
+def by_hand(module, tokens_bl):
+    """Each router's logits, computed from what its block is given."""
+    seen, patched = [], {}
+    for layer in module.layers:
+        for part in layer.modules():
+            gate = part.get("gate", part.get("router")) if "Block" in type(part).__name__ else None
+            if gate is not None and type(part) not in patched:
+                patched[type(part)] = type(part).__call__
+    try:
+        for kind, call in patched.items():
+
+            def spying(self, x, call=call):
+                gate = self.get("gate", self.get("router"))
+                if gate is not None:
+                    seen.append((x @ gate.weight.T + (gate.bias if "bias" in gate else 0)).reshape(-1, 4))
+                return call(self, x)
+
+            kind.__call__ = spying
+        module(tokens_bl)
+    finally:
+        for kind, call in patched.items():
+            kind.__call__ = call
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routers_are_recorded(name):
+    """Four layers' logits, those that the blocks compute; the hidden states stay as they are."""
+    policy = g.Policy.from_module(small_model(name), own_functions=False)
+    tokens = batch_of().tokens_bl
+    hidden, routing = policy.hidden_and_routing(policy.params, tokens)
+    assert mx.array_equal(hidden, policy.hidden(policy.params, tokens)).item()
+    want = by_hand(policy.module, tokens)
+    assert len(routing) == len(want) == 4 and experts_per_token(policy.module) == 2
+    for found, wanted in zip(routing, want, strict=True):
+        assert mx.abs(found.reshape(-1, 4) - wanted).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_gradient_has_the_balance(name):
+    """That of the grad step, minus that without, is the coefficient times that of the loss over the counted
+    tokens, weighted as the batch is."""
+    coef, batch = 0.3, batch_of()
+    policy = g.Policy.from_module(small_model(name))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    spec = g.preset("grpo")
+    plain, _ = g.make_grad_step(policy, spec, compile=False)(state, batch)
+    found, _ = g.make_grad_step(policy, spec, router_aux_coef=coef, compile=False)(state, batch)
+
+    def balance(params):
+        _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
+        picked = [logits[:, PROMPT - 1 : -1].reshape(-1, 4) for logits in routing]
+        losses = [load_balancing_loss(x, batch.mask_bt.reshape(-1), 2) for x in picked]
+        return coef * 3.0 * sum(losses) / len(losses)  # 3 sequences: the denominator
+
+    want = mx.grad(balance)(policy.params)
+    difference = tree_map(lambda a, b: a - b, found.accum_grads, plain.accum_grads)
+    assert worst_difference(difference, want) < 1e-4
+    assert max(mx.abs(x).max().item() for x in g.trees.arrays_of(want)) > 1e-3
+
+
+def test_without_a_coefficient_nothing_changes():
+    """The default is the step without it, to the bit."""
+    policy = g.Policy.from_module(small_model("qwen3_moe"))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    one, _ = g.make_grad_step(policy, g.preset("grpo"))(state, batch_of())
+    other, _ = g.make_grad_step(policy, g.preset("grpo"), router_aux_coef=0.0)(state, batch_of())
+    for a, b in zip(g.trees.arrays_of(one), g.trees.arrays_of(other), strict=True):
+        assert mx.array_equal(a, b).item()
+
+
+def test_training_on_it_evens_the_load():
+    """Ten updates of a random model."""
+    policy = g.Policy.from_module(small_model("mixtral"))
+    batch = batch_of()
+    optimizer = g.adamw(1e-2)
+    state = g.init_state(policy.params, optimizer, key=mx.random.key(0))
+    step = g.make_grad_step(policy, g.preset("grpo"), router_aux_coef=5.0, compile=False)
+    update = g.make_update_step(optimizer, max_grad_norm=None, compile=False)
+    before = routing_stats(policy, state.params, batch)
+    for _ in range(10):
+        state, _ = step(state, batch)
+        state, _ = update(state)
+    after = routing_stats(policy, state.params, batch)
+    assert after.balance.item() < before.balance.item()
+    assert after.max_load.item() <= before.max_load.item()
+
+
+def test_the_load_of_a_batch():
+    """Against counts by hand."""
+    policy = g.Policy.from_module(small_model("qwen3_moe"))
+    batch = batch_of()
+    stats = routing_stats(policy, policy.params, batch)
+    _, routing = policy.hidden_and_routing(policy.params, batch.tokens_bl)
+    loads, unused = [], []
+    for logits in routing:
+        chosen = np.argsort(-np.array(logits[:, PROMPT - 1 : -1]), axis=-1)[..., :2]
+        counts = np.bincount(chosen[np.array(batch.mask_bt)].ravel(), minlength=4)
+        loads.append(counts.max() / counts.mean())
+        unused.append((counts == 0).mean())
+    assert stats.max_load.item() == pytest.approx(max(loads))
+    assert stats.unused.item() == pytest.approx(np.mean(unused))
+
+
+def test_what_is_refused():
+    """A model without experts, one whose routers add biases, and checkpointed blocks: a line each. Whatever
+    happens, the routers come back."""
+    dense = g.Policy.from_module(small_model("qwen3"))
+    assert not has_routers(dense.module)
+    with pytest.raises(ValueError, match=r"qwen3 has no experts .* known are those of qwen3_moe"):
+        g.make_grad_step(dense, g.preset("grpo"), router_aux_coef=0.1)
+    with pytest.raises(ValueError, match="glm4_moe has no experts that are chosen in a way"):
+        experts_per_token(small_model("glm4_moe"))
+    module = small_model("qwen3_moe")
+    checkpoint_layers(module)
+    with pytest.raises(ValueError, match="checkpointed blocks do not hand out"):
+        experts_per_token(module)
+    with pytest.raises(RuntimeError), g.Policy.from_module(small_model("olmoe")).bound({}) as model:
+        gate = model.layers[0].mlp.gate
+        with recorded_routing(model):
+            assert model.layers[0].mlp.gate is not gate
+            raise RuntimeError
+    assert model.layers[0].mlp.gate is gate

@@ -1,0 +1,220 @@
+"""The gated delta rule in chunks is mlx-lm's loop over tokens: outputs, last state, and every gradient."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models import gated_delta as theirs
+from mlx_lm.models.cache import make_prompt_cache
+
+from benchmarks.architectures.small_models import VOCABULARY, small_model
+from grpo_fn.backends import disabled
+from grpo_fn.policy import gated_delta as ours
+from grpo_fn.policy.patched_layers import use_own_functions
+from tests.support.tiny_policies import worst_difference
+
+NAMES = ("q", "k", "v", "g", "beta", "state")
+
+
+def inputs(rows=2, length=13, key_heads=1, heads=2, key_width=8, value_width=6, *, channels=False, seed=0):
+    """Keys of length 1, as layers make them; decays from next to nothing up to 1, states that matter."""
+    rng = np.random.default_rng(seed)
+    q, k = (rng.normal(size=(rows, length, key_heads, key_width)) for _ in range(2))
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    decays = (rows, length, heads, *([key_width] if channels else []))
+    arrays = (
+        q,
+        k,
+        rng.normal(size=(rows, length, heads, value_width)),
+        np.exp(-np.exp(rng.normal(-2, 2, size=decays))).clip(1e-20),
+        rng.uniform(0, 1, size=(rows, length, heads)),
+        rng.normal(size=(rows, heads, value_width, key_width)),
+    )
+    return [mx.array(x, mx.float32) for x in arrays]
+
+
+def loop(q, k, v, g, beta, state, mask=None):
+    """mlx-lm's, with outputs of 0 where there is no token: there, its loop and its kernel differ."""
+    y, last = theirs.gated_delta_ops(q, k, v, g, beta, state, mask)
+    return (y if mask is None else mx.where(mask[..., None, None], y, 0)), last
+
+
+def chunks(q, k, v, g, beta, state, mask=None, chunk=None):
+    return ours.chunked_gated_delta(q, k, v, mx.log(g), beta, state, mask, chunk=chunk)
+
+
+def weighed(function, seed=9):
+    """A number that depends on every output and on the last state."""
+
+    def loss(*arrays):
+        rng = np.random.default_rng(seed)
+        results = function(*arrays)
+        return sum((mx.array(rng.normal(size=x.shape), mx.float32) * x).sum() for x in results)
+
+    return loss
+
+
+def largest(found, wanted):
+    """The largest difference, relative to the largest entry where that is above 1."""
+    return (mx.abs(found - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1)).item()
+
+
+def assert_same(arrays, mask=None, chunk=None):
+    got, want = chunks(*arrays, mask, chunk), loop(*arrays, mask)
+    for found, wanted, name in zip(got, want, ("y", "state"), strict=True):
+        assert found.shape == wanted.shape and found.dtype == wanted.dtype
+        assert largest(found, wanted) < 1e-5, name
+    argnums = list(range(6))
+    got = mx.grad(weighed(lambda *a: chunks(*a, mask, chunk)), argnums)(*arrays)
+    want = mx.grad(weighed(lambda *a: loop(*a, mask)), argnums)(*arrays)
+    for found, wanted, x, name in zip(got, want, arrays, NAMES, strict=True):
+        # The gradient of ln g: that of g itself grows without bound where g vanishes.
+        factor = x if name == "g" else 1
+        assert largest(found * factor, wanted * factor) < 1e-4, name
+
+
+@given(
+    length=st.integers(1, 21),
+    chunk=st.sampled_from([1, 2, 8, 16, None]),
+    key_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    channels=st.booleans(),
+    padding=st.integers(0, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_same_as_the_loop(length, chunk, key_heads, group, channels, padding, seed):
+    """Any length and chunk, shared keys, decays a head or a channel, rows that are padded on either side."""
+    arrays = inputs(2, length, key_heads, key_heads * group, channels=channels, seed=seed)
+    missing = min(padding, length - 1)
+    mask = mx.arange(length)[None] >= mx.array([[0], [missing]]) if missing else None
+    if missing and seed % 2:
+        mask = mask[:, ::-1]
+    assert_same(arrays, mask, chunk)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_long_sequences(channels):
+    """Several chunks of the default length, and a rest."""
+    assert_same(inputs(1, 77, 2, 4, 16, 16, channels=channels))
+
+
+def test_keys_that_repeat():
+    """One token many times without decay: powers of A would reach 10⁸ in a chunk of 32, and its inverse 1."""
+    q, k, v, g, beta, state = inputs(1, 64)
+    k = mx.broadcast_to(k[:, :1], k.shape)
+    assert_same([q, k, v, mx.ones_like(g), mx.ones_like(beta), state])
+
+
+def test_a_decay_that_forgets_everything():
+    """A chunk's sum of ln g may reach −10⁶ without a digit lost for the tokens behind."""
+    q, k, v, g, beta, state = inputs(1, 32, 1, 1)
+    log_g = mx.where(mx.arange(32)[:, None] == 3, -1e6, mx.log(g))
+    y, last = ours.chunked_gated_delta(q, k, v, log_g, beta, state)
+    want_y, want_last = loop(q, k, v, mx.exp(log_g), beta, state)
+    assert largest(y, want_y) < 1e-5 and largest(last, want_last) < 1e-5
+    slopes = mx.grad(lambda x: sum(a.sum() for a in ours.chunked_gated_delta(q, k, v, x, beta, state)))(log_g)
+    assert mx.isfinite(slopes).all().item()
+
+
+def test_masked_is_deleted():
+    """Garbage, NaN among it, at positions without a token changes neither results nor gradients."""
+    arrays = inputs(1, 9)
+    mask = mx.arange(9)[None] >= 4
+    spoiled = [mx.where(mask.reshape(1, 9, *[1] * (x.ndim - 2)), x, mx.nan) for x in arrays[:5]]
+    short = [x[:, 4:] for x in arrays[:5]]
+
+    def run(parts, mask):
+        return ours.chunked_gated_delta(*parts[:3], mx.log(parts[3]), parts[4], arrays[5], mask)
+
+    y, last = run(spoiled, mask)
+    want_y, want_last = run(short, None)
+    assert largest(y[:, 4:], want_y) < 1e-6 and largest(last, want_last) < 1e-6
+    assert mx.abs(y[:, :4]).max().item() == 0
+    got = mx.grad(lambda v: run([*spoiled[:2], v, *spoiled[3:]], mask)[0].sum())(spoiled[2])
+    want = mx.grad(lambda v: run([*short[:2], v, *short[3:]], None)[0].sum())(short[2])
+    assert largest(got[:, 4:], want) < 1e-6 and mx.abs(got[:, :4]).max().item() == 0
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("more", [{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}])
+def test_the_layers_function(more, channels):
+    """From what a layer hands over, in 16 bits too; a token alone is mlx-lm's, to the bit."""
+    q, k, v, g, beta, state = inputs(2, 11, 2, 2, channels=channels)
+    a = mx.log(g).astype(mx.bfloat16)
+    A_log, dt_bias = mx.array([0.2, -0.5]), mx.array([0.1, 0.3])
+    if channels:
+        A_log, dt_bias = A_log[:, None], mx.broadcast_to(dt_bias[:, None], (2, 8))
+    given = (q, k, v, a, beta, A_log, dt_bias, state)
+    got, want = ours.gated_delta_update(*given, **more), theirs.gated_delta_update(*given, **more)
+    assert all(largest(x, y) < 1e-5 for x, y in zip(got, want, strict=True))
+    half = [x.astype(mx.bfloat16) for x in (q, k, v)]
+    got = ours.gated_delta_update(*half, a, beta, A_log, dt_bias, None, **more)
+    want = theirs.gated_delta_update(*half, a, beta, A_log, dt_bias, None, **more)
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    assert all(
+        largest(x.astype(mx.float32), y.astype(mx.float32)) < 1e-2 for x, y in zip(got, want, strict=True)
+    )
+    one = [x[:, :1] for x in (q, k, v, a, beta)]
+    got = ours.gated_delta_update(*one, A_log, dt_bias, state, **more)
+    want = theirs.gated_delta_update(*one, A_log, dt_bias, state, **more)
+    assert all(mx.array_equal(x, y).item() for x, y in zip(got, want, strict=True))
+
+
+def test_the_switch(monkeypatch):
+    """Turned off, mlx-lm's loop computes."""
+    q, k, v, g, beta, state = inputs()
+    given = (q, k, v, mx.log(g), beta, mx.zeros((2,)), mx.zeros((2,)), state)
+    monkeypatch.setattr(ours, "chunked_gated_delta", None)
+    with disabled("chunked_gated_delta"):
+        got = ours.gated_delta_update(*given)
+    want = theirs.gated_delta_update(*given)
+    assert all(mx.array_equal(x, y).item() for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": (2, 12, 1, 8)}, r"q and k are \[B,T,Hk,Dk\]; found \(2, 13, 1, 8\) and \(2, 12, 1, 8\)"),
+        ({"q": (2, 13, 2, 8), "k": (2, 13, 2, 8), "v": (2, 13, 3, 6)}, "Hv a multiple of Hk"),
+        ({"beta": (2, 13, 1)}, r"beta is \[B,T,Hv\] = \(2, 13, 2\); found \(2, 13, 1\)"),
+        ({"g": (2, 13, 2, 6)}, "log_g is"),
+        ({"state": (2, 2, 8, 6)}, r"state is \[B,Hv,Dv,Dk\] = \(2, 2, 6, 8\); found \(2, 2, 8, 6\)"),
+        ({"mask": (2, 12)}, r"mask is \[B,T\] = \(2, 13\); found \(2, 12\)"),
+    ],
+)
+def test_shapes_are_checked(changed, message):
+    """Each array that does not fit is named, with what it should be."""
+    given = dict(zip(NAMES, inputs(), strict=True)) | {
+        name: mx.ones(shape) for name, shape in changed.items()
+    }
+    mask = given.pop("mask", None)
+    with pytest.raises(ValueError, match=message):
+        chunks(**given, mask=mask)
+
+
+def test_a_chunk_is_a_power_of_two():
+    """The inverse joins blocks in pairs."""
+    with pytest.raises(ValueError, match="chunk is a power of two; found 24"):
+        chunks(*inputs(), chunk=24)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_whole_models(name):
+    """The layers of a policy call it: logits and gradients are those of mlx-lm's model, caches included."""
+    plain, patched = small_model(name), small_model(name)
+    assert use_own_functions(patched) > 0
+    layers = [x for x in patched.modules() if "gated_delta_update" in getattr(x, "own_functions", ())]
+    assert len(layers) == 2
+    tokens = mx.random.randint(0, VOCABULARY, (2, 9), key=mx.random.key(0))
+
+    def gradient(model):
+        return nn.value_and_grad(model, lambda: mx.logsumexp(model(tokens), axis=-1).mean())()[1]
+
+    assert largest(patched(tokens), plain(tokens)) < 1e-4
+    assert worst_difference(gradient(patched), gradient(plain)) < 1e-3
+    caches = [make_prompt_cache(model) for model in (plain, patched)]
+    for part in (tokens[:, :6], tokens[:, 6:7], tokens[:, 7:]):
+        want, got = (model(part, cache=cache) for model, cache in zip((plain, patched), caches, strict=True))
+        assert largest(got, want) < 1e-4

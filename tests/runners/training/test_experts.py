@@ -1,0 +1,66 @@
+"""Runs of models with experts: their load in the log, the loss that evens it, and what is refused."""
+
+import json
+
+import pytest
+
+from runners.config.loading import load_config
+from runners.errors import UserError
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+
+NAMES = {"experts/max_load", "experts/unused", "experts/balance"}
+
+
+FLAT = "def letters(completions, **_):\n    return [1.0 for _ in completions]\n"
+
+
+def run(folder, arch, *overrides, reward=LETTERS):
+    """The log of a run of two updates of a random model."""
+    model = make_model_folder(folder / arch, arch=arch)
+    (folder / "letters.py").write_text(reward)
+    config = folder / "small.toml"
+    settings = {"output_dir": str(folder), "name": "run"}
+    config.write_text(small(model={"path": str(model)}, reward=BY_LETTERS, run=settings))
+    run_training(load_config(str(config), ["system.compile=false", *overrides]), report=Quiet())
+    lines = [json.loads(line) for line in (folder / "run" / "training_log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("loss") is not None]
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.01])
+def test_the_load_is_logged(tmp_path, coef):
+    """With the loss and without: an even load is 1, no expert can have more than all of the tokens."""
+    lines = run(tmp_path, "mixtral", f"loss.router_aux_coef={coef}")
+    assert len(lines) == 2
+    for line in lines:
+        assert set(line) >= NAMES
+        assert line["experts/max_load"] >= 1 and 0 <= line["experts/unused"] < 1
+        assert 0.5 < line["experts/balance"] < 4
+
+
+def test_rows_without_an_advantage_balance_the_load_too(tmp_path):
+    """Where all rewards are equal the policy term has no gradient, and the routers' loss has."""
+    assert all(
+        line["grad_norm"] > 0 for line in run(tmp_path, "mixtral", "loss.router_aux_coef=1.0", reward=FLAT)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "message"),
+    [
+        ("llama", (), "loss.router_aux_coef: llama has no experts that are chosen in a way that is known"),
+        ("mixtral", ("system.grad_checkpoint=true",), "loss.router_aux_coef: checkpointed blocks do not"),
+        ("mixtral", ("system.share_prompts=always",), 'system.share_prompts: found "always"'),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tmp_path, arch, more, message):
+    """Before the first rollout, in a line that names the key."""
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, arch, "loss.router_aux_coef=0.01", *more)
+
+
+def test_dense_models_log_nothing_of_it(tmp_path):
+    """A llama's lines have no such names."""
+    assert all(not NAMES & set(line) for line in run(tmp_path, "llama"))
