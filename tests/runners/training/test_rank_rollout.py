@@ -29,11 +29,11 @@ class Echo:
     def reset(self, question, **row):
         """Begin: the n-th instance of a group may be told its number."""
         number = resets[question] = resets.get(question, 0) + 1
-        self.name, self.heard = question, ""
-        if question.endswith("3"):
-            raise ValueError("no threes")
-        differs = self.many and len(question) % 2
-        return f" ({question}, {(number - 1) % SIZE})" if differs else f" ({question})"
+        self.name, self.heard = question[:3], ""
+        if question.startswith("Ida has"):
+            raise ValueError("no cards")
+        differs = self.many and question.startswith("Pam has")
+        return f" ({self.name} {(number - 1) % SIZE})" if differs else f" ({self.name})"
 
     def say(self, message: str) -> str:
         """
@@ -71,7 +71,7 @@ def write(tmp_path, monkeypatch) -> Path:
         path.write_text(
             small(
                 model={"path": shipped},
-                data={"source": shipped, "eval_split": "test", "nudge": ""},
+                data={"source": shipped, "eval_split": "test", "nudge": "", "max_samples": 16},
                 env={"factory": factory, "max_turns": 3, "workers": 1},
                 rollout={
                     "num_generations": SIZE, "max_new_tokens": 40, "temperature": 2.0, "launch": "eval",
@@ -113,8 +113,10 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
     return facts, np.array(rollout.logp_bt)
 
 
-@pytest.mark.parametrize("factory", ["calculator", "echo.py:Echo", "echo.py:Many"])
-def test_conversations_of_ranks_are_those_of_one(write, factory):
+@pytest.mark.parametrize(
+    ("factory", "numbers"), [("calculator", [2]), ("echo.py:Echo", [3]), ("echo.py:Many", [2, 6])]
+)
+def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     """Prompts after `reset`, tokens, messages, counts, faults and rewards, in the order of one rank, on all.
 
     With six ranks one has no prompt. With `Many` the prompts of some groups differ, which changes what all
@@ -126,7 +128,7 @@ def test_conversations_of_ranks_are_those_of_one(write, factory):
     if factory != "calculator":
         assert any(want["faults"]) and not all(want["faults"])
         assert want["added"]
-    for number in (2, 3, 6):
+    for number in numbers:
         for found, logp_bt in on_ranks(number, lambda own: collected(path, as_run_ranks(own))):
             assert found == want
             np.testing.assert_allclose(logp_bt, want_bt, rtol=1e-4, atol=1e-5)
