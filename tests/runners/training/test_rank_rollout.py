@@ -10,6 +10,7 @@ import pytest
 from runners.config.loading import load_config
 from runners.environments.tool_calls import CallReader, ToolCall, Written
 from runners.machine import startup
+from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
 from runners.training.setup import build_run
 from tests.support.rank_threads import as_run_ranks, on_ranks
@@ -30,9 +31,9 @@ class Echo:
         """Begin: the n-th instance of a group may be told its number."""
         number = resets[question] = resets.get(question, 0) + 1
         self.name, self.heard = question[:3], ""
-        if question.startswith("Ida has"):
-            raise ValueError("no cards")
-        differs = self.many and question.startswith("Pam has")
+        if question.startswith(("Ida has", "A garden")):
+            raise ValueError("no flowers, no cards")
+        differs = self.many and question.startswith("There")
         return f" ({self.name} {(number - 1) % SIZE})" if differs else f" ({self.name})"
 
     def say(self, message: str) -> str:
@@ -68,10 +69,13 @@ def write(tmp_path, monkeypatch) -> Path:
 
     def make(factory: str) -> Path:
         shipped = "embedded-tools" if factory == "calculator" else "embedded"
+        for split in ("train", "valid"):  # a few rows: all are made into prompts
+            rows = (DATA[shipped] / "train.jsonl").read_text().splitlines(keepends=True)
+            (tmp_path / f"{split}.jsonl").write_text("".join(rows[:PROMPTS]))
         path.write_text(
             small(
                 model={"path": shipped},
-                data={"source": shipped, "eval_split": "test", "nudge": "", "max_samples": 16},
+                data={"source": str(tmp_path), "nudge": ""},
                 env={"factory": factory, "max_turns": 3, "workers": 1},
                 rollout={
                     "num_generations": SIZE, "max_new_tokens": 40, "temperature": 2.0, "launch": "eval",
