@@ -235,8 +235,8 @@ class Ranks:
         """This rank has nothing more to say."""
         self.agreed_to_end()
         if self._wire:
-            silent = error is None or isinstance(error, RankError | KeyboardInterrupt)
-            self._wire.write(ENDED, "" if silent else error_line(error))
+            told = error and not isinstance(error, RankError | KeyboardInterrupt)
+            self._wire.write(ENDED, error_line(error) if error and told else "")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """A signal before the run handles them, or the SIGTERM with which the launcher ends all ranks when

@@ -61,20 +61,21 @@ def norms(folder: Path) -> list[float]:
 
 def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     """Five prompts on four ranks, adapters, two passes of two minibatches, dynamic sampling, and memory that
-    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end.
+    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end,
+    also where one rank goes on with a checkpoint of four.
     """
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
         "loss": {"dynamic_sampling": True},
         "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
-        "checkpoint": {"every": 2},
     }
     one = run_training(load_config(str(write("one", **tables))), report=Quiet()).folder
-    run = begin(4, tmp_path / "ranks", [str(write("four", **tables))], "digests", "memory")
+    config = write("four", **tables)
+    run = begin(4, tmp_path / "ranks", [str(config)], "digests", "memory")
     said = run.end()
     four = one.with_name("four")
     assert (four / "final").is_dir(), said
-    digests = [(tmp_path / f"ranks/{rank}.digests").read_text().splitlines() for rank in range(4)]
+    digests = digests_of(tmp_path / "ranks", 4)
     assert len(digests[0]) == 8
     assert len(set(digests[0])) == 8
     assert digests == [digests[0]] * 4
@@ -83,6 +84,14 @@ def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     want, found = lines(one, "completions.jsonl"), lines(four, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
     assert worst(weights(one / "final"), weights(four / "final")) < 1e-5
+    run_training(load_config(str(config)), report=Quiet(), resume=four / "checkpoint-1")
+    assert worst(weights(one / "final"), weights(four / "final")) < 1e-5
+    assert [line["reward"] for line in lines(four, "completions.jsonl")] == [line["reward"] for line in want]
+
+
+def digests_of(folder: Path, number: int) -> list[list[str]]:
+    """Of each of so many ranks a line for the weights after each update."""
+    return [(folder / f"{rank}.digests").read_text().splitlines() for rank in range(number)]
 
 
 def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):
