@@ -43,6 +43,7 @@ def generate(
     find_stop: FindStop | None = None,
     first_prompt: int = 0,
     prompt_stride: int = 1,
+    prompt_numbers: Sequence[int] | None = None,
     decoding: Decoding | None = None,
     replies: Replies | None = None,
 ) -> Rollout:
@@ -61,6 +62,7 @@ def generate(
             seen the first `start` and found no end: how many of them to keep if it has ended, else None.
         first_prompt: number of the first prompt where these are a part of more: p counts from it.
         prompt_stride: in steps of this: N where these are every N-th prompt, from the `first_prompt`-th on.
+        prompt_numbers: p of each prompt, where they follow no such rule; in place of the two above.
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
             n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
@@ -68,7 +70,8 @@ def generate(
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
-            is out of range, `find_stop` gives more tokens than there are, or replies are not those asked for.
+            is out of range, there is not one of `prompt_numbers` for each prompt, `find_stop` gives more
+            tokens than there are, or replies are not those asked for.
     """
     check_process()
     sampler, decoding = sampler or Sampler(), decoding or Decoding()
@@ -84,6 +87,11 @@ def generate(
     ):
         if value < 1:
             raise ValueError(f"{name} = {value}: wanted at least 1")
+    numbers = prompt_numbers
+    if numbers is None:
+        numbers = [first_prompt + prompt_stride * place for place in range(len(prompts))]
+    if len(numbers) != len(prompts):
+        raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
     wanted = decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
     decoder = Decoder(sampler, frozenset(eos_ids), find_stop, decoding)
@@ -100,7 +108,7 @@ def generate(
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,
-                mx.array([first_prompt + prompt_stride * (row // num_generations) for row in rows]),
+                mx.array([numbers[row // num_generations] for row in rows]),
                 mx.array([row % num_generations for row in rows]),
             )
             these = [prompts[p] for p in part]

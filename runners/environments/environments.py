@@ -74,19 +74,32 @@ class Environments:
         """Whether turns are nanochat's, marked by special tokens."""
         return self.config.factory == CALCULATOR
 
-    def play(self, examples: Sequence[Example], num_generations: int, play: Play) -> tuple[g.Rollout, Played]:
+    def play(
+        self,
+        examples: Sequence[Example],
+        num_generations: int,
+        play: Play,
+        agree: Callable[[bool], bool] = lambda differ: differ,
+    ) -> tuple[g.Rollout, Played]:
         """A rollout of G conversations of each example, and what was said and done in them.
 
-        The environments of the call before are used again: rewards have to be done with them.
+        The environments of the call before are used again: rewards have to be done with them. Where `reset`
+        makes a group's prompts differ, each row of all groups is played as a prompt of its own.
+        `agree(differ)` says whether such a group is anywhere, where these examples are a rank's: what a row
+        draws from depends on it.
         """
         rows = [example for example in examples for _ in range(num_generations)]
         begun = self.begin(rows)
         prompts, session, size = begun.prompts, begun.session, num_generations
         groups = [prompts[start : start + size] for start in range(0, len(rows), size)]
-        if all(len(set(group)) == 1 for group in groups):
+        differ = any(len(set(group)) > 1 for group in groups)
+        if self.factory is not None:
+            differ = agree(differ)
+        if not differ:
             rollout = play([group[0] for group in groups], size, session, begun.stops)
         else:
-            rollout = regrouped(play(prompts, 1, session, begun.stops), size)
+            rollout = play(prompts, 1, session, begun.stops)
+            rollout = regrouped(rollout, size) if rows else rollout
         self.release(begun)
         return rollout, session.finish(rollout)
 

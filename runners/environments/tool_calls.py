@@ -98,9 +98,18 @@ def _call(found: Any) -> ToolCall:
             arguments = json.loads(arguments)
         except ValueError:
             return ToolCall(name, {}, "the arguments are no JSON object")
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not _is_json(arguments):
         return ToolCall(name, {}, "the arguments are no JSON object")
     return ToolCall(name, arguments)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON holds it: some parsers read Python's literals, and a log could not take a set or bytes."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _whole_json(text: str) -> ToolCall | None:

@@ -19,8 +19,9 @@ from runners.errors import RewardError
 from runners.ranks.messages import Message
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience, join_experiences, select_groups
+from runners.rewards.played import Played
 
-_ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt")
+_ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 
 Part = tuple[Experience, dict[int, str]]  # an experience, and the rewards that failed for all of it
@@ -68,7 +69,7 @@ def meet_for_rollout(ranks: Ranks, examples: Sequence[Example], part: Part | Non
     return attrs.evolve(
         whole,
         sampled_tokens=sum(found.sampled_tokens for _, (found, _) in parts),
-        problems=tuple(dict.fromkeys(whole.problems)),
+        problems=_problems(whole, [found for _, (found, _) in parts]),
         seconds=seconds,
     ), failed
 
@@ -101,6 +102,18 @@ def skew_metrics(seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
     }
 
 
+def _problems(whole: Experience, parts: Sequence[Experience]) -> tuple[str, ...]:
+    """The lines of all ranks, each once; environments' faults are counted over the whole batch."""
+    own = [] if whole.played is None else whole.played.problems
+    others = [
+        line
+        for part in parts
+        for line in part.problems
+        if part.played is None or line not in part.played.problems
+    ]
+    return (*own, *dict.fromkeys(others))
+
+
 def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     experience, failed = part
     rollout = experience.rollout
@@ -118,8 +131,35 @@ def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "logged": {name: [float(value) for value in values] for name, values in experience.logged.items()},
         "reward_names": list(experience.reward_names),
         "failed": list(failed.items()),
+        "played": None if experience.played is None else _packed_played(experience.played),
+        # An environment's `reset` may have added to the examples' prompts.
+        "prompts": None
+        if experience.played is None
+        else [list(map(int, tokens)) for tokens in rollout.prompts],
     }
     return value, {name: np.array(array) for name, array in found.items() if array is not None}
+
+
+def _packed_played(played: Played) -> dict[str, Any]:
+    """Conversations without their environments, which stay on their rank: its rewards have seen them."""
+    return {
+        "messages": played.messages,
+        "counts": {name: values.tolist() for name, values in played.counts.items()},
+        "faults": played.faults,
+        "said": [list(map(int, tokens)) for tokens in played.said],
+        "seconds": played.seconds,
+    }
+
+
+def _unpacked_played(value: dict[str, Any]) -> Played:
+    return Played(
+        messages=tuple(map(tuple, value["messages"])),
+        environments=(None,) * len(value["messages"]),
+        counts={name: np.array(values, np.int64) for name, values in value["counts"].items()},
+        faults=tuple(value["faults"]),
+        said=tuple(map(tuple, value["said"])),
+        seconds=tuple(value["seconds"]),
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -130,7 +170,7 @@ def _plain(value: Any) -> Any:
 def _unpacked(message: Message, examples: Sequence[Example]) -> Part:
     value, arrays = message.value, message.arrays
     rollout = g.Rollout(
-        prompts=tuple(tuple(example.tokens) for example in examples),
+        prompts=tuple(map(tuple, value["prompts"] or [example.tokens for example in examples])),
         num_generations=value["num_generations"],
         vocabulary=value["vocabulary"],
         tokens_bt=mx.array(arrays["tokens_bt"]),
@@ -138,6 +178,7 @@ def _unpacked(message: Message, examples: Sequence[Example]) -> Part:
         logp_bt=mx.array(arrays["logp_bt"]),
         finished_b=mx.array(arrays["finished_b"]),
         entropy_bt=mx.array(arrays["entropy_bt"]) if "entropy_bt" in arrays else None,
+        sampled_bt=mx.array(arrays["sampled_bt"]) if "sampled_bt" in arrays else None,
     )
     experience = Experience(
         rollout=rollout,
@@ -154,5 +195,6 @@ def _unpacked(message: Message, examples: Sequence[Example]) -> Part:
         logged=value["logged"],
         reward_names=tuple(value["reward_names"]),
         penalty_b=arrays.get("penalty_b"),
+        played=None if value["played"] is None else _unpacked_played(value["played"]),
     )
     return experience, {int(k): text for k, text in value["failed"]}

@@ -30,7 +30,7 @@ from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import Part, meet_for_rollout
 
 Generate = Callable[..., g.Rollout]  # parameters, examples, key; number of the first one, and their stride
-Play = Callable[[Tree, Sequence[Example], mx.array], tuple[g.Rollout, Played]]
+Play = Callable[..., tuple[g.Rollout, Played]]  # the same arguments
 
 
 @attrs.frozen(eq=False)
@@ -107,7 +107,7 @@ class Collector:
             except RewardError as error:
                 fault = str(error)
         else:
-            self.generate(params, own, key, rank, count)  # the role may meet the others
+            (self.play or self.generate)(params, own, key, rank, count)  # they may meet the others
         return meet_for_rollout(self.ranks, examples, part, fault)
 
     def _once(
@@ -124,7 +124,7 @@ class Collector:
         if self.play is None:
             rollout = self.generate(params, examples, key, *numbers)
         else:
-            rollout, played = self.play(params, examples, key)
+            rollout, played = self.play(params, examples, key, *numbers)
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations

@@ -113,10 +113,6 @@ def build_run(
     environments = build_environments(
         config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders
     )
-    if environments is not None and not ranks.alone:
-        raise UserError(
-            f"{config.where('env')}: environments play on one rank; start grpo-run without mlx.launch"
-        )
     if environments is not None:
         environments.check_columns(reward_columns(rows[0]))
     rewards = all_rewards(rewards, environments)
@@ -245,13 +241,24 @@ def _collector(
 
         return role.draw(sample, params)
 
-    def play(params: Tree, examples: Sequence[Example], key: mx.array) -> tuple[g.Rollout, Played]:
+    def play(
+        params: Tree, examples: Sequence[Example], key: mx.array, first: int = 0, stride: int = 1
+    ) -> tuple[g.Rollout, Played]:
         assert environments is not None
+        size = rollout.num_generations
 
         def converse(
             prompts: Sequence[Sequence[int]], num_generations: int, replies: Replies, stops: frozenset[int]
         ) -> g.Rollout:
+            # Of an example's rows each is a prompt where there is one completion of each prompt.
+            rows = size // num_generations
+            numbers = [
+                (first + stride * place) * rows + row for place in range(len(examples)) for row in range(rows)
+            ]
+
             def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+                if not prompts:
+                    return empty_rollout(num_generations, with_entropy=sampler.with_entropy)
                 return g.generate(
                     policy,
                     params,
@@ -262,13 +269,14 @@ def _collector(
                     sampler=sampler,
                     eos_ids=[*loaded.eos_ids, *stops],
                     find_stop=find_stop,
+                    prompt_numbers=numbers,
                     decoding=decoding,
                     replies=replies,
                 )
 
             return role.draw(sample, params)
 
-        return environments.play(examples, rollout.num_generations, converse)
+        return environments.play(examples, size, converse, lambda differ: ranks.agree("the prompts", differ))
 
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
     return Collector(generate, scorer, decoder, config, ranks, play if environments else None)

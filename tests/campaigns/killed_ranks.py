@@ -173,10 +173,11 @@ class RankHarness(Harness):
             problems.append(f"the last process ended after {end.seconds:.1f} s")
         if end.how != "kill" and (self.folder / name / "tiny" / "final").exists():
             problems.append("there is a final model")
-        if end.met and f"rank {end.struck} (" not in end.said:
+        done = "finished in" in end.said  # before the strike: nobody was left to say anything
+        if end.met and not done and f"rank {end.struck} (" not in end.said:
             problems.append(f"no line names the rank: {end.said[-600:]}")
         zeros = self.number - len(set(re.findall(r"Node with rank (\d+)", end.said)))
-        if zeros:
+        if zeros and not done:
             problems.append(f"{zeros} ranks ended with exit code 0: {end.said[-600:]}")
         _tell([f"{end}: {problem}" for problem in problems], tally)
 

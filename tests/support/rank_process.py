@@ -4,7 +4,8 @@
 
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
-`R.digests`; "memory" makes the third gradient step of rank 1 run out of memory.
+`R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "loading" makes a rank
+write `R.loading` when it is about to load the model, which then takes a second longer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def main() -> None:
 
         if "digests" in hooks:
             _write_digests(folder / f"{rank}.digests")
+        if "loading" in hooks:
+            _load_slowly(folder / f"{rank}.loading")
         if "memory" in hooks and rank == "1":
             _run_out_of_memory(3)
     run_command()
@@ -55,6 +58,22 @@ def _write_digests(file: Path) -> None:
         finish(self)
 
     TrainSteps.finish_update = finish_update
+
+
+def _load_slowly(file: Path) -> None:
+    """The model's loading writes this file, and takes a second longer."""
+    import time
+
+    from runners.training import setup
+
+    load = setup.load_model
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        file.touch()
+        time.sleep(1)
+        return load(*args, **kwargs)
+
+    setup.load_model = load_model
 
 
 def _run_out_of_memory(call: int) -> None:

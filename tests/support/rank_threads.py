@@ -8,6 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from grpo_fn.trees import materialize
+from runners.ranks.ranks import Ranks
+from runners.ranks.watchdog import Watchdog
+from runners.ranks.wire import Wire
 
 
 class ThreadRanks:
@@ -67,3 +70,12 @@ def on_ranks(number: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results
+
+
+def as_run_ranks(collectives: ThreadRanks) -> Ranks:
+    """`Ranks` of this thread, as if a launcher had started it: meetings go over the barrier."""
+    ranks = Ranks()
+    ranks.number, ranks.count = collectives.rank(), collectives.size()
+    ranks.hosts = ["here"] * ranks.count
+    ranks._wire = Wire(collectives, Watchdog(ranks.name(ranks.number), 60))
+    return ranks

@@ -159,3 +159,13 @@ def test_every_second_prompt_draws_as_in_the_whole():
         ]
     with pytest.raises(ValueError, match="prompt_stride = 0: wanted at least 1"):
         roll(policy, RAGGED, prompt_stride=0)
+
+
+def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
+    """`prompt_numbers` names each prompt's place in the whole, in any order."""
+    policy, numbers = tiny_policy("llama"), [2, 0]
+    whole = roll(policy, RAGGED, eos_ids=EOS)
+    part = roll(policy, [RAGGED[n] for n in numbers], prompt_numbers=numbers, eos_ids=EOS)
+    assert part.completions() == g.take_groups(whole, numbers).completions()
+    with pytest.raises(ValueError, match="prompt_numbers has 2 numbers: wanted 3, one a prompt"):
+        roll(policy, RAGGED, prompt_numbers=numbers)

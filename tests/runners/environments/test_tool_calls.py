@@ -82,3 +82,10 @@ def test_no_more_calls_than_a_bound():
     """A policy can write one after the other to its length limit."""
     text = '<tool_call>{"name": "f"}</tool_call>' * (MAX_CALLS + 5)
     assert len(reader().read(text).calls) == MAX_CALLS
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j"])
+def test_what_json_cannot_hold_is_no_argument(value):
+    """Literals of Python that a parser reads, and that no log could take."""
+    (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>").calls
+    assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are no JSON object")

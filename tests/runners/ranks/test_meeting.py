@@ -16,9 +16,10 @@ from runners.errors import UserError
 from runners.machine.signals import Stopped
 from runners.ranks.launched import Place, launched, share_cores
 from runners.ranks.messages import Message, decode, encode
-from runners.ranks.ranks import RankError, Ranks
+from runners.ranks.ranks import Ranks
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 from runners.ranks.watchdog import Watchdog
+from runners.ranks.wire import RankError, Wire
 
 
 def hosts(path, entries):
@@ -151,9 +152,10 @@ def test_whoever_is_hanging_does_not_speak():
 def two_ranks(inner, gone=None):
     """Rank 0 of two whose collectives are `inner`'s and whose watchdog sees that rank."""
     ranks = Ranks()
-    ranks.count, ranks.hosts, ranks._inner = 2, ["here", "here"], inner
-    ranks._watchdog = Watchdog("rank 0 (here)", 10)
-    ranks._watchdog.gone = lambda: gone
+    ranks.count, ranks.hosts = 2, ["here", "here"]
+    ranks._wire = Wire(inner, Watchdog("rank 0 (here)", 10))
+    ranks._wire.watchdog.names = ["rank 0 (here)", "rank 1 (here)"]
+    ranks._wire.watchdog.gone = lambda: gone
     return ranks
 
 
@@ -176,7 +178,8 @@ def test_sigterm_waits_for_the_end_of_an_exchange():
     """A signal in a meeting ends the run after the meeting: the other rank is not left at another point."""
     ranks = two_ranks(Echo(lambda: ranks._receive(signal.SIGTERM, None)))
     calls = []
-    exchange, ranks._exchange = ranks._exchange, lambda own: calls.append(found := exchange(own)) or found
+    exchange, wire = ranks._wire.exchange, ranks._wire
+    wire.exchange = lambda own: calls.append(found := exchange(own)) or found
     with pytest.raises(Stopped):
         ranks.meet("here", "x" * 5000)  # two collectives
     assert [message.value for message in calls[0]] == ["x" * 5000] * 2

@@ -1,6 +1,7 @@
 """Ranks as real processes, three launches for many properties: equal at every step, and one end for all."""
 
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -60,20 +61,21 @@ def norms(folder: Path) -> list[float]:
 
 def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     """Five prompts on four ranks, adapters, two passes of two minibatches, dynamic sampling, and memory that
-    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end.
+    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end,
+    also where one rank goes on with a checkpoint of four.
     """
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
         "loss": {"dynamic_sampling": True},
         "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
-        "checkpoint": {"every": 2},
     }
     one = run_training(load_config(str(write("one", **tables))), report=Quiet()).folder
-    run = begin(4, tmp_path / "ranks", [str(write("four", **tables))], "digests", "memory")
+    config = write("four", **tables)
+    run = begin(4, tmp_path / "ranks", [str(config)], "digests", "memory")
     said = run.end()
     four = one.with_name("four")
     assert (four / "final").is_dir(), said
-    digests = [(tmp_path / f"ranks/{rank}.digests").read_text().splitlines() for rank in range(4)]
+    digests = digests_of(tmp_path / "ranks", 4)
     assert len(digests[0]) == 8
     assert len(set(digests[0])) == 8
     assert digests == [digests[0]] * 4
@@ -82,6 +84,14 @@ def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     want, found = lines(one, "completions.jsonl"), lines(four, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
     assert worst(weights(one / "final"), weights(four / "final")) < 1e-5
+    run_training(load_config(str(config)), report=Quiet(), resume=four / "checkpoint-1")
+    assert worst(weights(one / "final"), weights(four / "final")) < 1e-5
+    assert [line["reward"] for line in lines(four, "completions.jsonl")] == [line["reward"] for line in want]
+
+
+def digests_of(folder: Path, number: int) -> list[list[str]]:
+    """Of each of so many ranks a line for the weights after each update."""
+    return [(folder / f"{rank}.digests").read_text().splitlines() for rank in range(number)]
 
 
 def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):
@@ -114,6 +124,38 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     assert norms(end) == pytest.approx(norms_of_straight, rel=1e-4)
 
 
+def test_tools_on_two_ranks_train_as_on_one(write, tmp_path):
+    """The shipped model with its calculator, evaluated, and trained on three prompts a step: conversations,
+    rewards and metrics of one rank, in its order, and its weights to rounding.
+    """
+    tables = {
+        "model": {"path": "embedded-tools"},
+        "data": {"source": "embedded-tools", "eval_split": "test", "nudge": "", "max_samples": 16},
+        "env": {"factory": "calculator", "max_turns": 2},
+        "rollout": {"num_generations": 6, "max_new_tokens": 28, "temperature": 1.3},
+        "reward": {"functions": ["correctness_reward_func", "letters.py:sums"]},
+        "optim": {"batch_size": 3, "max_steps": 2, "learning_rate": 1e-5},
+        "eval": {"samples": 5, "max_new_tokens": 28},
+        "checkpoint": {"every": 0},
+    }
+    alone = run_training(load_config(str(write("alone", **tables))), report=Quiet()).folder
+    said = begin(2, tmp_path / "ranks", [str(write("both", **tables))]).end()
+    both = alone.with_name("both")
+    assert (both / "final").is_dir(), said
+    want, found = lines(alone, "completions.jsonl"), lines(both, "completions.jsonl")
+    assert [{**row, "advantage": 0} for row in found] == [{**row, "advantage": 0} for row in want]
+    assert {part["sampled"] for row in want for part in row["turns"]} == {True, False}
+    assert worst(weights(alone / "final"), weights(both / "final")) < 1e-6
+    clock = re.compile(r"^(time/|memory/|ranks/|step_time|tokens_per_second)")
+    for one, two in zip(lines(alone, "training_log.jsonl"), lines(both, "training_log.jsonl"), strict=True):
+        names = [name for name in one if not clock.match(name)]
+        assert names == [name for name in two if not clock.match(name)]
+        for name in names:
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+    logged = {name for line in lines(both, "training_log.jsonl") for name in line}
+    assert {"tools/call_frequency", "turns/mean", "eval/tool_calls", "grad_norm"} <= logged
+
+
 def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
     """Rank 1 has no such data: one line with the rank, its host and the file, and nothing is trained."""
     config = write("missing", data={"source": "embedded"})
@@ -134,3 +176,18 @@ def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
     assert not list((tmp_path / "outputs").glob("*/training_log.jsonl"))
     assert "Node with rank 1 exited with code 2" in said
     assert "Node with rank 0 exited with code" in said  # 2, or -15: the launcher may be faster than its end
+
+
+def test_sigterm_to_a_rank_while_the_model_loads_ends_all_with_one_line(write, tmp_path):
+    """Rank 0 says who was stopped, all end with the exit code of SIGTERM, and nothing is written."""
+    run = begin(2, tmp_path / "ranks", [str(write("early"))], "loading")
+    folder = tmp_path / "ranks"
+    assert run.wait_until(lambda: all((folder / f"{rank}.loading").exists() for rank in (0, 1))), run.said()
+    pid = run.pid(1)
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    said = run.end(60)
+    told = [line for line in said.splitlines() if line.strip() and "Node with rank" not in line]
+    assert told == [f"rank 1 ({os.uname().nodename}): stopped by SIGTERM"]
+    assert all(f"Node with rank {rank} exited with code 143" in said for rank in (0, 1)), said
+    assert not list((tmp_path / "outputs").glob("*/training_log.jsonl"))

@@ -1,0 +1,80 @@
+"""How a process comes among the others of its run: it connects, and they tell each other where they are."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from runners.errors import UserError
+from runners.ranks.launched import Place
+from runners.ranks.messages import Message
+from runners.ranks.scoreboard import WORKING, Scoreboard
+from runners.ranks.watchdog import Watchdog
+from runners.ranks.wire import Wire
+
+
+def connect(place: Place, timeout: float) -> Wire:
+    """The connection to the others of `place`; waits for all of them.
+
+    `timeout`: seconds that this, or a collective, may take. No signal's handler runs meanwhile.
+
+    Raises UserError where the ranks cannot meet.
+    """
+    import mlx.core as mx
+
+    from grpo_fn.learner import MlxCollectives
+
+    name = f"rank {place.rank} ({os.uname().nodename})"
+    watchdog = Watchdog(name, timeout)
+    watchdog.rank = place.rank
+    watchdog.start()
+    watchdog.begins("the start")
+    try:
+        group = mx.distributed.init(strict=True, backend=place.backend)
+    except RuntimeError as error:
+        watchdog.stop()
+        raise UserError(f"{name} cannot join the others: {error}") from error
+    watchdog.ends()
+    if (group.rank(), group.size()) != (place.rank, place.size):
+        watchdog.stop()
+        raise UserError(
+            f"the backend {place.backend} made rank {group.rank()} of {group.size()}; the launcher "
+            f"wanted rank {place.rank} of {place.size}"
+        )
+    on_cuda = place.backend == "nccl"
+    return Wire(MlxCollectives(group, None if on_cuda else mx.Device(mx.cpu), scatters=on_cuda), watchdog)
+
+
+def introduce(wire: Wire, number: int, count: int) -> list[str]:
+    """Every rank's host. From here on those of one host see each other on a scoreboard."""
+    watchdog = wire.watchdog
+    keys = [message.value for message in wire.meet(Message("the hosts' names", _host_key()))]
+    mine = [rank for rank, key in enumerate(keys) if key == keys[number]]
+    own = Scoreboard.create(count) if mine[0] == number else None
+    try:
+        paths = [message.value for message in wire.meet(Message("the scoreboards", own))]
+        with suppress(OSError):  # two containers of one host: they see each other as other hosts
+            wire.board = Scoreboard(paths[mine[0]], count, number)
+            wire.write(WORKING)
+        opened = [message.value for message in wire.meet(Message("open scoreboards", wire.board is not None))]
+    finally:
+        if own:
+            Scoreboard.remove(own)
+    mine = [rank for rank in mine if wire.board and opened[rank]]
+    hosts = [key.rsplit("/", 1)[0] for key in keys]
+    watchdog.names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+    watchdog.here = [rank for rank in mine if rank != number]
+    elsewhere = [rank for rank in range(count) if rank not in (*mine, number)]
+    watchdog.elsewhere = ", ".join(watchdog.names[rank] for rank in elsewhere)
+    watchdog.board = wire.board
+    return hosts
+
+
+def _host_key() -> str:
+    """The host's name, and what tells two hosts or containers of one name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename}/{boot}"

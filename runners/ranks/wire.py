@@ -1,0 +1,136 @@
+"""What goes between the ranks: messages and arrays over MLX's collectives, with a watchdog beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runners.errors import UserError
+from runners.ranks.messages import Message, decode, encode
+from runners.ranks.scoreboard import WAITING, WORKING, Scoreboard
+from runners.ranks.watchdog import EXIT_CODE, Watchdog
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import Collectives
+
+_BLOCK = 4096  # bytes of each message that go in the first collective
+_LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in what MLX raises
+
+
+class RankError(UserError):
+    """Another rank's fault: it ends this one too. `told` where rank 0 says so for all."""
+
+    exit_code = EXIT_CODE
+    told = False
+    seen = False  # by each rank for itself: no meeting has told it
+
+
+class Wire:
+    """One rank's end of the connection to the others. All ranks use theirs in the same order."""
+
+    def __init__(self, collectives: Collectives, watchdog: Watchdog) -> None:
+        """`watchdog` looks at the others, and at how long a collective takes; it has been started."""
+        self.collectives, self.watchdog = collectives, watchdog
+        self.board: Scoreboard | None = None  # of this host's ranks, once it is there
+        self.closed = False  # whether the ranks have agreed to end
+        self._seconds = {"waiting": 0.0, "reducing": 0.0}
+
+    def close(self) -> None:
+        """Nothing more is waited for: all ranks know that they end."""
+        self.closed = True
+        self.watchdog.stop()
+
+    def meet(self, own: Message) -> list[Message]:
+        """Every rank's message, in their order.
+
+        Raises RankError where one of them is a fault, or the ranks are not at the same point.
+        """
+        messages = self.exchange(own)
+        if any(message.error is not None for message in messages):
+            self.close()
+            raise self.error_of(messages)
+        if len({message.where for message in messages}) > 1:
+            self.close()
+            spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
+            raise RankError(f"the ranks are not at the same point: {spelled}; this is a fault of the program")
+        return messages
+
+    def exchange(self, own: Message) -> list[Message]:
+        """The same, whatever they say."""
+        data = encode(own)
+        whole = len(data).to_bytes(8, "little") + data
+        firsts = self._gather(own.where, whole[:_BLOCK], _BLOCK)
+        sizes = [8 + int.from_bytes(first[:8], "little") for first in firsts]
+        rest = max(sizes) - _BLOCK
+        if rest > 0:
+            more = self._gather(own.where, whole[_BLOCK:], rest)
+            firsts = [first + after for first, after in zip(firsts, more, strict=True)]
+        return [decode(found[8:size]) for found, size in zip(firsts, sizes, strict=True)]
+
+    def error_of(self, messages: Sequence[Message]) -> RankError:
+        """The first fault among the messages."""
+        rank = next(r for r, message in enumerate(messages) if message.error is not None)
+        error = RankError(f"{self.name(rank)}: {messages[rank].error}")
+        error.exit_code = messages[rank].code or EXIT_CODE
+        return error
+
+    def reduce(self, what: str, act: Callable[[Any], Any], x: Any) -> Any:
+        """`act(x)`, one of the collectives, over arrays."""
+        return self._timed(what, "reducing", act, x)
+
+    def seconds(self) -> dict[str, float]:
+        """Since this was last asked: "waiting" in meetings, for the slowest rank, and "reducing"."""
+        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return found
+
+    def write(self, state: int, words: str = "") -> None:
+        """What the other ranks of this host see of this one."""
+        if self.board:
+            self.board.write(state, time.monotonic(), words)
+
+    def name(self, rank: int) -> str:
+        """A rank in messages, with its host once that is known."""
+        names = self.watchdog.names
+        return names[rank] if names else f"rank {rank}"
+
+    def _gather(self, where: str, data: bytes, size: int) -> list[bytes]:
+        import mlx.core as mx
+
+        block = np.zeros(size, np.uint8)
+        block[: len(data)] = np.frombuffer(data, np.uint8)
+        gather = self.collectives.all_gather
+        gathered = self._timed(f"the meeting for {where}", "waiting", gather, mx.array(block))
+        return [row.tobytes() for row in np.array(gathered).reshape(-1, size)]
+
+    def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
+        """A collective that the watchdog knows of; RankError where a peer is gone."""
+        started = time.monotonic()
+        self.watchdog.begins(what)
+        self.write(WAITING)
+        try:
+            return act(x)
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _LOST):
+                raise
+            lost = RankError(self._who_is_gone(str(error)))
+            lost.seen = True
+            self.close()
+            self.watchdog.on_fault(str(lost))
+            raise lost from error
+        finally:
+            self.watchdog.ends()
+            self._seconds[kind] += time.monotonic() - started
+            self.write(WORKING)
+
+    def _who_is_gone(self, why: str) -> str:
+        """The rank that was lost, if that is known within a moment."""
+        latest = time.monotonic() + 2.0
+        while time.monotonic() < latest:
+            if line := self.watchdog.gone():
+                return line
+            time.sleep(0.05)
+        others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
+        return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"

@@ -1,0 +1,138 @@
+"""Rollouts of several ranks, as threads: conversations, their order, and what they draw from."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from runners.config.loading import load_config
+from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.machine import startup
+from runners.quickstart import DATA
+from runners.ranks.ranks import Ranks
+from runners.training.setup import build_run
+from tests.support.rank_threads import as_run_ranks, on_ranks
+from tests.support.tiny_runs import small
+
+PROMPTS, SIZE = 5, 3
+ECHO = '''"""An environment that adds to its prompt, and fails now and then."""
+
+SIZE, resets = 3, {}
+
+
+class Echo:
+    """Repeats what it hears."""
+
+    many = False  # whether the prompts of some groups differ
+
+    def reset(self, question, **row):
+        """Begin: the n-th instance of a group may be told its number."""
+        number = resets[question] = resets.get(question, 0) + 1
+        self.name, self.heard = question[:3], ""
+        if question.startswith(("Ida has", "A garden")):
+            raise ValueError("no flowers, no cards")
+        differs = self.many and question.startswith("There")
+        return f" ({self.name} {(number - 1) % SIZE})" if differs else f" ({self.name})"
+
+    def say(self, message: str) -> str:
+        """
+        Say something.
+
+        Args:
+            message: What.
+        """
+        self.heard += message
+        return f"{self.name}: {message}"
+
+    def get_reward(self):
+        """Different letters."""
+        return float(len(set(self.heard)))
+
+
+class Many(Echo):
+    """The same, with prompts of their own."""
+
+    many = True
+'''
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch) -> Path:
+    """Writes a config with this environment; each turn of the model is a call of its tool."""
+    monkeypatch.setattr(
+        CallReader, "read", lambda self, text: Written(text, (ToolCall("say", {"message": text[-3:]}),))
+    )
+    (tmp_path / "echo.py").write_text(ECHO)
+    path = tmp_path / "train.toml"
+
+    def make(factory: str) -> Path:
+        shipped = "embedded-tools" if factory == "calculator" else "embedded"
+        for split in ("train", "valid"):  # a few rows: all are made into prompts
+            rows = (DATA[shipped] / "train.jsonl").read_text().splitlines(keepends=True)
+            (tmp_path / f"{split}.jsonl").write_text("".join(rows[:PROMPTS]))
+        path.write_text(
+            small(
+                model={"path": shipped},
+                data={"source": str(tmp_path), "nudge": ""},
+                env={"factory": factory, "max_turns": 3, "workers": 1},
+                rollout={
+                    "num_generations": SIZE, "max_new_tokens": 40, "temperature": 2.0, "launch": "eval",
+                    "stop": [] if factory == "calculator" else list("e1=37"), "max_batch": 64,
+                },
+                reward={"functions": ["correctness_reward_func"]},
+                optim={"batch_size": PROMPTS},
+            )
+        )  # fmt: skip
+        return path
+
+    return make
+
+
+def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
+    """The first batch step on one of these ranks: all that no rounding changes, and the log-probs."""
+    run = build_run(load_config(str(path)).check(), startup.prepare(), ranks=ranks)
+    assert run.learner.state is not None
+    found = run.collector.collect(run.learner.state.old_params, run.stream.take, mx.random.key(3))
+    rollout, played = found.rollout, found.played
+    assert played is not None
+    facts = {
+        "prompts": rollout.prompts,
+        "added": rollout.prompts != tuple(example.tokens for example in found.examples),
+        "completions": rollout.completions(),
+        "sampled": rollout.sampled(),
+        "finished": np.array(rollout.finished_b).tolist(),
+        "texts": found.texts,
+        "rewards": np.nan_to_num(found.values_kb, nan=-1).tolist(),
+        "advantages": np.array(found.advantages_pg).tolist(),
+        "examples": [example.messages for example in found.examples],
+        "tokens": found.sampled_tokens,
+        "problems": found.problems,
+        "messages": played.messages,
+        "counts": {name: values.tolist() for name, values in played.counts.items()},
+        "faults": played.faults,
+        "said": played.said,
+    }
+    return facts, np.array(rollout.logp_bt)
+
+
+@pytest.mark.parametrize(
+    ("factory", "numbers"), [("calculator", [2]), ("echo.py:Echo", [3]), ("echo.py:Many", [2, 6])]
+)
+def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
+    """Prompts after `reset`, tokens, messages, counts, faults and rewards, in the order of one rank, on all.
+
+    With six ranks one has no prompt. With `Many` the prompts of some groups differ, which changes what all
+    rows draw from.
+    """
+    path = write(factory)
+    want, want_bt = collected(path, Ranks())
+    assert sum(want["counts"]["calls"]) > 0
+    if factory != "calculator":
+        assert any(want["faults"]) and not all(want["faults"])
+        assert want["added"]
+    for number in numbers:
+        for found, logp_bt in on_ranks(number, lambda own: collected(path, as_run_ranks(own))):
+            assert found == want
+            np.testing.assert_allclose(logp_bt, want_bt, rtol=1e-4, atol=1e-5)
