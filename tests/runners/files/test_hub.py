@@ -11,6 +11,7 @@ from runners.config.reading import PRESET_FOLDER
 from runners.files.hub import hub_or_cache
 from tests.support.hub import serving
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 ROOT = PRESET_FOLDER.parent
 NAME = "someone/tiny-llama"
@@ -18,7 +19,7 @@ CONFIG = f"""
 [model]
 path = "{NAME}"
 [data]
-source = "embedded"
+source = "{PROBLEMS}"
 eval_split = "valid"
 [rollout]
 num_generations = 2
