@@ -1,5 +1,6 @@
 """Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has its profiles."""
 
+import gc
 import os
 import signal
 
@@ -43,6 +44,12 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_FN_CACHE", str(session / "session-cache"))
         yield
+
+
+def pytest_collection_finish(session):
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):
