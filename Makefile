@@ -18,8 +18,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# A process a core; each takes about a gigabyte.
-SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4
+# A process a core; each takes about a gigabyte. Each begins with its own stretch of the files, so that what a file's
+# tests share is made once, and takes from the others when it is done.
+SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 FAST := tests/grpo_fn/algorithm tests/grpo_fn/rollout tests/grpo_fn/learner/test_update.py tests/grpo_fn/learner/test_state.py
 # Files of properties: with HYPOTHESIS_PROFILE=campaign each is tried on some hundred to some thousand examples.
 PROPERTIES := tests/grpo_fn/algorithm tests/grpo_fn/learner/test_packing.py tests/grpo_fn/learner/test_splits.py \

@@ -16,7 +16,8 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from benchmarks.architectures.small_models import VOCABULARY, small_model
+from benchmarks.architectures.small_models import small_model
+from benchmarks.architectures.small_settings import VOCABULARY
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.measure import interleaved, largest_error, peak_bytes, timed
 from benchmarks.harness.record import Figure, ratio_figure, time_figure

@@ -1,5 +1,6 @@
 """Strict globals of the test suite: warnings are errors, randomness is fixed, Hypothesis has its profiles."""
 
+import gc
 import os
 import signal
 
@@ -34,10 +35,21 @@ def _hangups():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """What runs measure goes into a folder of the session: nothing comes from the user's, or goes there."""
+    """What runs measure goes into a folder of the session: nothing comes from the user's, or goes there.
+
+    All processes of a session share it: a model or a tokenizer is checked once.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    session = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_FN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("GRPO_FN_CACHE", str(session / "session-cache"))
         yield
+
+
+def pytest_collection_finish(session):
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

@@ -12,14 +12,14 @@ class OneTokenCache:
             raise ValueError(f"length = {length}, window_size = {window_size}: wanted 1 and no window")
 
 
-def halved(number: int, least: int) -> int:
+def halve_down_to(least: int, number: int) -> int:
     """The number, halved and rounded up as often as the result is not below `least`."""
     while (number + 1) // 2 >= least and number > 1:
         number = (number + 1) // 2
     return number
 
 
-def filled(chosen: Sequence[int], count: int, number: int) -> list[int]:
-    """`count` of the first `number` integers in rising order: those chosen, then the first of the others."""
+def with_others(chosen: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` of the integers below `number`, rising: the chosen ones, then the first of the others."""
     taken = set(chosen)
     return sorted([*chosen, *[n for n in range(number) if n not in taken][: count - len(chosen)]])

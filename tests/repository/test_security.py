@@ -118,7 +118,13 @@ try:
 finally:
     print("SENT", sent, file=sys.stderr)
 """
-QUICK = ["optim.max_steps=3", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16"]
+QUICK = [
+    "data.max_samples=64",
+    "optim.max_steps=3",
+    "optim.batch_size=2",
+    "eval.samples=4",
+    "rollout.max_new_tokens=16",
+]
 
 
 def watched(folder, *arguments, **environ):

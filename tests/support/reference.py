@@ -122,7 +122,7 @@ def denominators(spec, mask, max_completion_length):
 
 
 def token_terms(spec, r, a, logp, *, held_r, held_logp, weight, ref, entropy):
-    """l = w·ℓ + β·KL − c·H of one counted token and its slopes.
+    """l = w·ℓ + β·KL − c·H of one counted token and its gradients.
 
     Returns `value`, `by_r`, `by_logp` (r held), the KL estimate `k`, and `size`, `r_size`, `logp_size`: the
     same sums over absolute values, to which rounding is relative.

@@ -1,21 +1,25 @@
 """Runs that are cut off and gone on with, and what has to be equal afterwards."""
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
 from runners.config.loading import load_config
 from runners.files.durable import load_arrays
 from runners.telemetry.report import Quiet
-from runners.training.train import run_training
+from runners.training.train import RunResult, run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 TINY = """
 [run]
 name = "tiny"
 [model]
-path = "embedded"
+path = "{model}"
 [data]
-source = "embedded"
+source = "{problems}"
 eval_split = "valid"
 system_prompt = ""
 max_samples = 18
@@ -23,6 +27,7 @@ max_samples = 18
 num_generations = 4
 max_new_tokens = 7
 temperature = 1.5
+launch = "eval"
 [reward]
 functions = ["{folder}/letters.py:letters"]
 [optim]
@@ -43,6 +48,7 @@ import zlib
 def letters(completions, **_):
     return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
 """
+SHIPPED = ["model.path=embedded", "rollout.launch=auto"]  # as a newcomer's run is
 SHORT = ["optim.max_steps=3", "eval.every=0", "eval.at_start=false"]
 NOISY = ("time/", "memory/", "step_time", "tokens_per_second", "ranks/")
 
@@ -77,13 +83,34 @@ class Killer(Quiet):
         self._tick("eval")
 
 
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    """A folder of this process, with what its tests share."""
+    return tempfile.TemporaryDirectory(prefix="resuming-")
+
+
+@functools.cache
+def _model() -> Path:
+    """A random model of two blocks: what a run does around its steps is the same for all."""
+    return make_model_folder(Path(_scratch().name) / "model", "qwen2")
+
+
+@functools.cache
+def straight_run(*settings: str) -> RunResult:
+    """A run with these settings that nobody disturbs: once in a process, its folder to be read only."""
+    folder = Path(_scratch().name) / str(straight_run.cache_info().misses)
+    return run_training(config_in(folder / "a", *settings), report=Quiet())
+
+
 def config_in(folder, *overrides, text=TINY):
     """The config of a tiny run in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     # One file for all runs of a test: its path is a part of the config.
     shared = folder.parent
     (shared / "letters.py").write_text(LETTERS)
-    (shared / "train.toml").write_text(text.replace("{folder}", str(shared)))
+    text = text.replace("{folder}", str(shared)).replace("{model}", str(_model()))
+    text = text.replace("{problems}", str(PROBLEMS))
+    (shared / "train.toml").write_text(text)
     return load_config(str(shared / "train.toml"), [f"run.output_dir={folder}", *overrides])
 
 

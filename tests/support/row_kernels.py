@@ -4,18 +4,18 @@ import mlx.core as mx
 import numpy as np
 
 
-def _bent(products, bend):
-    """Logits, and their slopes in the products."""
-    scale, cap = bend
+def _logits(products, scale_cap):
+    """Logits, and their gradients in the products."""
+    scale, cap = scale_cap
     if cap is None:
         return scale * products, np.full(products.shape, scale)
-    bent = np.tanh(scale * products / cap)
-    return cap * bent, scale * (1 - bent**2)
+    tanh = np.tanh(scale * products / cap)
+    return cap * tanh, scale * (1 - tanh**2)
 
 
-def logprobs(products, targets, bend, temperature):
+def logprobs(products, targets, scale_cap, temperature):
     """logp and entropy of each row, and log-probs of the whole vocabulary."""
-    z = _bent(products, bend)[0] / temperature
+    z = _logits(products, scale_cap)[0] / temperature
     top = z.max(axis=-1, keepdims=True)
     every = z - top - np.log(np.exp(z - top).sum(axis=-1, keepdims=True))
     probs = np.exp(every)
@@ -23,13 +23,13 @@ def logprobs(products, targets, bend, temperature):
     return every[np.arange(len(targets)), targets], entropy, every
 
 
-def slopes(products, targets, by_logp, by_entropy, bend, temperature):
+def gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
     """The gradient in the products of Σ by_logp · logp + by_entropy · H."""
-    _, entropy, every = logprobs(products, targets, bend, temperature)
+    _, entropy, every = logprobs(products, targets, scale_cap, temperature)
     probs = np.exp(every)
     hit = np.eye(products.shape[1])[targets]
     dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * (every + entropy[:, None])
-    return dz / temperature * _bent(products, bend)[1]
+    return dz / temperature * _logits(products, scale_cap)[1]
 
 
 def float64(array):
@@ -37,19 +37,19 @@ def float64(array):
     return np.array(array.astype(mx.float32), np.float64)
 
 
-def row_logprobs(product_cv, targets_c, bend, temperature):
+def row_logprobs(product_cv, targets_c, scale_cap, temperature):
     """Stands in for the kernel of that name where nothing is compiled."""
-    logp, entropy, _ = logprobs(float64(product_cv), np.array(targets_c), bend, temperature)
+    logp, entropy, _ = logprobs(float64(product_cv), np.array(targets_c), scale_cap, temperature)
     return mx.array(logp.astype(np.float32)), mx.array(entropy.astype(np.float32))
 
 
-def row_gradients(product_cv, targets_c, found, up, bend, temperature):
+def row_gradients(product_cv, targets_c, found, up, scale_cap, temperature):
     """Stands in for the kernel of that name."""
     products = float64(product_cv)
-    logp, entropy, _ = logprobs(products, np.array(targets_c), bend, temperature)
+    logp, entropy, _ = logprobs(products, np.array(targets_c), scale_cap, temperature)
     assert np.allclose(float64(found[0]), logp, atol=1e-4), "not what the other kernel found"
     if up[1] is not None:
         assert np.allclose(float64(found[1]), entropy, atol=1e-4)
     by_entropy = np.zeros(len(logp)) if up[1] is None else float64(up[1])
-    dz = slopes(products, np.array(targets_c), float64(up[0]), by_entropy, bend, temperature)
+    dz = gradients(products, np.array(targets_c), float64(up[0]), by_entropy, scale_cap, temperature)
     return mx.array(dz.astype(np.float32)).astype(product_cv.dtype)

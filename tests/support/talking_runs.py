@@ -48,7 +48,7 @@ def talking_run(folder: Path, monkeypatch: Any, **log: Any) -> Path:
         small(
             run={"output_dir": str(folder)},
             data={"nudge": "<reasoning>"},
-            rollout={"max_new_tokens": 96, "stop": ["1", "2", "e", "="]},
+            rollout={"max_new_tokens": 64, "launch": "eval", "stop": ["1", "2", "e", "="]},
             reward={"functions": ["talks.py:turns"]},
             env={"factory": "talks.py:Talks", "max_turns": 3},
             eval={"samples": 0, "at_start": False},

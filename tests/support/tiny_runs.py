@@ -8,10 +8,12 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 
+# The first of the embedded problems. All 4,400 take a run longer to prepare than its steps.
+PROBLEMS = Path(__file__).with_name("problems")
 SMALL = {
     "run": {"name": "small"},
     "model": {"path": "embedded"},
-    "data": {"source": "embedded", "eval_split": "valid", "system_prompt": ""},
+    "data": {"source": str(PROBLEMS), "eval_split": "valid", "system_prompt": ""},
     "rollout": {"num_generations": 4, "max_new_tokens": 8},
     "optim": {"learning_rate": 1e-3, "batch_size": 2, "max_steps": 2},
     "eval": {"samples": 2, "at_start": False},
@@ -67,6 +69,7 @@ def train(folder: Path, name: str, tune: str, **model) -> Path:
             run={"name": name, "output_dir": str(folder / "outputs")},
             model={"path": str(base), "tune": tune, "lora": {"rank": 4, "scale": 8.0}},
             data={"system_prompt": "Think first."},
+            rollout={"launch": "eval"},
             reward=BY_LETTERS,
             optim={"learning_rate": 5e-3, "max_steps": 4},
             eval={"at_start": True},

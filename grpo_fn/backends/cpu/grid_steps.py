@@ -24,7 +24,7 @@ from grpo_fn.backends.cpu.grid_cache import (
     cut_to,
     longer,
 )
-from grpo_fn.backends.decoding import filled, halved
+from grpo_fn.backends.decoding import halve_down_to, with_others
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
@@ -89,11 +89,11 @@ class GridSteps:
         """
         groups = [alive[start : start + self._group_size] for start in range(0, len(alive), self._group_size)]
         live = [p for p, group in enumerate(groups) if any(group)]
-        rows = halved(self._first[1], max(sum(group) for group in groups))
+        rows = halve_down_to(max(sum(group) for group in groups), self._first[1])
         places = []
-        for p in filled(live, halved(self._first[0], len(live)), len(groups)):
+        for p in with_others(live, halve_down_to(len(live), self._first[0]), len(groups)):
             mine = [g for g, is_alive in enumerate(groups[p]) if is_alive]
-            places += [p * self._group_size + g for g in filled(mine, rows, self._group_size)]
+            places += [p * self._group_size + g for g in with_others(mine, rows, self._group_size)]
         return places
 
     def keep_rows(self, rows: list[int]) -> None:

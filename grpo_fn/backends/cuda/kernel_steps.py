@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
-from grpo_fn.backends.decoding import OneTokenCache, filled, halved
+from grpo_fn.backends.decoding import OneTokenCache, halve_down_to, with_others
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
@@ -78,7 +78,7 @@ class KernelSteps:
     def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
         """The first number of rows, halved as often as it holds them: each number is a program of its own."""
         living = [row for row, is_alive in enumerate(alive) if is_alive]
-        return filled(living, halved(self._first_rows, len(living)), len(alive))
+        return with_others(living, halve_down_to(len(living), self._first_rows), len(alive))
 
     def keep_rows(self, rows: list[int]) -> None:
         """As `decode_step.Steps`; every prompt stays."""

@@ -70,7 +70,7 @@ def test_no_estimate_loses_its_pull(kind, y, wanted):
 
 @pytest.mark.parametrize(("kind", "edge"), [("k2", 20.0), ("k2", -20.0), ("k3", np.log(1e4))])
 def test_value_and_slope_are_continuous_where_the_line_begins(kind, edge):
-    """A hundredth of a nat before and behind the edge, values and slopes are neighbours."""
+    """A hundredth of a nat before and behind the edge, values and gradients are neighbours."""
     before, behind = (
         mx.value_and_grad(lambda x: kl_estimate(kind, x, mx.array(0.0)))(mx.array(-edge * share))
         for share in (0.9999, 1.0001)

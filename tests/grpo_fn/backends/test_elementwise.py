@@ -58,10 +58,10 @@ def test_gradients_of_one_argument(name):
         "logsumexp": lambda x: mx.logsumexp(x, axis=-1),
     }
 
-    def slope(function):
+    def gradient(function):
         return mx.grad(lambda x: (function(x) * weights).sum())(x)
 
-    assert mx.allclose(slope(getattr(elementwise, name)), slope(theirs[name]), rtol=1e-5, atol=1e-6)
+    assert mx.allclose(gradient(getattr(elementwise, name)), gradient(theirs[name]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("off", [(), ("swiglu", "swiglu_gradient")], ids=["backend", "composed"])
@@ -126,10 +126,10 @@ def test_rms_norm_is_mlx_s(shape):
     x = mx.random.normal(shape, key=mx.random.key(0))
     x = mx.where(mx.arange(x.size // 6).reshape(*shape[:-1], 1) == 1, 0, x)
     weight = mx.random.normal((6,), key=mx.random.key(1))
-    slopes = mx.random.normal(shape, key=mx.random.key(2))
+    weights = mx.random.normal(shape, key=mx.random.key(2))
 
     def of(norm):
-        return mx.value_and_grad(lambda x, w: (norm(x, w, 1e-5) * slopes).sum(), argnums=(0, 1))
+        return mx.value_and_grad(lambda x, w: (norm(x, w, 1e-5) * weights).sum(), argnums=(0, 1))
 
     wanted, wanted_gradients = of(mx.fast.rms_norm)(x, weight)
     for function in (of(elementwise.rms_norm), mx.compile(of(elementwise.rms_norm))):

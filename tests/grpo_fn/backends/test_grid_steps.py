@@ -158,10 +158,19 @@ def test_lanes_take_about_as_many_rows(prompts, generations, lanes, wanted):
     assert sorted(rows) == [(p, n) for p in range(prompts) for n in range(generations)]
 
 
-@pytest.mark.parametrize("prompts", [EQUAL, RAGGED, [[5, 6, 7]]], ids=["equal", "ragged", "one"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"pipelined": True}, {"compact": False}, {"max_batch": 7}, {"check_every": 3}, {"lanes": 3}],
+    ("prompts", "options"),
+    [
+        (EQUAL, {}),
+        ([[5, 6, 7]], {}),
+        (RAGGED, {"pipelined": True}),
+        (RAGGED, {"compact": False}),
+        (RAGGED, {"max_batch": 7}),
+        (EQUAL, {"max_batch": 7}),
+        (RAGGED, {"check_every": 3}),
+        (RAGGED, {"lanes": 3}),
+        ([[5, 6, 7]], {"lanes": 3}),
+    ],
     ids=str,
 )
 def test_lanes_draw_as_with_copied_prompts(prompts, options):

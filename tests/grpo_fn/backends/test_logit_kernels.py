@@ -12,11 +12,11 @@ from tests.support import row_kernels
 from tests.support.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_products(mx.float32), reason="needs CUDA")
-BENDS = {"plain": (1.0, None), "scaled": (0.25, None), "capped": (1.0, 15.0), "both": (0.5, 15.0)}
+SCALES_AND_CAPS = {"plain": (1.0, None), "scaled": (0.25, None), "capped": (1.0, 15.0), "both": (0.5, 15.0)}
 
 
 def make_products(rows, vocabulary, dtype, size=6.0):
-    """Products [C,V] of that standard deviation, targets and two slopes [C]."""
+    """Products [C,V] of that standard deviation, targets and two gradients [C]."""
     keys = mx.random.split(mx.random.key(vocabulary), 4)
     products = (size * mx.random.normal((rows, vocabulary), key=keys[0])).astype(dtype)
     targets = mx.random.randint(0, vocabulary, (rows,), mx.int32, key=keys[1])
@@ -25,10 +25,10 @@ def make_products(rows, vocabulary, dtype, size=6.0):
 
 @needs_cuda
 @pytest.mark.parametrize("vocabulary", [5, 1000, 4096, 65536])
-@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("form", SCALES_AND_CAPS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_slopes(vocabulary, bend, dtype, temperature):
+def test_values_and_gradients(vocabulary, form, dtype, temperature):
     """Vocabularies that do and do not come in whole reads, three dtypes, every form of logits.
 
     A capped logit is rounded to the dtype, as the model's own is: half a unit of its last place at 15.
@@ -36,18 +36,22 @@ def test_values_and_slopes(vocabulary, bend, dtype, temperature):
     products, targets, by_logp, by_entropy = make_products(6, vocabulary, dtype)
     numbers, index = float64(products), np.array(targets)
     rounding = {mx.float32: 2e-6, mx.float16: 2**-7, mx.bfloat16: 2**-4}[dtype]
-    bound = 1e-4 if BENDS[bend] == (1.0, None) else 1e-4 + 2 * rounding / temperature
+    bound = 1e-4 if SCALES_AND_CAPS[form] == (1.0, None) else 1e-4 + 2 * rounding / temperature
 
-    logp, entropy = row_logprobs(products, targets, BENDS[bend], temperature)
-    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(numbers, index, BENDS[bend], temperature)
+    logp, entropy = row_logprobs(products, targets, SCALES_AND_CAPS[form], temperature)
+    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(numbers, index, SCALES_AND_CAPS[form], temperature)
     assert np.abs(float64(logp) - wanted_logp).max() < bound
     assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
 
     for up in (None, by_entropy):
-        found = row_gradients(products, targets, (logp, entropy), (by_logp, up), BENDS[bend], temperature)
+        found = row_gradients(
+            products, targets, (logp, entropy), (by_logp, up), SCALES_AND_CAPS[form], temperature
+        )
         assert found.dtype == dtype
         second = np.zeros(6) if up is None else float64(up)
-        wanted = row_kernels.slopes(numbers, index, float64(by_logp), second, BENDS[bend], temperature)
+        wanted = row_kernels.gradients(
+            numbers, index, float64(by_logp), second, SCALES_AND_CAPS[form], temperature
+        )
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
         unit = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
         assert (np.abs(float64(found) - wanted) <= (unit + 4 * bound) * largest).all()

@@ -28,23 +28,23 @@ def make_arrays(shape, dtype=mx.float32):
     return [(3 * mx.random.normal(shape, key=key)).astype(dtype) for key in keys]
 
 
-def value_and_slopes(x, g):
+def value_and_gradient(x, g):
     """What `unit_rms` gives, forward and backward."""
-    (value,), (slopes,) = mx.vjp(lambda x: unit_rms(x, None, EPS), [x], [g])
-    return value, slopes
+    (value,), (gradient,) = mx.vjp(lambda x: unit_rms(x, None, EPS), [x], [g])
+    return value, gradient
 
 
 @needs_cuda
 @pytest.mark.parametrize("width", [32, 64, 96, 128, 1280, 4096])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [False, True])
-def test_values_and_slopes(width, dtype, heads):
+def test_values_and_gradients(width, dtype, heads):
     """Rows in several sizes, as many as fill no whole block; heads that lie behind positions."""
     arrays = make_arrays((2, 5, 3, width) if heads else (7, width), dtype)
     if heads:
         arrays = [a.swapaxes(1, 2) for a in arrays]
     tolerance = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
-    for found, wanted in zip(value_and_slopes(*arrays), specified(*map(float64, arrays)), strict=True):
+    for found, wanted in zip(value_and_gradient(*arrays), specified(*map(float64, arrays)), strict=True):
         assert found.dtype == dtype and found.shape == arrays[0].shape
         assert np.abs(float64(found) - wanted).max() <= tolerance * np.abs(wanted).max()
 
@@ -73,7 +73,7 @@ def test_every_row_along_the_last_axis(shape, monkeypatch):
     """Any number of axes; the result lies as the input does."""
     monkeypatch.setattr(norm_kernels, "cuda_kernel", Stand)
     arrays = make_arrays(shape)
-    for found, wanted in zip(value_and_slopes(*arrays), specified(*map(float64, arrays)), strict=True):
+    for found, wanted in zip(value_and_gradient(*arrays), specified(*map(float64, arrays)), strict=True):
         assert np.allclose(float64(found), wanted, atol=1e-5)
 
 

@@ -28,7 +28,7 @@ def turned(x, periods, back=False):
 @pytest.mark.parametrize("dims", [32, 64, 128])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("behind", [False, True])
-def test_values_and_slopes(dtype, dims, given, behind):
+def test_values_and_gradients(dtype, dims, given, behind):
     """Both ways to give the periods, negative ones too; heads that lie behind positions and before them."""
     keys = mx.random.split(mx.random.key(dims), 2)
     shape = (2, 65, 3, dims) if behind else (2, 3, 65, dims)
@@ -37,11 +37,11 @@ def test_values_and_slopes(dtype, dims, given, behind):
         x, g = x.swapaxes(1, 2), g.swapaxes(1, 2)
     periods = -mx.exp(mx.arange(dims // 2) * (9.2 / (dims // 2))) if given else 10000.0
     in_numpy = float64(periods) if given else periods
-    (value,), (slopes,) = mx.vjp(lambda x: rope(x, periods), [x], [g])
+    (value,), (gradient,) = mx.vjp(lambda x: rope(x, periods), [x], [g])
     tolerance = {mx.float32: 5e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
-    assert value.dtype == slopes.dtype == dtype
+    assert value.dtype == gradient.dtype == dtype
     assert np.abs(float64(value) - turned(float64(x), in_numpy)).max() < tolerance
-    assert np.abs(float64(slopes) - turned(float64(g), in_numpy, back=True)).max() < tolerance
+    assert np.abs(float64(gradient) - turned(float64(g), in_numpy, back=True)).max() < tolerance
 
 
 def test_what_is_specified_is_mlx_s():

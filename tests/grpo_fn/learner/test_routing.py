@@ -6,7 +6,8 @@ import pytest
 from mlx.utils import tree_map
 
 import grpo_fn as g
-from benchmarks.architectures.small_models import VOCABULARY, small_model
+from benchmarks.architectures.small_models import small_model
+from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.algorithm import load_balancing_loss
 from grpo_fn.learner import routing_stats
 from grpo_fn.policy import checkpoint_layers, experts_per_token, has_routers

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mlx_lm.models import gated_delta as theirs
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.architectures.small_models import VOCABULARY, small_model
+from benchmarks.architectures.small_models import small_model
+from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.backends import disabled
 from grpo_fn.policy import gated_delta as ours
 from grpo_fn.policy.patched_layers import use_own_functions

@@ -52,7 +52,7 @@ def test_value_and_gradient_are_those_of_the_plain_expression(name, compiled):
     down = LAYERS[name]()
     keys = mx.random.split(mx.random.key(0), 3)
     gate, x = (mx.random.normal((2, 5, 64), key=key) for key in keys[:2])
-    slopes = mx.random.normal((2, 5, 32), key=keys[2])
+    weights = mx.random.normal((2, 5, 32), key=keys[2])
 
     def plain(gate, x):
         return down(gate * mx.sigmoid(gate) * x)
@@ -62,7 +62,7 @@ def test_value_and_gradient_are_those_of_the_plain_expression(name, compiled):
             held = down.parameters()
             try:
                 down.update(leaves)
-                return (function(gate, x) * slopes).sum()
+                return (function(gate, x) * weights).sum()
             finally:
                 down.update(held)
 
@@ -119,11 +119,11 @@ def test_a_second_draw_of_dropout_is_not_taken_for_the_first():
             layer.update(held)
 
     mx.random.seed(7)
-    value, slope = mx.value_and_grad(loss)(layer.lora_a, gate)
+    value, gradient = mx.value_and_grad(loss)(layer.lora_a, gate)
     # The output is linear in lora_a: with one mask throughout, its gradient along lora_a is its own part.
     mx.random.seed(7)
     without = loss(mx.zeros_like(layer.lora_a), gate)
-    assert worst_difference((slope * layer.lora_a).sum(), value - without) < 1e-3
+    assert worst_difference((gradient * layer.lora_a).sum(), value - without) < 1e-3
 
 
 def test_the_gated_product_is_not_kept(monkeypatch):

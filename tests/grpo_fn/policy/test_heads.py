@@ -212,17 +212,17 @@ def test_bfloat16_heads_are_still_products():
 
 
 @pytest.mark.parametrize(
-    "bend", [mx.sin, lambda z: mx.clip(z, -4, 4), lambda z: -z, lambda z: z + 0.1 * z**2]
+    "change", [mx.sin, lambda z: mx.clip(z, -4, 4), lambda z: -z, lambda z: z + 0.1 * z**2]
 )
-def test_another_function_of_the_product_is_told_apart(bend):
+def test_another_function_of_the_product_is_told_apart(change):
     """What is neither a scale nor a soft cap is differentiated as it stands."""
     llama = type(tiny_module("llama-untied"))
 
-    class Bent(llama):
+    class Changed(llama):
         def __call__(self, *args, **kwargs):
-            return bend(super().__call__(*args, **kwargs))
+            return change(super().__call__(*args, **kwargs))
 
     module = tiny_module("llama-untied")
-    module.__class__ = Bent
+    module.__class__ = Changed
     policy = g.Policy.from_module(module)
     assert policy.split.weight is None and policy.split.trainable == ("lm_head.weight",)

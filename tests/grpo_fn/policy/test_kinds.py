@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.architectures import small_models
+from benchmarks.architectures.small_settings import AROUND, SETTINGS, TEXT
 from benchmarks.architectures.trial import run_steps
 from grpo_fn.policy import use_own_functions
 from tests.support.tiny_policies import worst_difference
@@ -37,7 +38,7 @@ def test_a_kind(name):
 def test_every_module_of_mlx_lm_has_settings_or_needs_none():
     """The settings name modules that are there."""
     known = set(small_models.modules())
-    assert not (set(small_models.SETTINGS) | set(small_models.TEXT) | set(small_models.AROUND)) - known
+    assert not (set(SETTINGS) | set(TEXT) | set(AROUND)) - known
 
 
 def peak_of_gradient(model, tokens):

@@ -15,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 import grpo_fn as g
-from benchmarks.architectures.small_models import VOCABULARY, small_model
+from benchmarks.architectures.small_models import small_model
+from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.policy import checkpoint_layers
 from grpo_fn.policy.learning_form import asks_for_training, learning_form
 from tests.support.tiny_policies import token_rows

@@ -15,7 +15,7 @@ from runners.errors import UserError
 from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, Killer, config_in, outcome
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 from tests.support.tiny_states import same_bits
@@ -108,7 +108,7 @@ def test_too_little_room_for_the_checkpoints_is_a_line(tmp_path, disk, settings,
 
 def test_a_checkpoint_does_not_take_the_final_models_room(tmp_path, disk):
     """Lines for those that are not written; the final model is, and the result is the same."""
-    straight = run_training(config_in(tmp_path / "a", *SHORT), report=Quiet())
+    straight = straight_run(*SHORT)
     disk.free = 1.5 * size_of(straight.folder / "final")
     notes = Notes()
     result = run_training(config_in(tmp_path / "b", *SHORT), report=notes)
@@ -131,7 +131,7 @@ class Asked(Killer):
 
 def test_the_last_checkpoint_of_a_stopped_run_may_take_that_room(tmp_path, disk):
     """Without it the training so far would be lost; one of a run that goes on is refused."""
-    finished = run_training(config_in(tmp_path / "a", *SHORT), report=Quiet()).folder
+    finished = straight_run(*SHORT).folder
     disk.free = size_of(finished / "checkpoint-1") + 0.5 * size_of(finished / "final")
     notes = Notes()
     run_training(config_in(tmp_path / "b", *SHORT), report=notes)
@@ -145,7 +145,7 @@ def test_the_last_checkpoint_of_a_stopped_run_may_take_that_room(tmp_path, disk)
 def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
     """Another program filled the disk: a resumed run, with room again, has only the model left to write."""
     settings = [*SHORT, "checkpoint.every=0"]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    straight = straight_run(*settings)
     config, notes = config_in(tmp_path / "b", *settings), Notes()
 
     def full(*_, **__):

@@ -19,9 +19,8 @@ from tests.runners.training.test_bad_updates import experience, numbers
 from tests.support.checkpoints import save_checkpoint
 from tests.support.decoys import look
 from tests.support.folders import held
-from tests.support.resuming import SHORT, Killer, config_in, outcome
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import load, make_state
 
 
@@ -56,10 +55,10 @@ class Swapper(Killer):
         self.lines.append(text)
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+@pytest.fixture
+def straight():
     """A short run that nobody disturbed."""
-    return run_training(config_in(tmp_path_factory.mktemp("straight") / "out", *SHORT), report=Notes()).folder
+    return straight_run(*SHORT).folder
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -1,20 +1,16 @@
 """A run that is cut off and resumed is the run that was not: weights, moments, log and completions."""
 
-import functools
-
 import pytest
 
 from runners.checkpoints.snapshot import checkpoint_folders
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import config_in, killed, outcome, saved
-from tests.support.tiny_models import make_model_folder
+from tests.support.resuming import SHIPPED, config_in, killed, outcome, saved, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
 ACCUMULATE = ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"]
 REUSE = ["optim.num_iterations=2", "optim.minibatches=2", "optim.max_steps=3"]
-SHIPPED = ["model.path=embedded", "rollout.launch=auto"]
 CASES = {
     # name: settings, where to cut, and how often that has come
     "in a rollout of the shipped model": (SHIPPED, "sampling", 4),
@@ -49,27 +45,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def straight_run(tmp_path_factory):
-    """The function that makes a run which is not cut off: once for the same settings, in its own folder."""
-    folder = tmp_path_factory.mktemp("straight")
-    model = [f"model.path={make_model_folder(folder / 'model', 'qwen2')}", "rollout.launch=eval"]
-
-    @functools.cache
-    def run(*settings):
-        base = folder / str(run.cache_info().misses)
-        every = [*model, *settings]
-        return base, every, run_training(config_in(base / "a", *every), report=Quiet())
-
-    return run
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(straight_run, name):
+def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(name):
     """Straight against killed and resumed: state, log, completions, final model and every checkpoint."""
     settings, what, count = CASES[name]
-    base, settings, straight = straight_run(*settings)
-    config = config_in(base / name, *settings)
+    straight = straight_run(*settings)
+    # Beside the other: the path of the reward's file is a part of the config.
+    config = config_in(straight.folder.parents[1] / name, *settings)
     killed(config, what, count)
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)

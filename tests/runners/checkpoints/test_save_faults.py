@@ -26,7 +26,7 @@ from runners.training.train import run_training
 from tests.support.checkpoints import save_checkpoint
 from tests.support.disks import small_disk
 from tests.support.folders import held
-from tests.support.resuming import Killer, config_in, lines_of, outcome
+from tests.support.resuming import Killer, config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import load, make_state, same_bits
@@ -217,7 +217,7 @@ def refuse(monkeypatch, times):
 def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):
     """on_error = "continue": each failure is a line, later checkpoints are there, the result is the same."""
     settings = ["optim.max_steps=4"]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Notes())
+    straight = straight_run(*settings)
     refuse(monkeypatch, 2)
     notes = Notes()
     result = run_training(config_in(tmp_path / "b", *settings), report=notes)
@@ -230,7 +230,7 @@ def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):
 def test_a_run_stops_where_that_is_asked(tmp_path, monkeypatch):
     """on_error = "stop": the error ends the run; after it there is room, and it goes on to the same end."""
     settings = ["optim.max_steps=4"]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Notes())
+    straight = straight_run(*settings)
     config = config_in(tmp_path / "b", *settings, "checkpoint.on_error=stop")
     with monkeypatch.context() as patch:
         refuse(patch, 100)
@@ -252,8 +252,7 @@ def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):
         return write(file, data)
 
     monkeypatch.setattr(os, "write", full)
-    config = config_in(tmp_path / "a", "optim.max_steps=2")
-    straight = run_training(config, report=Notes())
+    straight = straight_run("optim.max_steps=2")
     left[0], notes = 5, Notes()
     late = run_training(config_in(tmp_path / "b", "optim.max_steps=2"), report=notes)
     assert outcome(late.folder) == outcome(straight.folder)

@@ -12,6 +12,7 @@ from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
 from runners.models.reading import load_tokenizer
 from runners.training.train import run_training
+from tests.support.resuming import Killed
 from tests.support.tiktoken_files import make_encoding, make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
@@ -22,6 +23,23 @@ def check(tmp_path, monkeypatch):
     """Runs `grpo check CONFIG …` in this process, in a fresh folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(cli.main, ["check", *arguments])
+
+
+class Header(Notes):
+    """Ends a run before its first step: its notices and its header are there."""
+
+    def start(self, total_updates, header, **resumed):
+        """The run is ready to start."""
+        super().start(total_updates, header, **resumed)
+        raise Killed
+
+
+def shown_by_run(path):
+    """What a run by this config shows before its first step."""
+    shown = Header()
+    with pytest.raises(Killed):
+        run_training(load_config(path), report=shown)
+    return shown
 
 
 def write_data(path, answers, **columns):
@@ -46,13 +64,10 @@ def test_a_good_config_has_nothing_to_warn_of(check):
 @pytest.mark.parametrize(("samples", "said"), [(7, "7 of 400"), (0, "400"), (999, "400")])
 def test_the_held_out_problems_are_counted_as_in_the_run(check, tmp_path, samples, said):
     """The number that the run's own header gives, and of how many."""
-    (tmp_path / "t.toml").write_text(
-        small(optim={"max_steps": 1}, eval={"samples": samples, "max_new_tokens": 1})
-    )
+    (tmp_path / "t.toml").write_text(small(data={"source": "embedded"}, eval={"samples": samples}))
     result = check("t.toml")
     assert result.stdout.splitlines()[1].endswith(f" to train on, {said} held out")
-    shown = Notes()
-    run_training(load_config("t.toml"), report=shown)
+    shown = shown_by_run("t.toml")
     assert shown.header["data"].endswith(f" to train on, {said.split()[0]} held out)")
 
 
@@ -60,13 +75,10 @@ def test_a_missing_chat_template_is_mentioned(check, tmp_path):
     """By the check and by the run; not where there is one."""
     for name, template in (("plain", False), ("chat", True)):
         make_model_folder(tmp_path / name, chat_template=template)
-        (tmp_path / "t.toml").write_text(
-            small(model={"path": name}, run={"name": f"run-{name}"}, optim={"max_steps": 1})
-        )
+        (tmp_path / "t.toml").write_text(small(model={"path": name}, run={"name": f"run-{name}"}))
         said = "the tokenizer has no chat template: prompts are plain text"
         assert (f"warning: {said}" in check("t.toml").stdout) is not template
-        shown = Notes()
-        run_training(load_config("t.toml"), report=shown)
+        shown = shown_by_run("t.toml")
         assert any(line.startswith(said) for line in shown.lines) is not template
 
 

@@ -16,6 +16,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 QWEN = {
     "model_type": "qwen2",
@@ -47,7 +48,7 @@ SHAPES = {  # config.json of each model that a preset names, as far as sizes dep
 }
 STATED = re.compile(r"^# Memory: ([\d.]+) GB on Apple silicon, ([\d.]+) GB on a CPU \(grpo plan\)\.$", re.M)
 SMALL = (  # what makes any preset a step of seconds; its algorithm stays
-    "data.source=embedded",
+    f"data.source={PROBLEMS}",
     "data.eval_split=valid",
     "data.max_prompt_length=1000",
     "data.max_samples=40",

@@ -11,7 +11,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.decoys import look, plant
 from tests.support.disks import small_disk
-from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
 
@@ -55,7 +55,7 @@ def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
     beside = plant(tmp_path / "out", "tiny")
     inside = plant(tmp_path / "out" / "tiny", "checkpoint-2")
     before = look(beside) | look(inside)
-    straight = run_training(config_in(tmp_path / "other", *SHORT), report=Quiet()).folder
+    straight = straight_run(*SHORT).folder
     for resume, overwrite in ((False, "false"), (True, "false"), (False, "true")):
         config = config_in(tmp_path / "out", *SHORT, f"run.overwrite={overwrite}")
         result = run_training(config, report=Quiet(), resume=resume)

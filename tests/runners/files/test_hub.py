@@ -11,6 +11,7 @@ from runners.config.reading import PRESET_FOLDER
 from runners.files.hub import hub_or_cache
 from tests.support.hub import serving
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 ROOT = PRESET_FOLDER.parent
 NAME = "someone/tiny-llama"
@@ -18,7 +19,7 @@ CONFIG = f"""
 [model]
 path = "{NAME}"
 [data]
-source = "embedded"
+source = "{PROBLEMS}"
 eval_split = "valid"
 [rollout]
 num_generations = 2
@@ -114,13 +115,16 @@ NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"
 NO_DATA = "neither a local path nor within reach on the Hub"
 
 
-@pytest.mark.parametrize("cause", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+UNREACHABLE, OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}
+
+
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "line", "cause"),
     [
-        (("generate", NAME, "hi"), NO_MODEL),
-        (("plan", "train.toml"), NO_MODEL),
-        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA),
+        (("generate", NAME, "hi"), NO_MODEL, UNREACHABLE),
+        (("plan", "train.toml"), NO_MODEL, OFFLINE),
+        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA, UNREACHABLE),
+        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA, OFFLINE),
     ],
 )
 def test_a_hub_out_of_reach_is_a_line(hub, tmp_path, command, line, cause):

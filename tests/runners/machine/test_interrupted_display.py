@@ -32,7 +32,7 @@ def start(tmp_path):
             small(
                 run={"output_dir": str(tmp_path / "out put")},
                 reward={"functions": ["slow.py:slow"]},
-                optim={"max_steps": 6},
+                optim={"max_steps": 4},
             )
         )
         command = [sys.executable, "-m", "runners.cli", "run", str(tmp_path / "train.toml")]
@@ -54,8 +54,8 @@ def blocks(lines):
 
 def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start):
     """The block is as wide as the terminal allows; the command is run as it was printed, to the end."""
-    with start(seconds=1) as session:
-        session.read_until("update 2/6")
+    with start(seconds=0.5) as session:
+        session.read_until("update 2/4")
         session.type(CTRL_C)
         code, screen = session.finish()
     lines = [line for line in screen.lines if line]
@@ -76,13 +76,13 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stdout and "update 6/6" in done.stdout
+    assert "going on from" in done.stdout and "update 4/4" in done.stdout
 
 
 def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start):
     """The process ends at once, in the midst of a step; the cursor is back, on a line of its own."""
     with start(seconds=600) as session:
-        session.read_until("update 2/6")
+        session.read_until("update 2/4")
         session.type(CTRL_C)
         session.read_until("Saving after this step.")
         session.read_until("╰")
@@ -103,7 +103,7 @@ def test_a_key_shows_an_example_and_the_terminal_is_given_back(start):
         session.type(b"x")
         session.type(b"E")
         session.read_until("e: an example")
-        session.read_until("update 2/6")
+        session.read_until("update 2/4")
         session.type(CTRL_C)
         session.read_until("Press Ctrl-C again")
         session.type(CTRL_C)

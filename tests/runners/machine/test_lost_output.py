@@ -17,7 +17,7 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_states import same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -146,7 +146,7 @@ class Lost(Quiet):
 def test_the_rest_of_such_a_run_is_the_same(tmp_path, settings):
     """It stops where it is, between two updates of one rollout too, and goes on from there bit for bit."""
     settings = [*SHORT, "checkpoint.every=0", *settings]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    straight = straight_run(*settings)
     config = config_in(tmp_path / "b", *settings)
     report = Lost(2)
     with pytest.raises(OutputLost, match="standard output: Broken pipe"):
@@ -196,8 +196,9 @@ def test_a_hangup_that_nohup_has_turned_off_stays_off():
 
 def test_closed_descriptors_are_survived(tmp_path):
     """A reward may close every one that it finds, and open files in their place."""
+    earlier = threading.enumerate()  # another's may be about to end
     with ExitStack() as opened, StopSignals() as signals:
-        [thread] = [thread for thread in threading.enumerate() if thread.name == "signals"]
+        [thread] = [each for each in threading.enumerate() if each.name == "signals" and each not in earlier]
         others = [opened.enter_context(open(tmp_path / name, "w")) for name in ("a", "b")]
         os.dup2(others[0].fileno(), signals._reader)
         os.dup2(others[1].fileno(), signals._writer)

@@ -11,12 +11,14 @@ from runners.config.loading import load_config
 from runners.profiling.step_bench import PARTS, bench_steps
 from runners.profiling.step_table import table
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 TRAIN = """
 [model]
 path = "{model}"
 [data]
-source = "embedded"
+source = "{problems}"
+eval_split = "valid"
 system_prompt = ""
 [rollout]
 num_generations = 4
@@ -32,7 +34,7 @@ num_iterations = 2
 @pytest.fixture(name="train")
 def _train(tmp_path):
     file = tmp_path / "train.toml"
-    file.write_text(TRAIN.format(model=make_model_folder(tmp_path / "model")))
+    file.write_text(TRAIN.format(problems=PROBLEMS, model=make_model_folder(tmp_path / "model")))
     return file
 
 

@@ -66,6 +66,7 @@ def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     """
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
+        "data": {"source": "embedded"},  # groups vary in both of its rollouts
         "loss": {"dynamic_sampling": True},
         "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
     }

@@ -5,7 +5,7 @@ import pytest
 from runners.errors import RewardError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, config_in, outcome
+from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
@@ -54,7 +54,7 @@ def test_the_run_ends_at_the_first_batch_step_of_a_broken_reward(tmp_path):
 
 def test_the_failed_step_is_taken_again_by_a_resumed_run(tmp_path):
     """With the reward mended, the result is that of a run whose reward never failed."""
-    straight = run_training(prepared(tmp_path / "a"), report=Quiet())
+    straight = straight_run(*SHORT, "checkpoint.every=0")
     config = prepared(tmp_path / "b")
     (tmp_path / "broken").touch()
     notes = Notes()

@@ -10,6 +10,7 @@ import pytest
 from runners.rewards.library import on_texts
 from runners.rewards.scoring import Reward, Scorer, resolve_rewards
 from runners.rewards.trl_arguments import RewardLog, TrainerState
+from tests.support.tiny_runs import PROBLEMS
 
 TEXTS = [
     "<think>2 and 2</think>\nSo it is 4.",
@@ -173,7 +174,7 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     )
     (tmp_path / "train.toml").write_text(
         'run = {name = "r", output_dir = "out"}\nmodel.path = "embedded"\n'
-        'data = {source = "embedded", eval_split = "valid", system_prompt = ""}\n'
+        f'data = {{source = "{PROBLEMS}", eval_split = "valid", system_prompt = ""}}\n'
         "rollout = {num_generations = 2, max_new_tokens = 8}\n"
         'loss = {preset = "dapo"}\n'
         "optim = {batch_size = 2, gradient_accumulation_steps = 2, max_steps = 4}\n"

@@ -11,7 +11,7 @@ import pytest
 from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, Killer, config_in, outcome
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
@@ -49,7 +49,7 @@ class Signals(Killer):
 def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, number, what, count, settings):
     """Between two updates of one rollout too, or inside an accumulation: the rest is the same."""
     settings = [*SHORT, "checkpoint.every=0", *settings]
-    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    straight = straight_run(*settings)
     config = config_in(tmp_path / "b", *settings)
     with pytest.raises(Stopped) as stopped:
         run_training(config, report=Signals(number, what, count))

@@ -24,7 +24,10 @@ from tests.support.tiny_runs import LETTERS, small
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
 CONFIG = small(
-    rollout={"max_new_tokens": 24}, optim={"learning_rate": 2e-4, "batch_size": 4}, eval={"samples": 8}
+    run={"seed": 5},  # in both updates there is a group whose completions differ
+    rollout={"max_new_tokens": 24},
+    optim={"learning_rate": 2e-4, "batch_size": 4},
+    eval={"samples": 8},
 )
 
 
@@ -115,8 +118,10 @@ def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return generate(*args, key=key, sampler=sampler, **options)
 
     monkeypatch.setattr(g, "generate", watched)
+    (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
+    short = ['reward.functions=["mine.py:same"]', "rollout.max_new_tokens=2", "rollout.launch=eval"]
     for seed in (0, 1, 3):
-        run(tmp_path, f"run.seed={seed}", "loss.dynamic_sampling=true", "eval.every=0")
+        run(tmp_path, f"run.seed={seed}", "loss.dynamic_sampling=true", "eval.samples=1", *short)
     assert len(keys) > 3 * 2, "or no group was replaced"
     assert len(set(keys)) == len(keys)
 
@@ -232,7 +237,7 @@ def test_a_reference_is_kept_and_moves_when_asked(tmp_path: Path) -> None:
 def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -> None:
     """The first KL is what rounding costs; a reference that is synced is the policy, rounded again."""
     more = ["loss.beta=0.05", "loss.ref_quantization=affine-4", f"loss.ref_storage={storage}"]
-    result, log = run(tmp_path, *more, "optim.learning_rate=1e-5")
+    result, log = run(tmp_path, *more, "optim.learning_rate=1e-5", "run.seed=6")
     kl = [line["kl"] for line in updates_of(log)]
     assert 1e-5 < kl[0] < 0.5 and abs(kl[1] / kl[0] - 1) < 0.9
     assert ("scales" in str(named_leaves(result.state.ref_params).keys())) is (storage == "packed")

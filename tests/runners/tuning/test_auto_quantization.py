@@ -14,6 +14,7 @@ from runners.training.train import run_training
 from runners.tuning import auto_quantization as auto
 from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.quantization_choice import MeasuredFormat, choose_format
+from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
 
@@ -30,6 +31,12 @@ def _config(tmp_path):
         return load_config(str(tmp_path / "train.toml"), [f"run.output_dir={tmp_path / 'out'}", *overrides])
 
     return load
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model of two blocks: formats are as many as of a large one. Its layers are as wide as a group."""
+    return make_nanochat_folder(tmp_path_factory.mktemp("models") / "tiny", width=64)
 
 
 def row(name, speed, memory=100, kl=0.001, verdict=""):
@@ -103,7 +110,7 @@ class Clock:
         return self.now
 
 
-def settled(config, clock, path=None):
+def resolved(config, clock, path=None):
     """The config and trial of a model folder, or of the embedded model."""
     config = config.check()
     model = config.model if path is None else attrs.evolve(config.model, path=str(path))
@@ -113,7 +120,7 @@ def settled(config, clock, path=None):
 
 def test_what_is_measured_is_the_run_s_own(config):
     """On the embedded model: speeds, KL in the order of the bits, full precision at 0, of every candidate."""
-    after, trial = settled(config("rollout.auto_kl_limit=100"), Clock(0.001))
+    after, trial = resolved(config("rollout.auto_kl_limit=100"), Clock(0.001))
     rows = {r.quantization: r for r in trial.rows}
     assert list(rows) == ["none", *auto.CANDIDATES]
     assert rows["none"].kl == rows["none"].difference == 0.0
@@ -123,11 +130,11 @@ def test_what_is_measured_is_the_run_s_own(config):
     assert after.rollout.quantization == trial.choice
 
 
-@pytest.mark.parametrize("step", [0.2, 0.5, 1.0])
-def test_the_time_is_kept(config, step):
+@pytest.mark.parametrize("step", [0.2, 1.0])
+def test_the_time_is_kept(config, tiny, step):
     """However slow the machine, candidates are dropped rather than the twenty seconds passed."""
     clock = Clock(step)
-    _, trial = settled(config(), clock)
+    _, trial = resolved(config(), clock, path=tiny)
     assert clock.now < 20
     assert len(trial.rows) == 1 + len(auto.CANDIDATES) and trial.rows[0].tokens_per_second
     dropped = [r.quantization for r in trial.rows if r.verdict == "no time left to measure it"]
@@ -135,7 +142,7 @@ def test_the_time_is_kept(config, step):
     assert dropped or step < 0.5
 
 
-def test_a_probe_that_crawls_is_not_measured_further(config, monkeypatch):
+def test_a_probe_that_crawls_is_not_measured_further(config, tiny, monkeypatch):
     """A candidate whose first tokens take all the time that is left is given up after them."""
     clock = Clock(0.01)
     sample = auto._Bench.sample
@@ -148,7 +155,7 @@ def test_a_probe_that_crawls_is_not_measured_further(config, monkeypatch):
         return drawn, seconds
 
     monkeypatch.setattr(auto._Bench, "sample", slow)
-    _, trial = settled(config(), clock)
+    _, trial = resolved(config(), clock, path=tiny)
     assert clock.now < 20 and trial.choice == "none"
     assert "times as slow: not measured further" in trial.rows[1].verdict
 
@@ -156,12 +163,12 @@ def test_a_probe_that_crawls_is_not_measured_further(config, monkeypatch):
 def test_a_model_that_is_quantized_already_is_left_alone(config, tmp_path):
     """There is nothing to choose: both sides run the packed weights."""
     folder = make_model_folder(tmp_path / "model", "llama", quantize={"group_size": 32, "bits": 4})
-    after, trial = settled(config("model.tune=lora"), Clock(0.001), path=folder)
+    after, trial = resolved(config("model.tune=lora"), Clock(0.001), path=folder)
     assert (trial.choice, trial.rows, after.rollout.quantization) == ("none", (), "none")
     assert "quantized already" in trial.title
 
 
-def test_a_lucky_timing_does_not_decide(config, monkeypatch):
+def test_a_lucky_timing_does_not_decide(config, tiny, monkeypatch):
     """The first timing of a candidate that looks fast is checked against full precision, and forgotten."""
     seen = []
 
@@ -170,7 +177,7 @@ def test_a_lucky_timing_does_not_decide(config, monkeypatch):
         return 5000.0 if seen.count("packed") == 1 and seen[-1] == "packed" else 1000.0
 
     monkeypatch.setattr(auto._Bench, "rate", rate)
-    _, trial = settled(config("rollout.auto_kl_limit=100"), Clock(0.001))
+    _, trial = resolved(config("rollout.auto_kl_limit=100"), Clock(0.001), path=tiny)
     assert trial.choice == "none" and trial.rows[1].tokens_per_second == 1000.0
     assert seen[-4:] == ["none", "packed", "packed", "none"]
 
@@ -185,8 +192,8 @@ def test_the_choice_goes_on_as_if_it_had_been_written(config, monkeypatch):
     ((title, columns, rows),) = shown.tables
     assert 'rollout.quantization = "auto" takes affine-8' in title
     assert [line[0] for line in rows][:2] == ["none", "affine-8"] and columns[1] == "tokens/s"
-    resolved = json.loads((result.folder / "config.resolved.json").read_text())
-    assert (resolved["rollout"]["quantization"], resolved["rollout"]["storage"]) == ("affine-8", "packed")
+    written = json.loads((result.folder / "config.resolved.json").read_text())
+    assert (written["rollout"]["quantization"], written["rollout"]["storage"]) == ("affine-8", "packed")
     log = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
     assert log[0]["rollout/quantization"] == "affine-8"
     assert any("loss.correction" in line for line in shown.lines)
