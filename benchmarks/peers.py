@@ -29,6 +29,8 @@ from runners.errors import UserError
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
 
+WORDS = ("bando", "kirsu", "melon", "tavor", "zipun", "loger", "fedas", "nikol", "virat", "gumes")
+
 
 @attrs.frozen
 class Peer:
@@ -180,10 +182,9 @@ def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Fig
 
 def write_data(folder: Path, prompts: int) -> None:
     """Questions of some fifty tokens, all of one length, for our loader."""
-    words = ["bando", "kirsu", "melon", "tavor", "zipun", "loger", "fedas", "nikol", "virat", "gumes"]
     for split, number in (("train", prompts), ("test", 1)):
         lines = [
-            {"question": " ".join(words[(row + 3 * word) % 10] for word in range(16)), "answer": "1"}
+            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(16)), "answer": "1"}
             for row in range(number)
         ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

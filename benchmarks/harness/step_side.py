@@ -29,10 +29,15 @@ class Side:
 
 
 def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
-    """A reward of 0 or 1 by the completion's letters; every fourth prompt or so has all completions right."""
+    """0 or 1 by a completion's letters; all are right that answer questions which begin with an easy word.
+
+    Those are a quarter of 16 questions of `benchmarks.peers.write_data`.
+    """
+    from benchmarks.peers import WORDS
+
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        easy = sum(map(ord, str(prompt))) % 4 == 0
+        easy = min(WORDS, key=str(prompt).index) in WORDS[:2]
         scores.append(1.0 if easy else float(sum(map(ord, str(completion))) % 2))
     return scores
 
