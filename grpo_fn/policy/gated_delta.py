@@ -43,7 +43,7 @@ def gated_delta_update(
     One token is left to it, and so is what its Metal kernel takes: that has no gradient, and a layer asks for
     it with `use_kernel` outside of training alone.
     """
-    kernel = use_kernel and has_metal()
+    kernel = use_kernel and has_metal() and q.shape[-1] % 32 == 0  # what its kernel takes
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
 
@@ -198,6 +198,8 @@ def _check_shapes(
 ) -> None:
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f"q and k are [B,T,Hk,Dk]; found {q.shape} and {k.shape}")
+    if q.shape[1] == 0:
+        raise ValueError(f"wanted at least one token; found q {q.shape}")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(f"v is [B,T,Hv,Dv], Hv a multiple of Hk, beside q {q.shape}; found {v.shape}")
     rows, length, heads, value_width = v.shape

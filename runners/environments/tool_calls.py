@@ -96,7 +96,7 @@ def _call(found: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ToolCall(name, {}, "the arguments are no JSON object")
     if not isinstance(arguments, dict) or not _is_json(arguments):
         return ToolCall(name, {}, "the arguments are no JSON object")

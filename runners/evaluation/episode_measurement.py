@@ -129,12 +129,14 @@ def measure_episodes(
 
     greedy = played("greedy", Sampling(temperature=0.0, max_tokens=limit), 1)
     found = _figures(greedy, rewards, 1, "")
-    metrics = {"success": found.pop("success")}
     has_answers = bool(config.data.answer)
+    tells_success = has_answers or environments.reward is not None
+    success = found.pop("success")
+    metrics = {"success": success} if tells_success else {}
     if has_answers:
         right = [is_correct(text, each.answer) for text, each in zip(greedy.texts, examples, strict=True)]
         metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
-    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1, has_answers)
+    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1, has_answers, tells_success)
     seconds = greedy.seconds
     if plan.num:
         sampled = played("sampled", sampling_of_rollout(config, limit), plan.num)
@@ -142,11 +144,13 @@ def measure_episodes(
             groups = [sampled.texts[n : n + plan.num] for n in range(0, len(sampled.texts), plan.num)]
             counts = [count_answers(group, each.answer) for group, each in zip(groups, examples, strict=True)]
             metrics |= shares(counts, plan)
-        else:
+        elif tells_success:
             succeeded = np.reshape(sampled.figures.success, (-1, plan.num)).sum(axis=1).tolist()
             metrics |= success_shares(succeeded, plan)
         found |= _figures(sampled, rewards, plan.num, "sampled ")
-        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num, has_answers)
+        if not tells_success:
+            del found["sampled success"]
+        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num, has_answers, tells_success)
         seconds += sampled.seconds
     faults = tuple(dict.fromkeys(problems))
     return ModelResult(name, tuple(chosen), {**metrics, **found}, tuple(rows), faults, seconds)
@@ -181,6 +185,7 @@ def _json_rows(
     rewards: Sequence[Reward],
     num: int,
     has_answers: bool,
+    tells_success: bool,
 ) -> list[dict[str, Any]]:
     values_kb, figures = np.concatenate(found.values_kb, axis=1), found.figures
     rows, problems = [], list(chosen.items())
@@ -202,7 +207,7 @@ def _json_rows(
                 "finish": found.finish[row],
                 "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
                 "messages": list(found.messages[row]),
-                "success": figures.success[row],
+                **({"success": figures.success[row]} if tells_success else {}),
                 "turns": figures.turns[row],
                 "calls": figures.calls[row],
                 "failures": figures.failures[row],

@@ -124,6 +124,7 @@ def _forecast(
     shares = (
         sizes.shares_prompts
         and not system.grad_checkpoint
+        and not config.loss.router_aux_coef
         and system.share_prompts != "never"
         and (system.share_prompts == "always" or platform.backend == "cpu")
     )

@@ -77,7 +77,9 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     shares = sharing_pays() and shares_prefix(module)
     split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute) and not packing
+    converses = bool(config.env.factory or config.env.tools)
+    lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute)
+    lanes = lanes and not packing and not converses
     return ModelSizes(
         shape=shape,
         weights=Weights(

@@ -72,7 +72,10 @@ def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
     found = os.environ if environ is None else environ
     if "MLX_RANK" not in found or sys.platform != "linux" or not _reads_a_pipe():
         return
-    end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # another user's pipe, or no /proc: the launcher stays awake, and nothing else is lost
+        return
     try:
         with suppress(BlockingIOError):  # it is full
             while True:

@@ -233,6 +233,7 @@ class Loop:
         at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
         sampled = sum(tally.sampled_tokens for tally in at.tallies)
         sampling = sum(tally.seconds["rollout"] for tally in at.tallies)
+        experts = self.steps.expert_metrics()  # takes time of the step
         self.steps.times.add("checkpoint", self.saver.stopped_seconds())
         times = self.steps.times.take()
         memory, warning = self.memory.read()
@@ -245,7 +246,7 @@ class Loop:
             **rollout_metrics(at.tallies, rewards, baseline=self.config.loss.baseline),
             **penalty_metrics(at.tallies, self.config),
             **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
-            **self.steps.expert_metrics(),
+            **experts,
             **self.steps.role.metrics(),
             "num_tokens": at.sampled_tokens,
             **times,

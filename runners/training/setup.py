@@ -245,20 +245,21 @@ def _collector(
         params: Tree, examples: Sequence[Example], key: mx.array, first: int = 0, stride: int = 1
     ) -> tuple[g.Rollout, Played]:
         assert environments is not None
-        size = rollout.num_generations
+        player, size, played = environments, rollout.num_generations, list[Played]()
 
-        def converse(
-            prompts: Sequence[Sequence[int]], num_generations: int, replies: Replies, stops: frozenset[int]
-        ) -> g.Rollout:
-            # Of an example's rows each is a prompt where there is one completion of each prompt.
-            rows = size // num_generations
-            numbers = [
-                (first + stride * place) * rows + row for place in range(len(examples)) for row in range(rows)
-            ]
+        def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+            """Whole conversations: drawn a second time they begin with `reset` again."""
 
-            def sample(policy: g.Policy, params: Tree) -> g.Rollout:
+            def converse(
+                prompts: Sequence[Sequence[int]],
+                num_generations: int,
+                replies: Replies,
+                stops: frozenset[int],
+            ) -> g.Rollout:
                 if not prompts:
                     return empty_rollout(num_generations, with_entropy=sampler.with_entropy)
+                # Of an example's rows each is a prompt where there is one completion of each prompt.
+                rows = size // num_generations
                 return g.generate(
                     policy,
                     params,
@@ -269,14 +270,22 @@ def _collector(
                     sampler=sampler,
                     eos_ids=[*loaded.eos_ids, *stops],
                     find_stop=find_stop,
-                    prompt_numbers=numbers,
+                    prompt_numbers=[
+                        (first + stride * place) * rows + row
+                        for place in range(len(examples))
+                        for row in range(rows)
+                    ],
                     decoding=decoding,
                     replies=replies,
                 )
 
-            return role.draw(sample, params)
+            found, conversations = player.play(
+                examples, size, converse, lambda differ: ranks.agree("the prompts", differ)
+            )
+            played[:] = [conversations]
+            return found
 
-        return environments.play(examples, size, converse, lambda differ: ranks.agree("the prompts", differ))
+        return role.draw(sample, params), played[0]
 
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
     return Collector(generate, scorer, decoder, config, ranks, play if environments else None)

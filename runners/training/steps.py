@@ -12,7 +12,7 @@ import grpo_fn as g
 from grpo_fn.learner import all_reduce, deal, kept_by_first, routing_stats, shape_of, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, stream_key
-from grpo_fn.trees import Tree, map_arrays
+from grpo_fn.trees import Tree, map_arrays, on_host
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.part_times import PartTimes
@@ -145,16 +145,18 @@ class TrainSteps:
 
     def expert_metrics(self) -> dict[str, float]:
         """How evenly the experts are used by the last rollout: a forward pass over some of its rows. Nothing
-        for a model without routers that are known, or with checkpointed blocks."""
+        for a model without routers that are known, with checkpointed blocks, or where no token counts."""
         policy = self.run.learner.policy
         if self.config.system.grad_checkpoint or not has_routers(policy.module) or not self.experiences:
             return {}
         batch = self.counted(self.experiences[-1])
-        rows, width = batch.tokens_bl.shape
-        few = min(rows, max(1, min(_ROUTED_TOKENS, self.gradients.max_tokens) // width))
-        stats = routing_stats(
-            policy, self.state.params, take_rows(batch, [n * rows // few for n in range(few)])
-        )
+        counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
+        if not counted:
+            return {}
+        width = batch.tokens_bl.shape[1]
+        few = min(len(counted), max(1, min(_ROUTED_TOKENS, self.gradients.max_tokens) // width))
+        rows = [counted[n * len(counted) // few] for n in range(few)]
+        stats = routing_stats(policy, self.state.params, take_rows(batch, rows))
         return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
 
     def logprobs_now(self, experience: Experience) -> mx.array:

@@ -36,6 +36,7 @@ class Workload:
     num_generations: int
     max_new_tokens: int
     sampler: g.Sampler
+    converses: bool = False  # turns are answered: all rows are decoded in one lane
 
     @classmethod
     def of(cls, config: Config, policy: g.Policy, params: Tree, examples: Sequence[Example]) -> Workload:
@@ -48,6 +49,7 @@ class Workload:
             num_generations=config.rollout.num_generations,
             max_new_tokens=config.rollout.max_new_tokens,
             sampler=sampler_of(config),
+            converses=bool(config.env.factory or config.env.tools),
         )
 
     @property
@@ -63,7 +65,7 @@ class Workload:
     @property
     def takes_lanes(self) -> bool:
         """Whether `generate` decodes in lanes where it is asked to, by its own rule."""
-        return self.policy.takes_lanes and self.shares_prefix and self.rows > 1
+        return self.policy.takes_lanes and self.shares_prefix and self.rows > 1 and not self.converses
 
     @property
     def step_flops(self) -> float:

@@ -1,5 +1,7 @@
 """Reading tool calls out of a turn's text."""
 
+import json
+
 import pytest
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic
 
@@ -89,3 +91,10 @@ def test_what_json_cannot_hold_is_no_argument(value):
     """Literals of Python that a parser reads, and that no log could take."""
     (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>").calls
     assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are no JSON object")
+
+
+def test_arguments_that_nest_too_deeply_are_a_fault_of_the_call():
+    """A policy can write as many brackets as it likes."""
+    text = json.dumps({"name": "f", "arguments": "[" * 100_000})
+    (call,) = reader().read(f"<tool_call>{text}</tool_call>").calls
+    assert (call.name, call.arguments, call.fault) == ("f", {}, "the arguments are no JSON object")

@@ -64,3 +64,9 @@ def test_what_it_cannot_do_is_refused(tmp_path, arch, more, message):
 def test_dense_models_log_nothing_of_it(tmp_path):
     """A llama's lines have no such names."""
     assert all(not NAMES & set(line) for line in run(tmp_path, "llama"))
+
+
+def test_where_no_token_counts_nothing_is_measured(tmp_path):
+    """All completions are cut off and masked: no load of 0, as if a router had collapsed."""
+    lines = run(tmp_path, "mixtral", "loss.mask_truncated_completions=true", "rollout.stop=[]")
+    assert lines and not any(NAMES & set(line) for line in lines)
