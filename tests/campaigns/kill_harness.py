@@ -29,7 +29,7 @@ from runners.errors import UserError
 from tests.campaigns import killed_conversions
 from tests.campaigns.killed_conversions import Conversions
 from tests.campaigns.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, wait
-from tests.support.resuming import LETTERS, TINY, outcome, saved, without_noise
+from tests.support.resuming import LETTERS, embedded_config, outcome, saved, without_noise
 
 COMMON = ["optim.max_steps=10", "checkpoint.every=1", "eval.every=3", "rollout.max_new_tokens=10"]
 KINDS = {
@@ -54,7 +54,7 @@ class Harness:
         self.kind, self.folder, self.chance = kind, folder, chance
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
-        (folder / "train.toml").write_text(TINY.replace("{folder}", str(folder)))
+        (folder / "train.toml").write_text(embedded_config(folder))
         around = self._surroundings("straight")
         started, saving = time.monotonic(), 0.0
         process = self._start(folder / "straight", [])

@@ -27,7 +27,7 @@ from runners.checkpoints.snapshot import checkpoint_folders
 from tests.campaigns.kill_harness import COMMON, Harness
 from tests.campaigns.killing import PATIENCE, SAVING, Surroundings, Tally
 from tests.support.launching import Launched, begin, is_running
-from tests.support.resuming import LETTERS, TINY, outcome, saved
+from tests.support.resuming import LETTERS, embedded_config, outcome, saved
 
 SECONDS = 30.0  # from a kill to the end of the last process, at most
 TIMEOUT = 20.0  # system.collective_timeout of these runs
@@ -95,7 +95,7 @@ class RankHarness(Harness):
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
         (folder / "fault.py").write_text(FAULT)
-        (folder / "train.toml").write_text(TINY.replace("{folder}", str(folder)))
+        (folder / "train.toml").write_text(embedded_config(folder))
         around = self._surroundings("straight")
         started, saving = time.monotonic(), 0.0
         run = self._begin("straight")

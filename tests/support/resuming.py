@@ -83,6 +83,11 @@ class Killer(Quiet):
         self._tick("eval")
 
 
+def embedded_config(folder: Path) -> str:
+    """TINY on the model in the package and its problems, for processes; `folder` has letters.py."""
+    return TINY.format(folder=folder, model="embedded", problems="embedded")
+
+
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory:
     """A folder of this process, with what its tests share."""
