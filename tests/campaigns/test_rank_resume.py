@@ -8,11 +8,17 @@ from tests.runners.ranks.test_ranks import lines, weights, worst, write
 from tests.support.launching import begin
 from tests.support.tiny_runs import BY_LETTERS, LETTERS
 
+TABLES = {
+    "reward": BY_LETTERS,
+    "optim": {"batch_size": 5, "max_steps": 5, "learning_rate": 3e-4},
+    "checkpoint": {"every": 2, "keep_last": 0},
+}
+
 
 def test_what_four_ranks_saved_goes_on_with_four_two_and_one(tmp_path):
     """With four bit for bit, all ranks alike after each update; with two and one to rounding."""
     (tmp_path / "letters.py").write_text(LETTERS)
-    config = write(tmp_path, "four", reward=BY_LETTERS, checkpoint={"every": 2, "keep_last": 0})
+    config = write(tmp_path, "four", **TABLES)
     said = begin(4, tmp_path / "straight", [str(config)], "digests").end()
     four = tmp_path / "outputs/four"
     assert (four / "final").is_dir(), said
