@@ -130,8 +130,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
                 key=mx.random.key(number),
                 num_generations=case.generations,
                 max_new_tokens=case.new,
-                first_prompt=rank,
-                prompt_stride=count,
+                prompt_numbers=range(rank, len(prompts), count),
             )
             g.materialize(rollout)
             sampled = time.perf_counter()

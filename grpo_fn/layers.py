@@ -1,7 +1,8 @@
-"""What a layer of a model is, and a model with some of its layers replaced for a while."""
+"""What a layer of a model is, a model with some layers replaced, and functions with other globals."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -55,3 +56,16 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 def all_plain(layers: Iterable[Any]) -> bool:
     """Whether all are linear layers without a bias."""
     return all(is_linear(layer) and "bias" not in layer for layer in layers)
+
+
+def with_globals(function: FunctionType, **names: Any) -> FunctionType:
+    """A copy of a function that finds these under their names, and its module's other names as before."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,10 +1,11 @@
 """Fixes for faults of single mlx-lm models, in one instance; such a model is known by its module's name."""
 
-from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from grpo_fn.layers import with_globals
 
 
 def fix_known_faults(module: nn.Module) -> None:
@@ -129,19 +130,6 @@ def _fix_kimi_k3(module: nn.Module) -> None:
             layer.__class__ = TextModel
         elif isinstance(layer, kimi_k3.KimiK3DeltaAttention):
             layer._step = layer._decode_core
-
-
-def with_globals(function: FunctionType, **names: Any) -> FunctionType:
-    """A copy of a function that finds these under their names, and its module's other names as before."""
-    copy = FunctionType(
-        function.__code__,
-        function.__globals__ | names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 _FIXES = {

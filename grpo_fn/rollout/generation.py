@@ -41,8 +41,6 @@ def generate(
     sampler: Sampler | None = None,
     eos_ids: Iterable[int] = (),
     find_stop: FindStop | None = None,
-    first_prompt: int = 0,
-    prompt_stride: int = 1,
     prompt_numbers: Sequence[int] | None = None,
     decoding: Decoding | None = None,
     replies: Replies | None = None,
@@ -60,9 +58,7 @@ def generate(
         eos_ids: tokens that end a completion; it stays in the completion and counts.
         find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
             seen the first `start` and found no end: how many of them to keep if it has ended, else None.
-        first_prompt: number of the first prompt where these are a part of more: p counts from it.
-        prompt_stride: in steps of this: N where these are every N-th prompt, from the `first_prompt`-th on.
-        prompt_numbers: p of each prompt, where they follow no such rule; in place of the two above.
+        prompt_numbers: p of each prompt, where these are a part of more; None: 0, 1, 2, …
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
             n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
@@ -83,13 +79,10 @@ def generate(
     for name, value in (
         ("num_generations", num_generations),
         ("max_new_tokens", max_new_tokens),
-        ("prompt_stride", prompt_stride),
     ):
         if value < 1:
             raise ValueError(f"{name} = {value}: wanted at least 1")
-    numbers = prompt_numbers
-    if numbers is None:
-        numbers = [first_prompt + prompt_stride * place for place in range(len(prompts))]
+    numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     if len(numbers) != len(prompts):
         raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
     wanted = decoding.share_prefix

@@ -334,6 +334,11 @@ class EnvConfig:
     on_error: OnToolError = "observation"  # of a call that fails
     schedule: Schedule = "together"  # when turns go on; arrival: as soon as a reply is there
 
+    @property
+    def answers(self) -> bool:
+        """Whether anything answers the model's turns."""
+        return bool(self.factory or self.tools)
+
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class SystemConfig:

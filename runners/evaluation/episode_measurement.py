@@ -129,31 +129,33 @@ def measure_episodes(
 
     greedy = played("greedy", Sampling(temperature=0.0, max_tokens=limit), 1)
     found = _figures(greedy, rewards, 1, "")
-    has_answers = bool(config.data.answer)
-    tells_success = has_answers or environments.reward is not None
-    success = found.pop("success")
-    metrics = {"success": success} if tells_success else {}
-    if has_answers:
-        right = [is_correct(text, each.answer) for text, each in zip(greedy.texts, examples, strict=True)]
-        metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
-    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1, has_answers, tells_success)
+    metrics = {"success": found.pop("success")}
+    right = [is_correct(text, each.answer) for text, each in zip(greedy.texts, examples, strict=True)]
+    metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
+    rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1)
     seconds = greedy.seconds
+    has_answers = bool(config.data.answer)
     if plan.num:
         sampled = played("sampled", sampling_of_rollout(config, limit), plan.num)
         if has_answers:
             groups = [sampled.texts[n : n + plan.num] for n in range(0, len(sampled.texts), plan.num)]
             counts = [count_answers(group, each.answer) for group, each in zip(groups, examples, strict=True)]
             metrics |= shares(counts, plan)
-        elif tells_success:
+        else:
             succeeded = np.reshape(sampled.figures.success, (-1, plan.num)).sum(axis=1).tolist()
             metrics |= success_shares(succeeded, plan)
         found |= _figures(sampled, rewards, plan.num, "sampled ")
-        if not tells_success:
-            del found["sampled success"]
-        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num, has_answers, tells_success)
+        rows += _json_rows(name, "sample", chosen, sampled, rewards, plan.num)
         seconds += sampled.seconds
+    metrics |= found
+    if not has_answers:
+        unknown = {"answer", "extracted", "correct", "exact match"}
+        if environments.reward is None:
+            unknown |= {"success", "sampled success", *(f"pass@{k}" for k in plan.ks)}
+        metrics = {name: metric for name, metric in metrics.items() if name not in unknown}
+        rows = [{name: cell for name, cell in row.items() if name not in unknown} for row in rows]
     faults = tuple(dict.fromkeys(problems))
-    return ModelResult(name, tuple(chosen), {**metrics, **found}, tuple(rows), faults, seconds)
+    return ModelResult(name, tuple(chosen), metrics, tuple(rows), faults, seconds)
 
 
 def _figures(found: _Rows, rewards: Sequence[Reward], num: int, prefix: str) -> dict[str, Metric]:
@@ -178,21 +180,13 @@ def _figures(found: _Rows, rewards: Sequence[Reward], num: int, prefix: str) -> 
 
 
 def _json_rows(
-    name: str,
-    kind: str,
-    chosen: Mapping[int, Example],
-    found: _Rows,
-    rewards: Sequence[Reward],
-    num: int,
-    has_answers: bool,
-    tells_success: bool,
+    name: str, kind: str, chosen: Mapping[int, Example], found: _Rows, rewards: Sequence[Reward], num: int
 ) -> list[dict[str, Any]]:
     values_kb, figures = np.concatenate(found.values_kb, axis=1), found.figures
     rows, problems = [], list(chosen.items())
     for row, text in enumerate(found.texts):
         index, example = problems[row // num]
         given = zip(rewards, values_kb[:, row].tolist(), strict=True)
-        judged = {"extracted": extract_answer(text), "correct": is_correct(text, example.answer)}
         rows.append(
             {
                 "model": name,
@@ -200,14 +194,15 @@ def _json_rows(
                 "problem": index,
                 "sample": row % num,
                 "prompt": example.text,
-                **({"answer": example.answer} if has_answers else {}),
+                "answer": example.answer,
                 "completion": text,
-                **(judged if has_answers else {}),
+                "extracted": extract_answer(text),
+                "correct": is_correct(text, example.answer),
                 "tokens": found.lengths[row],
                 "finish": found.finish[row],
                 "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
                 "messages": list(found.messages[row]),
-                **({"success": figures.success[row]} if tells_success else {}),
+                "success": figures.success[row],
                 "turns": figures.turns[row],
                 "calls": figures.calls[row],
                 "failures": figures.failures[row],

@@ -69,7 +69,7 @@ def play_episodes(
             replies: Replies,
             stops: frozenset[int],
             first: int = start,
-            count: int = len(part),
+            examples: int = len(part),
         ) -> g.Rollout:
             return g.generate(
                 policy,
@@ -81,7 +81,7 @@ def play_episodes(
                 sampler=drawing.sampler,
                 eos_ids=[*drawing.eos_ids, *stops],
                 find_stop=_ending(drawing.find_stop, stopped),
-                first_prompt=first * (len(prompts) // count),
+                prompt_numbers=[first * (len(prompts) // examples) + place for place in range(len(prompts))],
                 decoding=drawing.decoding,
                 replies=_Until(replies, stopped),
             )

@@ -261,7 +261,7 @@ def generate_batches(
             sampler=sampling.sampler(),
             eos_ids=model.eos_ids,
             find_stop=end,
-            first_prompt=start,
+            prompt_numbers=range(start, start + len(part)),
             decoding=decoding,
         )
         found = rollout.completions()

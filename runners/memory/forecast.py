@@ -187,12 +187,8 @@ def _rollout(config: Config, prompt: int) -> SampledRows:
             min_p=rollout.min_p,
             with_entropy=config.loss.top_entropy_quantile < 1,
         ),
-        turns=_converses(config),
+        turns=config.env.answers,
     )
-
-
-def _converses(config: Config) -> bool:
-    return bool(config.env.factory or config.env.tools)
 
 
 def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
@@ -215,7 +211,7 @@ def _evaluation(config: Config, prompt: int) -> SampledRows:
         new=config.eval.max_new_tokens or config.rollout.max_new_tokens,
         arrays=sampling_arrays(temperature=0.0),
         own_weights=False,
-        turns=_converses(config),
+        turns=config.env.answers,
     )
 
 

@@ -77,9 +77,8 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     shares = sharing_pays() and shares_prefix(module)
     split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    converses = bool(config.env.factory or config.env.tools)
     lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute)
-    lanes = lanes and not packing and not converses
+    lanes = lanes and not packing and not config.env.answers
     return ModelSizes(
         shape=shape,
         weights=Weights(

@@ -29,8 +29,9 @@ from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import Part, meet_for_rollout
 
-Generate = Callable[..., g.Rollout]  # parameters, examples, key; number of the first one, and their stride
-Play = Callable[..., tuple[g.Rollout, Played]]  # the same arguments
+# Of parameters, examples, their numbers in the batch step, and the key.
+Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollout]
+Play = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, Played]]
 
 
 @attrs.frozen(eq=False)
@@ -98,33 +99,33 @@ class Collector:
     ) -> Part:
         """One round, and the rewards that failed for all of its completions; each rank does its share."""
         if self.ranks.alone:
-            return self._once(params, examples, key, trainer_state)
-        rank, count = self.ranks.number, self.ranks.count
-        own, part, fault = examples[rank::count], None, None
+            return self._once(params, examples, range(len(examples)), key, trainer_state)
+        numbers = range(self.ranks.number, len(examples), self.ranks.count)
+        own, part, fault = [examples[number] for number in numbers], None, None
         if own:
             try:
-                part = self._once(params, own, key, trainer_state, rank, count)
+                part = self._once(params, own, numbers, key, trainer_state)
             except RewardError as error:
                 fault = str(error)
         else:
-            (self.play or self.generate)(params, own, key, rank, count)  # they may meet the others
+            (self.play or self.generate)(params, own, numbers, key)  # they may meet the others
         return meet_for_rollout(self.ranks, examples, part, fault)
 
     def _once(
         self,
         params: Tree,
         examples: Sequence[Example],
+        numbers: Sequence[int],
         key: mx.array,
         trainer_state: TrainerState,
-        *numbers: int,
     ) -> Part:
-        """One round of these examples; `numbers`: the first one's and their stride, where not 0 and 1."""
+        """One round of these examples, whose places among those of all ranks are `numbers`."""
         started = time.perf_counter()
         played = None
         if self.play is None:
-            rollout = self.generate(params, examples, key, *numbers)
+            rollout = self.generate(params, examples, numbers, key)
         else:
-            rollout, played = self.play(params, examples, key, *numbers)
+            rollout, played = self.play(params, examples, numbers, key)
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations

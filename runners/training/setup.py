@@ -219,7 +219,7 @@ def _collector(
     role = learner.role  # the learner itself would keep its first state alive
 
     def generate(
-        params: Tree, examples: Sequence[Example], key: mx.array, first: int = 0, stride: int = 1
+        params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
     ) -> g.Rollout:
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
             if not examples:
@@ -234,15 +234,14 @@ def _collector(
                 sampler=sampler,
                 eos_ids=loaded.eos_ids,
                 find_stop=find_stop,
-                first_prompt=first,
-                prompt_stride=stride,
+                prompt_numbers=numbers,
                 decoding=decoding,
             )
 
         return role.draw(sample, params)
 
     def play(
-        params: Tree, examples: Sequence[Example], key: mx.array, first: int = 0, stride: int = 1
+        params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
     ) -> tuple[g.Rollout, Played]:
         assert environments is not None
         player, size, played = environments, rollout.num_generations, list[Played]()
@@ -270,11 +269,7 @@ def _collector(
                     sampler=sampler,
                     eos_ids=[*loaded.eos_ids, *stops],
                     find_stop=find_stop,
-                    prompt_numbers=[
-                        (first + stride * place) * rows + row
-                        for place in range(len(examples))
-                        for row in range(rows)
-                    ],
+                    prompt_numbers=[number * rows + row for number in numbers for row in range(rows)],
                     decoding=decoding,
                     replies=replies,
                 )

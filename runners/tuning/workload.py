@@ -49,7 +49,7 @@ class Workload:
             num_generations=config.rollout.num_generations,
             max_new_tokens=config.rollout.max_new_tokens,
             sampler=sampler_of(config),
-            converses=bool(config.env.factory or config.env.tools),
+            converses=config.env.answers,
         )
 
     @property

@@ -31,8 +31,11 @@ def turns(completions, **_):
 '''
 
 
-def talking_run(folder: Path, monkeypatch: Any, **log: Any) -> Path:
-    """The folder of a run of two updates; its turns end at every eighth token or so. `log`: keys of [log]."""
+def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None = None, **log: Any) -> Path:
+    """The folder of a run of two updates; its turns end at every eighth token or so.
+
+    `rollout`, `log`: keys of these sections.
+    """
 
     def hear(self: Any, episode: Any, tokens: Any) -> tuple:
         arguments = {"text": "<b>again</b>"}
@@ -48,7 +51,12 @@ def talking_run(folder: Path, monkeypatch: Any, **log: Any) -> Path:
         small(
             run={"output_dir": str(folder)},
             data={"nudge": "<reasoning>"},
-            rollout={"max_new_tokens": 64, "launch": "eval", "stop": ["1", "2", "e", "="]},
+            rollout={
+                "max_new_tokens": 64,
+                "launch": "eval",
+                "stop": ["1", "2", "e", "="],
+                **(rollout or {}),
+            },
             reward={"functions": ["talks.py:turns"]},
             env={"factory": "talks.py:Talks", "max_turns": 3},
             eval={"samples": 0, "at_start": False},

@@ -41,9 +41,9 @@ def test_as_the_formula_says(tokens, experts, chosen, seed):
     shares, loss, gradient = naive(logits, mask, chosen)
     given = mx.array(np.where(mask[:, None], logits, np.nan), mx.float32)
     assert np.allclose(np.array(expert_shares(given, mx.array(mask), chosen)), shares, atol=1e-6)
-    found, slopes = mx.value_and_grad(lambda x: load_balancing_loss(x, mx.array(mask), chosen))(given)
+    found, gradients = mx.value_and_grad(lambda x: load_balancing_loss(x, mx.array(mask), chosen))(given)
     assert found.item() == pytest.approx(loss, abs=1e-5)
-    assert np.allclose(np.array(slopes), gradient, atol=1e-5)
+    assert np.allclose(np.array(gradients), gradient, atol=1e-5)
 
 
 def test_even_is_one_and_all_on_one_is_e():

@@ -149,8 +149,8 @@ def test_sinkhorn():
     with metal(), pytest.raises(KernelCalled):
         layer(streams)
     with metal(), learning_form(module):
-        slopes = mx.grad(lambda x: layer(x)[2].square().sum())(streams)
-    assert mx.abs(slopes).max().item() > 0
+        gradients = mx.grad(lambda x: layer(x)[2].square().sum())(streams)
+    assert mx.abs(gradients).max().item() > 0
 
 
 def test_only_layers_that_ask_are_switched():

@@ -139,33 +139,12 @@ def test_a_penalty_of_nothing_is_refused():
             roll(tiny_policy("llama"), sampler=g.Sampler(repetition_penalty=penalty))
 
 
-def test_parts_of_a_list_of_prompts_draw_as_the_whole():
-    """`first_prompt` counts on: prompts by twos give the completions of all together."""
-    policy = tiny_policy("llama")
-    whole = roll(policy, RAGGED, eos_ids=EOS).completions()
-    parts = [roll(policy, RAGGED[n : n + 2], first_prompt=n, eos_ids=EOS).completions() for n in (0, 2)]
-    assert [*parts[0], *parts[1]] == whole
-
-
-def test_every_second_prompt_draws_as_in_the_whole():
-    """With `prompt_stride` 2 the parts are the even and the odd prompts of the whole."""
-    policy = tiny_policy("llama")
-    whole = roll(policy, RAGGED, eos_ids=EOS).completions()
-    for n in (0, 1):
-        part = roll(policy, RAGGED[n::2], first_prompt=n, prompt_stride=2, eos_ids=EOS)
-        size = part.num_generations
-        assert part.completions() == [
-            tokens for p in range(n, len(RAGGED), 2) for tokens in whole[p * size : (p + 1) * size]
-        ]
-    with pytest.raises(ValueError, match="prompt_stride = 0: wanted at least 1"):
-        roll(policy, RAGGED, prompt_stride=0)
-
-
 def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
-    """`prompt_numbers` names each prompt's place in the whole, in any order."""
-    policy, numbers = tiny_policy("llama"), [2, 0]
+    """`prompt_numbers` names each prompt's place in the whole: the rest, every second one, in any order."""
+    policy = tiny_policy("llama")
     whole = roll(policy, RAGGED, eos_ids=EOS)
-    part = roll(policy, [RAGGED[n] for n in numbers], prompt_numbers=numbers, eos_ids=EOS)
-    assert part.completions() == g.take_groups(whole, numbers).completions()
+    for numbers in (range(2, len(RAGGED)), range(0, len(RAGGED), 2), [2, 0]):
+        part = roll(policy, [RAGGED[n] for n in numbers], prompt_numbers=numbers, eos_ids=EOS)
+        assert part.completions() == g.take_groups(whole, list(numbers)).completions()
     with pytest.raises(ValueError, match="prompt_numbers has 2 numbers: wanted 3, one a prompt"):
-        roll(policy, RAGGED, prompt_numbers=numbers)
+        roll(policy, RAGGED, prompt_numbers=[2, 0])

@@ -17,7 +17,9 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
+from runners.training.roles import RolloutRole
 from runners.training.train import RunResult, run_training
+from tests.support.talking_runs import talking_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import LETTERS, small
 
@@ -439,3 +441,17 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         named_leaves(whole.state.params).items(), named_leaves(again.state.params).items(), strict=True
     ):
         assert mx.array_equal(one, other).item(), name
+
+
+def test_conversations_that_are_drawn_again_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the quantized sampler's numbers fail, the second draw does not go on with the first."""
+    faults: list[str | None] = ["its log-probs are not finite"]
+    monkeypatch.setattr(RolloutRole, "_fault", lambda self, rollout: faults.pop() if faults else None)
+    folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8"})
+    lines = (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [
+        sum(message["role"] == "assistant" for message in json.loads(line)["messages"]) for line in lines
+    ]
+    assert not faults and 1 < max(turns) <= 3
