@@ -2,7 +2,7 @@
 
 unpacked_layers     packed weights in full size, where they are small
 merged_adapters     LoRA's and DoRA's adapters as part of the weights that they adapt
-forms of a backend  such as projections of one input fused, and for row lanes weights in blocks
+forms of a backend  such as a block as one kernel, and for row lanes weights in blocks
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from grpo_fn.policy.merged_adapters import mergeable, merged_adapters
 from grpo_fn.policy.parameters import empty
 from grpo_fn.policy.unpacked_layers import unpacked_weights
 
-FORMS = ("fused_projections",)
+FORMS = ("decode_blocks", "fused_projections")
 LANE_FORMS = ("blocked_weights",)  # for rows that are decoded in lanes
 
 

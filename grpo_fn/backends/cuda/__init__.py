@@ -13,6 +13,7 @@ MECHANISMS = {
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
     "adamw": ("adamw_kernel", "adamw_leaf", "takes_leaf"),
+    "decode_blocks": ("decode_blocks", "FORM", ""),
     "fused_projections": ("fused_projections", "FORM", ""),
     "kernel_steps": ("kernel_steps", "PROGRAM", ""),
 }

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends.cuda.decode_blocks import DecodeBlock
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.backends.shared_input import SIBLINGS, SharedInput
 from grpo_fn.layers import NamedLayers, all_plain, replaced_layers
@@ -67,7 +68,10 @@ def fusable(module: nn.Module, compute: mx.Dtype | None = None) -> list[NamedLay
     Plain layers of one shape and without a bias that take the same input.
     """
     found: list[NamedLayers] = []
+    whole = [f"{name}." for name, layer in module.named_modules() if isinstance(layer, DecodeBlock)]
     for name, parent in module.named_modules():
+        if any(name.startswith(path) for path in whole):
+            continue
         for names in SIBLINGS:
             group = [(f"{name}.{child}".lstrip("."), parent[child]) for child in names if child in parent]
             layers = [layer for _, layer in group]

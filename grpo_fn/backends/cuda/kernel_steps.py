@@ -117,7 +117,7 @@ class KernelSteps:
 
 
 @attrs.frozen(eq=False)
-class _KernelCache(OneTokenCache):
+class KernelCache(OneTokenCache):
     """One layer's cache while a step is traced; what it adds to `own` it adds in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
@@ -126,6 +126,9 @@ class _KernelCache(OneTokenCache):
     lengths_p: mx.array
     start: mx.array  # position of the first own token: of all rows, or [B]
     used: mx.array  # own tokens so far, the same of all rows
+    turns: dict[Any, mx.array] = attrs.field(
+        factory=dict
+    )  # rotations of this step, of all layers: `decode_blocks`
 
     @property
     def offset(self) -> mx.array:
@@ -153,7 +156,10 @@ def kernel_forward(
     token_b: mx.array,
 ) -> mx.array:
     """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
-    caches = [_KernelCache(prompt, mine, *rows, used) for prompt, mine in zip(prompts, own, strict=True)]
+    turns: dict[Any, mx.array] = {}
+    caches = [
+        KernelCache(prompt, mine, *rows, used, turns) for prompt, mine in zip(prompts, own, strict=True)
+    ]
     with bound(params, {}) as model:
         return model(token_b[:, None], cache=caches)[:, -1]
 
@@ -173,7 +179,7 @@ def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
         for cache in caches:
             prompt = cache.keys, cache.values
             own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
-            layers.append(_KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
+            layers.append(KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
         return module(token_b[:, None], cache=layers)
 
     try:

@@ -79,6 +79,7 @@ class CudaKernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
         init_value: float | None = None,
+        shared_memory: int = 0,
     ) -> list[mx.array]:
         """The outputs of one launch.
 
@@ -89,11 +90,13 @@ class CudaKernel:
             threadgroup: threads of a block.
             output_shapes, output_dtypes: of what is written.
             init_value: what the outputs hold before; None: anything.
+            shared_memory: bytes of a block beside those that the source names.
         """
-        key = (*template, *(a.dtype for a in inputs), *output_dtypes)
+        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+        key = (threads, *template, *(a.dtype for a in inputs), *output_dtypes)
         if key not in self._compiled:
             types = [a.dtype for a in inputs], list(output_dtypes)
-            name, source = self.source(template, *types)
+            name, source = self.source(template, *types, threads)
             self._compiled[key] = name, compiled_source(source, str(mx.device_info()["architecture"]))
         name, code = self._compiled[key]
         by_name = dict(zip(self._inputs, inputs, strict=True))
@@ -107,13 +110,18 @@ class CudaKernel:
             grid=grid,
             threadgroup=threadgroup,
             init_value=init_value,
+            shared_memory=shared_memory,
             ensure_row_contiguous=True,
         )
 
     def source(
-        self, template: Sequence[tuple[str, Any]], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+        self,
+        template: Sequence[tuple[str, Any]],
+        inputs: Sequence[mx.Dtype],
+        outputs: Sequence[mx.Dtype],
+        threads: int,
     ) -> tuple[str, str]:
-        """A name of its own for the kernel with these types, and its whole source.
+        """A name of its own for the kernel with these types and threads of a block, and its whole source.
 
         MLX keeps programs by their names: this one holds a checksum of the source.
         """
@@ -127,8 +135,9 @@ class CudaKernel:
             for name, value in template
         ]
         body = "\n".join([", ".join(arguments) + ") {", *constants, self._body, "}"])
-        name = f"{self._name}_{zlib.crc32(body.encode()):08x}"
-        return name, f'{_PRELUDE}extern "C" __global__ void {name}({body}\n'
+        head = f'extern "C" __global__ void __launch_bounds__({threads})'
+        name = f"{self._name}_{zlib.crc32((head + body).encode()):08x}"
+        return name, f"{_PRELUDE}{head} {name}({body}\n"
 
 
 @functools.cache
@@ -139,6 +148,17 @@ def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], so
     # MLX keeps what it compiled under the kernel's name alone.
     name = f"{name}_{zlib.crc32(source.encode()):08x}"
     return mx.fast.cuda_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
+
+
+def compiles(least: str) -> bool:
+    """Whether sources are compiled by NVRTC, for a device of at least this architecture, such as "sm_80"."""
+    architecture = str(mx.device_info().get("architecture", ""))
+    return _nvrtc() is not None and _generation(architecture) >= _generation(least)
+
+
+def _generation(architecture: str) -> int:
+    found = re.fullmatch(r"sm_(\d+)a?", architecture)
+    return int(found[1]) if found else 0
 
 
 @functools.cache

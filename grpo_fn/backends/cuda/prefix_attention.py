@@ -1,8 +1,9 @@
 """One CUDA kernel for attention over a shared prompt and a row's own tokens, which takes in the newest.
 
 A block computes one row and one head of keys, with all the query heads that share it. Groups of lanes take
-keys in turn, 16 bytes of each a lane, and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867);
-at the end the groups' sums are combined. The rows of a prompt read the same keys, mostly out of the cache.
+keys in turn, 8 numbers of each a lane, the next ones being read meanwhile, and keep a running softmax
+(Milakov and Gimelshein, arXiv 1805.02867); at the end the groups' sums are combined. The rows of a prompt
+read the same keys, mostly out of the cache.
 
 The new key and value are written into the row's own buffers, which are inputs: MLX knows nothing of it. Right
 only where whoever calls holds these buffers alone and lets no two steps overlap; a step's tokens depend on
@@ -11,91 +12,109 @@ those of the step before, which orders them.
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.kernels import cuda_kernel
-
-_THREADS = 128
+from grpo_fn.backends.cuda.kernels import cuda_kernel, literal
 
 _SOURCE = """
     constexpr int LANES = D / 8;              // that share a key, 8 of its numbers each
     constexpr int SLOTS = THREADS / LANES;    // keys at a time
+    constexpr int WARPS = THREADS / 32;
     const int row = blockIdx.x / HEADS, head = blockIdx.x % HEADS;
-    const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
-    const int prompt = prompt_of[row], prompt_length = lengths[prompt];
+    const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES, warp = threadIdx.x / 32;
+    const int prompt = prompt_of[row], own = own_length[0];
+    const int prompt_length = lengths[prompt], length = prompt_length + own + 1;
+    const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * D;
+    const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * D;
+    const size_t new_at = (size_t)(row * HEADS + head) * D;
+
+    struct alignas(16) Numbers { T at[8]; };
+    auto read = [&](Numbers& k, Numbers& v, int j) {  // the j-th of the prompt's, the row's own, the new one
+        const T *keys, *values;
+        if (j < prompt_length) {
+            keys = prompt_keys + at + (size_t)j * D;
+            values = prompt_values + at + (size_t)j * D;
+        } else if (j < prompt_length + own) {
+            keys = own_keys + own_at + (size_t)(j - prompt_length) * D;
+            values = own_values + own_at + (size_t)(j - prompt_length) * D;
+        } else {
+            keys = new_keys + new_at;
+            values = new_values + new_at;
+        }
+        k = *reinterpret_cast<const Numbers*>(keys + lane * 8);
+        v = *reinterpret_cast<const Numbers*>(values + lane * 8);
+    };
+    Numbers k, v;
+    if (slot < length) read(k, v, slot);  // on its way while the queries are read
 
     float q[R][8], sums[R][8], top[R], total[R];
     for (int r = 0; r < R; r++) {
         top[r] = -INFINITY;
         total[r] = 0;
+        const Numbers query = *reinterpret_cast<const Numbers*>(
+            queries + ((size_t)(row * HEADS + head) * R + r) * D + lane * 8);
         for (int i = 0; i < 8; i++) {
-            q[r][i] = float(queries[((size_t)(row * HEADS + head) * R + r) * D + lane * 8 + i]) * scale[0];
+            q[r][i] = float(query.at[i]) * SCALE;
             sums[r][i] = 0;
         }
     }
-
-    auto visit = [&](const T* keys, const T* values, int length) {
-        #pragma unroll 1
-        for (int first = 0; first < length; first += SLOTS) {
-            const int j = first + slot;
-            const bool there = j < length;
-            alignas(16) T k[8], v[8];
+    #pragma unroll 1
+    for (int first = 0; first < length; first += SLOTS) {
+        const bool there = first + slot < length;
+        Numbers next_k, next_v;
+        if (first + SLOTS + slot < length) read(next_k, next_v, first + SLOTS + slot);
+        for (int r = 0; r < R; r++) {
+            float score = 0;
+            if (there)
+                for (int i = 0; i < 8; i++) score += q[r][i] * float(k.at[i]);
+            for (int step = LANES / 2; step > 0; step /= 2)
+                score += __shfl_xor_sync(0xffffffff, score, step);
             if (there) {
-                const float4* from_k = reinterpret_cast<const float4*>(keys + (size_t)j * D + lane * 8);
-                const float4* from_v = reinterpret_cast<const float4*>(values + (size_t)j * D + lane * 8);
-                for (int i = 0; i < sizeof(T) / 2; i++) {
-                    reinterpret_cast<float4*>(k)[i] = from_k[i];
-                    reinterpret_cast<float4*>(v)[i] = from_v[i];
-                }
-            }
-            for (int r = 0; r < R; r++) {
-                float score = 0;
-                if (there)
-                    for (int i = 0; i < 8; i++) score += q[r][i] * float(k[i]);
-                for (int step = LANES / 2; step > 0; step /= 2)
-                    score += __shfl_xor_sync(0xffffffff, score, step);
-                if (there) {
-                    const float higher = fmaxf(top[r], score);
-                    const float shrink = __expf(top[r] - higher), weight = __expf(score - higher);
-                    top[r] = higher;
-                    total[r] = total[r] * shrink + weight;
-                    for (int i = 0; i < 8; i++) sums[r][i] = sums[r][i] * shrink + weight * float(v[i]);
-                }
+                const float higher = fmaxf(top[r], score);
+                const float shrink = __expf(top[r] - higher), weight = __expf(score - higher);
+                top[r] = higher;
+                total[r] = total[r] * shrink + weight;
+                for (int i = 0; i < 8; i++) sums[r][i] = sums[r][i] * shrink + weight * float(v.at[i]);
             }
         }
-    };
-    const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * D;
-    const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * D;
-    const size_t new_at = (size_t)(row * HEADS + head) * D;
-    #pragma unroll 1  // three copies of the code would take three times as long to compile
-    for (int part = 0; part < 3; part++) {
-        visit(part == 0 ? prompt_keys + at : part == 1 ? own_keys + own_at : new_keys + new_at,
-              part == 0 ? prompt_values + at : part == 1 ? own_values + own_at : new_values + new_at,
-              part == 0 ? prompt_length : part == 1 ? own_length[0] : 1);
+        k = next_k;
+        v = next_v;
     }
-    const size_t kept_at = own_at + (size_t)own_length[0] * D;
+    const size_t kept_at = own_at + (size_t)own * D;
     for (int i = threadIdx.x; i < D; i += THREADS) {
         const_cast<T*>(own_keys)[kept_at + i] = new_keys[new_at + i];
         const_cast<T*>(own_values)[kept_at + i] = new_values[new_at + i];
     }
 
-    __shared__ float tops[SLOTS], totals[SLOTS], parts[SLOTS][D];
+    // Slots of a warp by shuffles, then warps by shared memory. A slot without a key has the weight 0.
+    __shared__ float tops[R][WARPS], totals[R][WARPS], parts[R][WARPS][D];
     for (int r = 0; r < R; r++) {
-        __syncthreads();
-        if (lane == 0) {
-            tops[slot] = top[r];
-            totals[slot] = total[r];
+        float highest = top[r];
+        for (int step = LANES; step < 32; step *= 2)
+            highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, step));
+        const float share = top[r] == -INFINITY ? 0.0f : __expf(top[r] - highest);
+        total[r] *= share;
+        for (int step = LANES; step < 32; step *= 2) total[r] += __shfl_xor_sync(0xffffffff, total[r], step);
+        for (int i = 0; i < 8; i++) {
+            sums[r][i] *= share;
+            for (int step = LANES; step < 32; step *= 2)
+                sums[r][i] += __shfl_xor_sync(0xffffffff, sums[r][i], step);
+            if (threadIdx.x % 32 < LANES) parts[r][warp][lane * 8 + i] = sums[r][i];
         }
-        for (int i = 0; i < 8; i++) parts[slot][lane * 8 + i] = sums[r][i];
-        __syncthreads();
-        if (threadIdx.x < D) {
-            float highest = -INFINITY, sum = 0, whole = 0;
-            for (int s = 0; s < SLOTS; s++) highest = fmaxf(highest, tops[s]);
-            for (int s = 0; s < SLOTS; s++) {
-                const float share = __expf(tops[s] - highest);
-                whole += share * totals[s];
-                sum += share * parts[s][threadIdx.x];
-            }
-            out[((size_t)(row * HEADS + head) * R + r) * D + threadIdx.x] = T(sum / whole);
+        if (threadIdx.x % 32 == 0) {
+            tops[r][warp] = highest;
+            totals[r][warp] = total[r];
         }
+    }
+    __syncthreads();
+    for (int n = threadIdx.x; n < R * D; n += THREADS) {
+        const int r = n / D;
+        float highest = -INFINITY, sum = 0, whole = 0;
+        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, tops[r][w]);
+        for (int w = 0; w < WARPS; w++) {
+            const float share = tops[r][w] == -INFINITY ? 0.0f : __expf(tops[r][w] - highest);
+            whole += share * totals[r][w];
+            sum += share * parts[r][w][n % D];
+        }
+        out[(size_t)(row * HEADS + head) * R * D + n] = T(sum / whole);
     }
 """
 
@@ -111,7 +130,6 @@ _INPUTS = (
     "prompt_of",
     "lengths",
     "own_length",
-    "scale",
 )
 
 
@@ -150,7 +168,12 @@ def append_and_attend(
         raise ValueError(f"{heads // shared} query heads share keys: wanted at most 8")
     if len(dtypes) > 1 or queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: wanted one, of 16 or 32 bits")
-    kernel = cuda_kernel("attention_over_a_shared_prompt", _INPUTS, ("out",), _SOURCE)
+    threads = (
+        512 if heads // shared <= 2 else 256
+    )  # more would not fit into the registers of one multiprocessor
+    kernel = cuda_kernel(
+        "attention_over_a_shared_prompt", _INPUTS, ("out",), _SOURCE.replace("SCALE", literal(scale))
+    )
     return kernel(
         inputs=[
             queries,
@@ -163,17 +186,16 @@ def append_and_attend(
             prompt_of_b,
             lengths_p,
             own_length,
-            mx.array(scale, mx.float32),
         ],
         template=[
             ("T", queries.dtype),
             ("D", width),
             ("R", heads // shared),
             ("HEADS", shared),
-            ("THREADS", _THREADS),
+            ("THREADS", threads),
         ],
-        grid=(rows * shared * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(rows * shared * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[queries.shape],
         output_dtypes=[queries.dtype],
     )[0]

@@ -23,10 +23,10 @@ def test_a_source_has_types_constants_and_sizes():
         "twice", ("x", "y"), ("out",), "out[0] = T(y[0] * x_shape[1] + x_shape[0] + shape[0]);"
     )
     template = [("T", mx.bfloat16), ("N", 4), ("BACK", True)]
-    name, source = kernel.source(template, [mx.bfloat16, mx.int32], [mx.float32])
+    name, source = kernel.source(template, [mx.bfloat16, mx.int32], [mx.float32], 32)
     head, body = source[source.index("extern") :].split("{", 1)
     wanted = "const bfloat16* x, const int* y, float* out, const int x_shape_1, const int x_shape_0) "
-    assert head == f'extern "C" __global__ void {name}({wanted}'
+    assert head == f'extern "C" __global__ void __launch_bounds__(32) {name}({wanted}'
     lines = body.split("\n")[1:4]
     assert lines == ["using T = bfloat16;", "constexpr int N = 4;", "constexpr bool BACK = true;"]
     assert "x_shape_1 + x_shape_0 + shape[0]" in body
@@ -35,11 +35,12 @@ def test_a_source_has_types_constants_and_sizes():
 def test_each_source_has_a_name_of_its_own():
     """Types, constants and text count: MLX keeps programs by their names."""
 
-    def name(text="out[0] = x[0];", n=1, dtype=mx.float32):
-        return CudaKernel("copy", ("x",), ("out",), text).source([("N", n)], [dtype], [dtype])[0]
+    def name(text="out[0] = x[0];", n=1, dtype=mx.float32, threads=32):
+        return CudaKernel("copy", ("x",), ("out",), text).source([("N", n)], [dtype], [dtype], threads)[0]
 
     names = {name(), name(n=2), name(dtype=mx.float16), name(text="out[0] = x[1];")}
-    assert len(names) == 4 and name() in names
+    names |= {name(threads=64)}
+    assert len(names) == 5 and name() in names
 
 
 def test_a_kernel_is_launched_with_sizes_and_compiled_once(monkeypatch):

@@ -1,0 +1,225 @@
+"""One CUDA kernel for a whole block of a decoder at one token a row: norms, products, attention and MLP.
+
+A step of decoding is some 300 operations, and MLX takes the host 5 to 13 µs for each: twice as long as the
+device needs for all. Here a block is one launch, whatever is inside.
+
+    n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
+    n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
+"""
+
+import ctypes
+import functools
+import re
+from typing import NamedTuple
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.backends.cuda.block_source import SOURCE
+from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
+from grpo_fn.backends.mechanisms import has_cuda
+
+MOST_ROWS = 512
+MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
+_THREADS = 512
+_STAGE = (128 + 64) * 128  # bytes of a stage of the ring
+_MOST_STAGES, _LEAST_STAGES = 6, 3
+_MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}
+
+
+@attrs.frozen
+class BlockShape:
+    """What the kernel is compiled for."""
+
+    width: int  # D
+    heads: int
+    shared: int  # heads of keys
+    head_width: int
+    hidden: int  # F
+    gated: bool  # silu(gate) · up; else relu(up)²
+    biased: bool  # queries, keys and values
+    head_norms: int  # of queries and keys: 0 none, 1 with weights before the rotation, 2 without after it
+    scale: float
+    eps: float
+
+    def fault(self) -> str | None:
+        """Why the kernel is not made for it."""
+        sizes = {
+            "width": self.width,
+            "queries": self.heads * self.head_width,
+            "keys": self.shared * self.head_width,
+            "hidden": self.hidden,
+        }
+        for name, size in sizes.items():
+            if size % 64:
+                return f"{name} of {size}: wanted a multiple of 64"
+        if self.width > MOST_WIDTH:
+            return f"width of {self.width}: wanted at most {MOST_WIDTH}"
+        if self.head_width not in (64, 128):
+            return f"heads of {self.head_width}: wanted 64 or 128"
+        if self.heads % self.shared or self.heads // self.shared > 8:
+            return f"{self.heads} query heads over {self.shared}: wanted at most 8 to share keys"
+        return None
+
+
+class Weights(NamedTuple):
+    """Of a block; the products' are [out,in]. None: there is none."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    o: mx.array
+    up: mx.array
+    down: mx.array
+    gate: mx.array | None = None
+    norm_1: mx.array | None = None
+    norm_2: mx.array | None = None
+    q_bias: mx.array | None = None
+    k_bias: mx.array | None = None
+    v_bias: mx.array | None = None
+    q_norm: mx.array | None = None
+    k_norm: mx.array | None = None
+
+
+# In the source: in the order of `Weights`. Those that a block may lack stand there in capitals.
+_NAMES = ("wq", "wk", "wv", "wo", "wu", "wd", "wg", "n1", "n2", "bq", "bk", "bv", "qn", "kn")
+_REQUIRED = 6
+_CACHE_NAMES = (
+    "turns",
+    "prompt_keys",
+    "prompt_values",
+    "own_keys",
+    "own_values",
+    "prompt_of",
+    "lengths",
+    "own_length",
+    "barrier",
+)
+
+
+def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
+    """Whether the kernel runs here, on such a block and number of rows."""
+    dtypes = {weight.dtype for weight in weights if weight is not None}
+    return (
+        has_cuda()
+        and compiles("sm_80")
+        and (limits := device_limits()) is not None
+        and limits.stages >= _LEAST_STAGES
+        and len(dtypes) == 1
+        and dtypes <= set(_MMA)
+        and rows <= MOST_ROWS
+        and shape.fault() is None
+    )
+
+
+def block_step(
+    shape: BlockShape,
+    weights: Weights,
+    x: mx.array,
+    turns: mx.array,
+    prompt: tuple[mx.array, mx.array],
+    own: tuple[mx.array, mx.array],
+    prompt_of_b: mx.array,
+    lengths_p: mx.array,
+    own_length: mx.array,
+    barrier: mx.array,
+) -> mx.array:
+    """The block's output [B,1,D] for one token a row; the rows' own buffers take in its key and value.
+
+    Args:
+        shape, weights: the block; where `takes_block` says so.
+        x: [B,1,D].
+        turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
+        prompt, own, prompt_of_b, lengths_p, own_length: as of `prefix_attention.append_and_attend`.
+        barrier: uint32 [64], zeros at first; of no other launch that may run at the same time.
+    """
+    device = device_limits()
+    assert device is not None
+    rows, groups, stages = x.shape[0], device.multiprocessors, device.stages
+    present = [(name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None]
+    names = ("x", *(name for name, _ in present), *_CACHE_NAMES)
+    inputs = [x, *(weight for _, weight in present), turns, *prompt, *own]
+    inputs += [prompt_of_b, lengths_p, own_length, barrier]
+    source = SOURCE.replace("EPSILON", literal(shape.eps)).replace("SCALE", literal(shape.scale))
+    source = source.replace("MMA", _MMA[x.dtype])
+    for name in _NAMES[_REQUIRED:]:
+        there = name if name in names else "((const T*)nullptr)"
+        source = re.sub(rf"\b{name.upper()}\b", there, source)
+    nq, nkv = shape.heads * shape.head_width, shape.shared * shape.head_width
+    splits = {
+        "SPLIT_QKV": _split(nq + 2 * nkv, shape.width, groups),
+        "SPLIT_O": _split(shape.width, nq, groups),
+        "SPLIT_DOWN": _split(shape.width, shape.hidden, groups),
+    }
+    most_sums = max(
+        splits["SPLIT_QKV"] * (nq + 2 * nkv), max(splits["SPLIT_O"], splits["SPLIT_DOWN"]) * shape.width
+    )
+    sizes = (most_sums * 2 + 2 * shape.width + nq + shape.hidden) * rows // 2  # float32 numbers
+    sharing = shape.heads // shape.shared
+    items = rows * shape.shared * ((sharing + 3) // 4)
+    group = 512 if items <= groups else 256 if items <= 2 * groups else 128
+    kernel = cuda_kernel("decoder_block", names, ("y", "scratch"), source)
+    y, _ = kernel(
+        inputs=inputs,
+        template=[
+            ("T", x.dtype),
+            ("D", shape.width),
+            ("HEADS", shape.heads),
+            ("SHARED", shape.shared),
+            ("HD", shape.head_width),
+            ("F", shape.hidden),
+            ("GATED", shape.gated),
+            ("BIASED", shape.biased),
+            ("HEAD_NORMS", shape.head_norms),
+            ("MOST_SUMS", most_sums),
+            *splits.items(),
+            ("GROUP", group),
+            ("THREADS", _THREADS),
+            ("STAGES", stages),
+            ("RING", stages * _STAGE),
+        ],
+        grid=(groups * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[x.shape, (sizes,)],
+        output_dtypes=[x.dtype, mx.float32],
+        shared_memory=stages * _STAGE,
+    )
+    return y
+
+
+def _split(columns: int, depth: int, groups: int) -> int:
+    """Parts of K, so that there are about as many items as multiprocessors for 128 rows."""
+    steps = depth // 64
+    parts = max(1, min(steps, groups // (columns // 64)))
+    return -(-steps // -(-steps // parts))
+
+
+@attrs.frozen
+class DeviceLimits:
+    """What the kernel wants to know of a device."""
+
+    multiprocessors: int
+    shared_bytes: int  # of a block of threads that asks for them
+
+    @property
+    def stages(self) -> int:
+        """Of the ring, beside a kilobyte that the kernel and the driver take."""
+        return min(_MOST_STAGES, (self.shared_bytes - 1024) // _STAGE)
+
+
+@functools.cache
+def device_limits() -> DeviceLimits | None:
+    """Of the device that MLX computes on; None: CUDA's driver does not tell."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, values = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    for attribute in (16, 97):  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return None
+        values.append(value.value)
+    return DeviceLimits(*values)

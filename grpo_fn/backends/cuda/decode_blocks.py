@@ -1,0 +1,280 @@
+"""Blocks of a decoder as `block_kernel` computes them, for as long as a model samples on CUDA.
+
+Two families of mlx-lm's are known: blocks that name their parts as Llama's do (Llama, Qwen2, Qwen3, Mistral),
+and nanochat's. What such a block computes is not taken from its names: on random weights it has to give the
+numbers of `composed_block`, the kernel's specification, or it stays as it is.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map_with_path
+
+from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, block_step, takes_block
+from grpo_fn.backends.cuda.kernel_steps import KernelCache
+from grpo_fn.backends.mechanisms import DecodeForm
+from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
+
+_TOKENS, _TOLERANCE = 5, 0.03  # of the comparison; the largest share of what a block adds to its input
+Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
+
+
+class Parts(NamedTuple):
+    """What a block is made of."""
+
+    shape: BlockShape
+    weights: Weights
+    rope: Rope
+
+
+def parts_of(block: nn.Module) -> Parts | None:
+    """The parts of a block of a known family; None: it is of none."""
+    try:
+        parts = _llama_parts(block) if "self_attn" in block else _nanochat_parts(block)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return parts if parts is None or parts.shape.fault() is None else None
+
+
+def _llama_parts(block: Any) -> Parts | None:
+    attention, mlp = block.self_attn, block.mlp
+    queries, keys, values, out = (attention[f"{name}_proj"] for name in "qkvo")
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    first, second = block.input_layernorm, block.post_attention_layernorm
+    normed, biased = "q_norm" in attention, "bias" in queries
+    head_norms = [attention.q_norm, attention.k_norm] if normed else []
+    norms = [first, second, *head_norms]
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"}
+    if (
+        not all(is_linear(layer) for layer in (queries, keys, values, out, gate, up, down))
+        or any("bias" in layer for layer in (out, gate, up, down))
+        or any(("bias" in layer) is not biased for layer in (keys, values))
+        or any(not isinstance(norm, nn.RMSNorm) or norm.eps != first.eps for norm in norms)
+        or set(attention.children()) - known
+        or set(mlp.children()) != {"gate_proj", "up_proj", "down_proj"}
+        or set(block.children()) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    ):
+        return None
+    heads = attention.n_heads
+    shape = BlockShape(
+        width=queries.weight.shape[1],
+        heads=heads,
+        shared=attention.n_kv_heads,
+        head_width=queries.weight.shape[0] // heads,
+        hidden=up.weight.shape[0],
+        gated=True,
+        biased=biased,
+        head_norms=1 if normed else 0,
+        scale=attention.scale,
+        eps=first.eps,
+    )
+    weights = Weights(
+        q=queries.weight,
+        k=keys.weight,
+        v=values.weight,
+        o=out.weight,
+        up=up.weight,
+        down=down.weight,
+        gate=gate.weight,
+        norm_1=first.weight,
+        norm_2=second.weight,
+        q_bias=queries.bias if biased else None,
+        k_bias=keys.bias if biased else None,
+        v_bias=values.bias if biased else None,
+        q_norm=attention.q_norm.weight if normed else None,
+        k_norm=attention.k_norm.weight if normed else None,
+    )
+    return Parts(shape, weights, attention.rope)
+
+
+def _nanochat_parts(block: Any) -> Parts | None:
+    attention, mlp = block.attn, block.mlp
+    layers = [attention.c_q, attention.c_k, attention.c_v, attention.c_proj, mlp.c_fc, mlp.c_proj]
+    if (
+        not all(is_linear(layer) and "bias" not in layer for layer in layers)
+        or set(attention.children()) != {"c_q", "c_k", "c_v", "c_proj"}
+        or set(mlp.children()) != {"c_fc", "c_proj"}
+        or set(block.children()) != {"attn", "mlp"}
+    ):
+        return None
+    queries, keys, values, out, up, down = (layer.weight for layer in layers)
+    shape = BlockShape(
+        width=queries.shape[1],
+        heads=attention.num_heads,
+        shared=attention.num_kv_heads,
+        head_width=attention.head_dim,
+        hidden=up.shape[0],
+        gated=False,
+        biased=False,
+        head_norms=2,
+        scale=attention.scale,
+        eps=1e-5,
+    )
+    weights = Weights(q=queries, k=keys, v=values, o=out, up=up, down=down)
+    frequencies = attention._rope_freqs
+
+    def rope(x: mx.array, offset: Any = 0) -> mx.array:
+        return mx.fast.rope(
+            x, shape.head_width, traditional=False, base=None, scale=1.0, offset=offset, freqs=frequencies
+        )
+
+    return Parts(shape, weights, rope)
+
+
+def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.array:
+    """[rows,length,width] float32: cosines, then sines of a rotation of pairs (i, i + width/2)."""
+    ones = mx.broadcast_to(mx.arange(width) < width // 2, (rows, 1, length, width))
+    return rope(mx.contiguous(ones.astype(mx.float32)), offset=offset).reshape(rows, length, width)
+
+
+def composed_block(parts: Parts, x: mx.array) -> mx.array:
+    """What the kernel computes, of whole sequences [B,L,D] from position 0 on: its specification."""
+    shape, weights, rope = parts
+    rows, length, _ = x.shape
+    turns = turns_at(rope, shape.head_width, 1, length, 0)
+
+    def heads(x: mx.array, weight: mx.array, bias: mx.array | None, number: int) -> mx.array:
+        y = x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+        return y.reshape(rows, length, number, -1).swapaxes(1, 2)
+
+    def rotated(x: mx.array, weight: mx.array | None) -> mx.array:
+        if shape.head_norms == 1:
+            x = mx.fast.rms_norm(x, weight, shape.eps)
+        cos, sin = mx.split(turns, 2, axis=-1)
+        one, two = mx.split(x.astype(mx.float32), 2, axis=-1)
+        x = mx.concatenate([one * cos - two * sin, one * sin + two * cos], axis=-1).astype(x.dtype)
+        return mx.fast.rms_norm(x, None, shape.eps) if shape.head_norms == 2 else x
+
+    normal = mx.fast.rms_norm(x, weights.norm_1, shape.eps)
+    queries = rotated(heads(normal, weights.q, weights.q_bias, shape.heads), weights.q_norm)
+    keys = rotated(heads(normal, weights.k, weights.k_bias, shape.shared), weights.k_norm)
+    values = heads(normal, weights.v, weights.v_bias, shape.shared)
+    attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=shape.scale, mask="causal")
+    x = x + attended.swapaxes(1, 2).reshape(rows, length, -1) @ weights.o.T
+    normal = mx.fast.rms_norm(x, weights.norm_2, shape.eps)
+    up = normal @ weights.up.T
+    hidden = mx.square(nn.relu(up)) if weights.gate is None else nn.silu(normal @ weights.gate.T) * up
+    return x + hidden @ weights.down.T
+
+
+@functools.lru_cache(maxsize=64)
+def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
+    """Whether a block computes `composed_block`: compared on random weights, once for a class and shape."""
+    module = block.module
+    saved = module.parameters()
+
+    def drawn(path: str, leaf: mx.array) -> mx.array:
+        key = mx.random.key(sum(path.encode()))
+        noise = mx.random.normal(leaf.shape, key=key)
+        return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(leaf.dtype)
+
+    try:
+        module.update(tree_map_with_path(drawn, saved))
+        x = mx.random.normal((2, _TOKENS, shape.width), key=mx.random.key(0)).astype(dtype)
+        parts = parts_of(module)
+        assert parts is not None
+        try:
+            plain = module(x, mask="causal", cache=None)
+        except CANNOT_CALL:
+            return False
+        composed = composed_block(parts, x)
+        difference = mx.abs(plain.astype(mx.float32) - composed.astype(mx.float32)).mean()
+        added = mx.abs(plain.astype(mx.float32) - x.astype(mx.float32)).mean()
+        return bool((difference < _TOLERANCE * added).item())
+    finally:
+        module.update(saved)
+
+
+@attrs.frozen(hash=False, eq=False)
+class _ById:
+    """A module that a cache does not tell from others."""
+
+    module: nn.Module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class DecodeBlock(nn.Module):
+    """A block in its place: decoding steps by the kernel, all else as it was."""
+
+    def __init__(self, block: nn.Module, rotation: bytes, barrier: mx.array) -> None:
+        """`rotation` tells apart blocks whose heads are rotated differently."""
+        super().__init__()
+        self.block = block
+        self._rotation, self._barrier = rotation, barrier
+
+    def __getattr__(self, key: str) -> Any:
+        """As of the block: some models ask a layer what it is."""
+        try:
+            return super().__getattr__(key)
+        except AttributeError:
+            if "block" not in self:
+                raise
+            return getattr(self["block"], key)
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        rows = x.shape[0]
+        parts = parts_of(self.block) if isinstance(cache, KernelCache) else None
+        if parts is None or x.dtype != parts.weights.q.dtype or not takes_block(*parts[:2], rows):
+            return self.block(x, mask=mask, cache=cache)
+        if self._rotation not in cache.turns:  # of this step, by the first such block
+            turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
+            cache.turns[self._rotation] = turns[:, 0]
+        return block_step(
+            *parts[:2],
+            x,
+            cache.turns[self._rotation],
+            cache.prompt,
+            cache.own,
+            cache.prompt_of_b,
+            cache.lengths_p,
+            cache.used,
+            self._barrier,
+        )
+
+
+@contextmanager
+def decode_blocks(module: nn.Module) -> Iterator[None]:
+    """The module with its blocks in this form, until the end of the `with` block; on CUDA."""
+    found = known_blocks(module)
+    barrier = mx.zeros((64,), mx.uint32)
+    rotations = [_rotation(parts_of(block)) for _, block in found]
+    mx.eval(barrier, rotations)
+    new = [
+        (name, DecodeBlock(block, np.array(rotation).tobytes(), barrier))
+        for (name, block), rotation in zip(found, rotations, strict=True)
+    ]
+    with replaced_layers(module, new, found):
+        yield
+
+
+def _rotation(parts: Parts | None) -> mx.array:
+    """Numbers that are alike where two blocks rotate their heads alike: at some positions."""
+    assert parts is not None
+    width = parts.shape.head_width
+    return mx.concatenate([turns_at(parts.rope, width, 1, 4, first) for first in (0, 5000)], axis=1)
+
+
+def known_blocks(module: nn.Module) -> NamedLayers:
+    """The blocks that the kernel can compute, with their paths."""
+    found: NamedLayers = []
+    for name, block in module.named_modules():
+        parts = parts_of(block) if "mlp" in block else None
+        if parts is None or not takes_block(*parts[:2], 1):
+            continue
+        if _is_composed(type(block), parts.shape, parts.weights.q.dtype, _ById(block)):
+            found.append((name, block))
+    return found
+
+
+FORM = DecodeForm(decode_blocks, lambda module, compute: [])  # nothing is in memory twice
