@@ -16,8 +16,8 @@ from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import tiny_module, worst_difference
 
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
-FAMILIES = {
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2}
+FAMILIES: dict[str, Any] = {
     "llama": {"head_dim": 64, "num_key_value_heads": 1},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"head_dim": 128, "num_key_value_heads": 1},
