@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -125,6 +126,7 @@ def evidence(
             settings = given(options, same_work=SAME_WORK)
             folder = out or (OTHER_RESULTS / "evidence" if quick or settings else EVIDENCE)
             work = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+            before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
             try:
                 unknown = [case for case in chosen if case not in {*cases, *quick_cases}]
                 if unknown:
@@ -151,6 +153,7 @@ def evidence(
                 say(str(error))
                 sys.exit(2)
             finally:
+                signal.signal(signal.SIGTERM, before)
                 shutil.rmtree(work, ignore_errors=True)
             for fault in faults:
                 say(fault)
@@ -255,6 +258,10 @@ class _Result:
     def _place(self, figure: Figure) -> tuple[int, int]:
         case, seed, _ = figure.name.split(": ", 2)
         return self._cases.index(case), int(seed.removeprefix("seed "))
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:

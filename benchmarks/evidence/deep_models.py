@@ -75,7 +75,7 @@ def make(folder: Path, layers: int, steps: tuple[int, int], report: Any = print)
             return word_problem(lessons, tokenizer, phase)
 
         def said(step: int, loss: float, phase: TrainingPhase = phase) -> None:
-            if step % 20 == 0 or step == phase.steps - 1:
+            if step % 10 == 0 or step == phase.steps - 1:
                 seconds = time.perf_counter() - started
                 report(f"{phase.name} {step + 1}/{phase.steps}  loss {loss:.3f}  {seconds:.0f} s")
 

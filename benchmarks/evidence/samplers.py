@@ -27,12 +27,12 @@ LAYERS = (20, 32)
 FORMATS = ("full precision", "affine-8", "affine-4", "mxfp4", "nvfp4")
 CORRECTIONS = ("none", "token_truncate")
 NEAR = 2.0  # points of exact match that a corrected sampler of 4 bits may stay below full precision
-LESSONS = (300, 200)  # steps of teaching: clean, and with the habits
+LESSONS = (150, 150)  # steps of teaching: clean, and with the habits
 QUICK_LAYERS, QUICK_LESSONS = 4, (2, 2)
 SETTINGS = (
     "optim.max_steps=200",
     "optim.learning_rate=1e-4",
-    "eval.every=20",
+    "eval.every=40",
     "rollout.mismatch_limit=0",  # a run keeps its format whatever comes of it
     "checkpoint.every=0",
 )
@@ -72,7 +72,12 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
     return result
 
 
-def taught(plan: Plan, models: Path, depths: Sequence[int], lessons: tuple[int, int]) -> None:
+def model_folder(models: Path, layers: int, *, quick: bool) -> Path:
+    """Where a taught model is kept: named after its blocks and its lessons."""
+    return models / "-".join(map(str, (layers, *(QUICK_LESSONS if quick else LESSONS))))
+
+
+def taught(plan: Plan, models: Path, depths: Sequence[int]) -> None:
     """Make the models that are not in the folder yet, side by side.
 
     Raises:
@@ -80,9 +85,9 @@ def taught(plan: Plan, models: Path, depths: Sequence[int], lessons: tuple[int, 
     """
     jobs = []
     for layers in depths:
-        folder = models / f"{layers}"
+        folder = model_folder(models, layers, quick=plan.quick)
         if not (folder / "tokenizer_config.json").is_file():  # the last file to be written
-            words = [str(folder), str(layers), *map(str, lessons)]
+            words = [str(folder), str(layers), *folder.name.split("-")[1:]]
             command = [sys.executable, "-u", "-m", "benchmarks.evidence.deep_models", *words]
             jobs.append(Job(name=f"{layers} layers", command=command, printed=plan.work / f"{layers}.txt"))
     if jobs:
@@ -113,7 +118,7 @@ def main(plan: Plan, models: Path | None, teach: bool) -> Sequence[Trial]:
     models = (models or plan.work / "models").resolve()
     depths = list(dict.fromkeys(int(case.partition(" ")[0]) for case in plan.cases))
     started = time.monotonic()
-    taught(plan, models, depths, QUICK_LESSONS if plan.quick else LESSONS)
+    taught(plan, models, depths)
     say(f"samplers: models are there after {time.monotonic() - started:.0f} s")
     if teach:
         return []
@@ -127,7 +132,7 @@ def _trial(plan: Plan, models: Path, case: str, seed: int) -> Trial:
         *SETTINGS,
         *(QUICK if plan.quick else ()),
         f"run.seed={seed}",
-        f"model.path={models / depth.partition(' ')[0]}",
+        f"model.path={model_folder(models, int(depth.partition(' ')[0]), quick=plan.quick)}",
         f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
         f"rollout.quantization={'none' if form == FORMATS[0] else form}",
         f"loss.correction={correction}",
