@@ -38,6 +38,7 @@ def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path):
         "mine.touch()\n"
         "block = bytearray(60_000_000)\n"
         "while not other.exists(): time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"  # memory is looked at every 50 ms
     )
     jobs = [
         job(tmp_path, "a", wait.format(tmp_path, "x", "y")),
