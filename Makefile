@@ -7,6 +7,7 @@
 ## make lint         ruff, pyright and import-linter
 ## make docs         the manual, as a website in build/manual
 ## make bench        all measurements, about an hour, into benchmarks/README.md
+## make evidence     the runs of docs/evidence.md: hours on two cores
 ## make setup        set up only: .venv with the package and its tools
 ## make constraints  take the newest versions that pyproject.toml allows into constraints.txt
 ## make clean        remove .venv, caches and builds; outputs/ stays
@@ -36,13 +37,14 @@ TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
 BENCHMARKS := first_update matrix logprobs gated_delta loss step rollout turns learner peers quant sync generation loading memory depth checkpoint ranks run_report mechanisms quickstart
+EVIDENCE := against_trl samplers presets masters
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
 	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast campaigns lint docs bench setup constraints clean
+.PHONY: help quickstart test test-fast campaigns lint docs bench evidence setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +77,9 @@ docs: $(VENV)/.ready-docs
 bench: $(VENV)/.ready-bench
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 	$(BIN)/python -m benchmarks.report
+
+evidence: $(VENV)/.ready-bench
+	for name in $(EVIDENCE); do $(BIN)/python -m benchmarks.evidence.$$name $(ARGS) || exit 1; done
 
 setup: $(VENV)/.ready-dev
 

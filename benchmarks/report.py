@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.evidence.pictures import redraw
 from benchmarks.harness.record import RESULTS
 from benchmarks.harness.report import NAMES, README, draw_chart, refresh, verdicts
 from runners.errors import UserError
@@ -24,6 +25,8 @@ def main(check: bool, results: Path, readme: Path) -> None:
         if not check:
             for name in NAMES:
                 draw_chart(results, name, lambda text: click.echo(text, err=True))
+            if results.resolve() == RESULTS:
+                redraw(results / "evidence", lambda text: click.echo(text, err=True))
         changed = refresh(readme, results, write=not check)
     except UserError as error:
         click.echo(str(error), err=True)

@@ -53,7 +53,7 @@ def benchmark(
         )
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            settings = _given({key: value for key, value in options.items() if key != parts})
+            settings = given({key: value for key, value in options.items() if key != parts})
             folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
                 load_records(folder / f"{name}.json")  # before the minutes of measuring
@@ -88,10 +88,10 @@ def benchmark(
     return decorate
 
 
-def _given(options: dict[str, Any]) -> dict[str, str]:
+def given(options: dict[str, Any], same_work: Sequence[str] = SAME_WORK) -> dict[str, str]:
     """The options given on the command line that make a result another measurement."""
     context = click.get_current_context()
-    kept = [name for name in options if name not in SAME_WORK]
+    kept = [name for name in options if name not in same_work]
     return {
         name: str(options[name])
         for name in kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,11 @@ from benchmarks.harness.measure import Ratio, Timing
 from runners.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+Curve = tuple[tuple[float, float], ...]  # points (x, y)
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return tuple((x, y) for x, y in points)
 
 
 @attrs.frozen(kw_only=True)
@@ -36,6 +42,7 @@ class Figure:
     at_most: float | None = None  # targets
     at_least: float | None = None
     note: str = ""
+    curve: Curve = attrs.field(default=(), converter=_curve)  # of a value that was followed: (update, value)
 
     @property
     def met(self) -> bool | None:
@@ -164,34 +171,48 @@ def save_record(
     path = folder / f"{record.name}.json"
     records = load_records(path)
     last = records.get(backend)
-    if last is not None and parts and _alike(last, record):
+    if last is not None and parts and alike(last, record):
         stay = [f for f in last.figures if not any(f.name.startswith(f"{part}: ") for part in parts)]
         record = attrs.evolve(record, figures=(*stay, *record.figures))
     records[backend] = record
     folder.mkdir(parents=True, exist_ok=True)
-    plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
-    path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    path.write_text(_spelled(records))
     return last, record
 
 
-def _alike(one: Record, other: Record) -> bool:
+def _spelled(records: Mapping[str, Record]) -> str:
+    """The records as JSON: a line for each field, and one for a whole curve, which is left out if empty."""
+    plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
+    curves: list[str] = []
+    for record in plain.values():
+        for figure in record["figures"]:
+            points = figure.pop("curve")
+            if points:
+                figure["curve"] = f"\0{len(curves)}\0"  # no other text has such a character
+                curves.append(json.dumps(points, allow_nan=False))
+    text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
+    return re.sub(r'"\\u0000(\d+)\\u0000"', lambda found: curves[int(found[1])], text)
+
+
+def alike(one: Record, other: Record) -> bool:
+    """Whether both were measured in the same way, so that their figures can stand side by side."""
     return (one.quick, one.settings) == (other.quick, other.settings)
 
 
 def table(record: Record, last: Record | None = None) -> str:
     """The figures as a Markdown table, with the change from `last` where it was measured likewise."""
-    alike = last is not None and _alike(last, record)
-    before = {figure.name: figure for figure in last.figures} if alike and last else {}
+    comparable = last is not None and alike(last, record)
+    before = {figure.name: figure for figure in last.figures} if comparable and last else {}
     columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
     lines = Table(*columns, box=MARKDOWN)
     for figure in record.figures:
-        floor = "" if figure.predicted is None else _spell(figure.predicted, figure.unit)
+        floor = "" if figure.predicted is None else spell(figure.predicted, figure.unit)
         verdict = {True: "PASS", False: "MISS", None: ""}[figure.met]
-        row = [figure.name, _spell(figure.value, figure.unit), _span(figure), floor, _target(figure), verdict]
+        row = [figure.name, spell(figure.value, figure.unit), _span(figure), floor, _target(figure), verdict]
         if before:
             row.append(_change(figure, before.get(figure.name)))
         lines.add_row(*row)
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def grid(record: Record) -> str:
@@ -206,13 +227,14 @@ def grid(record: Record) -> str:
         titles = [name if unit in name else f"{name}, {unit}" for name, unit in units.items()]
         cross = Table(model, *titles, box=MARKDOWN)
         for row, columns in rows.items():
-            cells = [_spell(columns[name].value, "") if name in columns else "" for name in units]
+            cells = [spell(columns[name].value, "") if name in columns else "" for name in units]
             cross.add_row(row, *cells)
-        parts.append(_markdown(cross))
+        parts.append(markdown(cross))
     return "\n\n".join(parts)
 
 
-def _markdown(lines: Table) -> str:
+def markdown(lines: Table) -> str:
+    """A table of `rich` as Markdown."""
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
@@ -224,7 +246,8 @@ def _change(figure: Figure, last: Figure | None) -> str:
     return f"{100 * (figure.value / last.value - 1):+.0f} %"
 
 
-def _spell(value: float, unit: str) -> str:
+def spell(value: float, unit: str) -> str:
+    """A number with some three digits, and its unit."""
     size = abs(value)
     if 0 < size < 1e-3:
         text = f"{value:.1e}"
@@ -238,12 +261,12 @@ def _spell(value: float, unit: str) -> str:
 def _span(figure: Figure) -> str:
     parts = [figure.note] if figure.note else []
     if figure.paired is not None:
-        parts.append(f"paired {_spell(figure.paired, '')}")
+        parts.append(f"paired {spell(figure.paired, '')}")
     if figure.low is not None and figure.high is not None and figure.samples > 1:
-        parts.append(f"{_spell(figure.low, '')} – {_spell(figure.high, '')} (n = {figure.samples})")
+        parts.append(f"{spell(figure.low, '')} – {spell(figure.high, '')} (n = {figure.samples})")
     return "; ".join(parts)
 
 
 def _target(figure: Figure) -> str:
     bounds = [("<=", figure.at_most), (">=", figure.at_least)]
-    return ", ".join(f"{sign} {_spell(bound, figure.unit)}" for sign, bound in bounds if bound is not None)
+    return ", ".join(f"{sign} {spell(bound, figure.unit)}" for sign, bound in bounds if bound is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.evidence import page as evidence
 from benchmarks.harness import gains, headlines, plots
 from benchmarks.harness.record import RESULTS, Record, grid, load_records, table
 from runners.errors import UserError
@@ -98,13 +99,14 @@ def rendered(text: str, results: Path) -> str:
 def refresh(readme: Path, results: Path, *, write: bool = True) -> list[Path]:
     """Bring the pages up to date with a folder of results, or only look; those that were out of date.
 
-    They are `readme` and, where the results are the project's own, its first page and the table of
-    mechanisms. Raises UserError as `rendered`, `headlines.rendered` and `gains.rendered` do.
+    They are `readme` and, where the results are the project's own, its first page, the table of mechanisms
+    and the page of evidence. Raises UserError as `rendered` does, here and in the modules of these pages.
     """
     pages: dict[Path, Callable[[str, Path], str]] = {readme: rendered}
     if results.resolve() == RESULTS:
         pages[headlines.FRONT] = headlines.rendered
         pages[gains.PAGE] = gains.rendered
+        pages[evidence.PAGE] = evidence.rendered
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     new = {page: render(texts[page], results) for page, render in pages.items()}
     changed = [page for page in pages if new[page] != texts[page]]

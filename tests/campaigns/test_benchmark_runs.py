@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import evidence
 from benchmarks.harness import report
 from tests.support.benchmark_runs import check_quick_run
 
@@ -32,6 +33,23 @@ EXPECTED = {
     "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},
 }
 
+EVIDENCE = {
+    "against_trl": {
+        "logits: seed 0: largest difference",
+        "TRL: seed 0: exact match after",
+        "grpo_fn: seed 0: step",
+    },
+    "samplers": {
+        "4 layers, affine-4, token_truncate: seed 0: mismatch",
+        "4 layers, affine-4, token_truncate: seed 0: exact match after",
+    },
+    "presets": {"grpo: seed 0: reward, last tenth", "gspo: seed 0: tokens sampled"},
+    "masters": {
+        "1e-6, bfloat16, stochastic: seed 0: weights moved",
+        "1e-6, bfloat16, nearest: seed 0: weights changed",
+    },
+}
+
 
 @pytest.mark.parametrize("name", report.NAMES)
 def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
@@ -39,3 +57,12 @@ def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
     if name == "peers":
         pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
     check_quick_run(name, EXPECTED[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", evidence.NAMES)
+def test_each_command_of_evidence_runs_and_writes_its_result(name, tmp_path):
+    """As the benchmarks do, and a picture beside it."""
+    if name == "against_trl":
+        pytest.importorskip("trl", reason="of the extra `peers`")
+    check_quick_run(f"evidence.{name}", EVIDENCE[name], tmp_path)
+    assert (tmp_path / f"evidence_{name}.svg").is_file()

@@ -1,0 +1,92 @@
+"""Weights kept in bfloat16 against weights kept in float32, at learning rates at which rounding matters.
+
+bfloat16 is rounded stochastically, as in every run, and, for comparison only, to the nearest number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from benchmarks.evidence.command import Plan, Trial, evidence, run_command, run_folder
+from benchmarks.evidence.readings import learning, read_log
+from benchmarks.harness.record import Figure
+from runners.quickstart import MODEL_DIR
+
+RATES = ("1e-6", "3e-6", "1e-5")
+MASTERS = ("float32", "bfloat16, stochastic", "bfloat16, nearest")
+CASES = tuple(f"{rate}, {master}" for rate, master in itertools.product(RATES, MASTERS))
+SETTINGS = (
+    "optim.max_steps=200",
+    "optim.batch_size=8",
+    "optim.schedule=constant",
+    "eval.every=50",
+    "model.dtype=float32",
+)
+QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=8", "eval.every=0")
+MOVED, CHANGED = "weights moved", "weights changed"
+
+
+def moved(before: dict[str, mx.array], after: dict[str, mx.array]) -> list[Figure]:
+    """How far training has moved the weights: the change's norm over theirs, and the share that changed."""
+    difference, size, changed, number = 0.0, 0.0, 0, 0
+    for name, old in before.items():
+        old, new = old.astype(mx.float32), after[name].astype(mx.float32)
+        difference += float(mx.square(new - old).sum())
+        size += float(mx.square(old).sum())
+        changed += int(mx.not_equal(new, old).sum())
+        number += old.size
+    return [
+        Figure(name=MOVED, value=1e3 * (difference / size) ** 0.5, unit="‰"),
+        Figure(name=CHANGED, value=100 * changed / number, unit="%"),
+    ]
+
+
+def summary(_: Sequence[Figure]) -> list[Figure]:
+    """There is no target: the table says all."""
+    return []
+
+
+@evidence("masters", cases=CASES, quick_cases=(CASES[0], CASES[1], CASES[2]), seeds="0,1,2", summary=summary)
+def main(plan: Plan) -> Sequence[Trial]:
+    """Weights in bfloat16, stochastically rounded, against float32 at learning rates of 1e-6 to 1e-5."""
+    return [_trial(plan, case, seed) for seed in plan.seeds for case in plan.cases]
+
+
+def _trial(plan: Plan, case: str, seed: int) -> Trial:
+    rate, master, *rounding = case.split(", ")
+    name = f"{case}-{seed}".replace(", ", "-")
+    settings = (
+        *SETTINGS,
+        *(QUICK if plan.quick else ()),
+        f"optim.learning_rate={rate}",
+        f"model.master={master}",
+        f"run.seed={seed}",
+    )
+    command = run_command("quickstart", plan.work, name, settings)
+    if rounding == ["nearest"]:
+        begin = command.index("quickstart")
+        command = [sys.executable, "-m", "benchmarks.evidence.nearest", *command[begin:]]
+    folder = run_folder(plan.work, name)
+    return Trial(case=case, seed=seed, command=command, read=lambda: _read(folder))
+
+
+def _read(folder: Path) -> list[Figure]:
+    before, after = (_weights(path) for path in (MODEL_DIR, folder / "final"))
+    # What the weights are when training begins: bfloat16 masters are the shipped weights rounded.
+    start = {name: old.astype(after[name].dtype) for name, old in before.items()}
+    return [*learning(read_log(folder)), *moved(start, after)]
+
+
+def _weights(folder: Path) -> dict[str, mx.array]:
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""docs/evidence.md: its tables and pictures, out of benchmarks/results/evidence. No figure is typed in."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from benchmarks.evidence import NAMES
+from benchmarks.evidence.readings import (
+    AFTER,
+    BEFORE,
+    MISMATCH,
+    RESIDENT,
+    REWARD,
+    SAMPLE_SIZE,
+    SECONDS,
+    STEP,
+    TO_ENOUGH,
+    TOKENS,
+)
+from benchmarks.harness.record import Figure, Record, load_records, markdown, spell
+from runners.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "evidence.md"
+PICTURES = ROOT / "docs" / "pictures"
+BEGIN, END = "<!-- results:begin {} -->", "<!-- results:end {} -->"
+_PROGRAMS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")
+
+
+@attrs.frozen
+class Column:
+    """A figure of the trials as a column: its mean over the seeds, and their range."""
+
+    figure: str
+    title: str
+    of_reached: bool = False  # trials without it did not get there: say how many did
+
+
+_LEARNING = (
+    Column(BEFORE, "exact match before, %"),
+    Column(AFTER, "after, %"),
+    Column(TO_ENOUGH, TO_ENOUGH, of_reached=True),
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "against_trl": (
+        *_LEARNING,
+        Column(REWARD, REWARD),
+        Column(SECONDS, "from command to end, s"),
+        Column(STEP, "a step, s"),
+        Column(RESIDENT, "resident memory, MB"),
+    ),
+    "samplers": (
+        *_LEARNING,
+        Column(MISMATCH, "mismatch, nats a token"),
+        Column(SAMPLE_SIZE, "effective sample size, %"),
+    ),
+    "presets": (
+        *_LEARNING,
+        Column(REWARD, REWARD),
+        Column(TOKENS, TOKENS),
+        Column(SECONDS, "from command to end, s"),
+    ),
+    "masters": (
+        Column(BEFORE, "exact match before, %"),
+        Column(AFTER, "after, %"),
+        Column(REWARD, REWARD),
+        Column("weights moved", "weights moved, ‰ of their norm"),
+        Column("weights changed", "weights changed, %"),
+    ),
+}
+
+
+def trials(record: Record) -> dict[str, dict[int, dict[str, Figure]]]:
+    """Case -> seed -> figure's name -> figure, without those over all seeds."""
+    found: dict[str, dict[int, dict[str, Figure]]] = {}
+    for figure in record.figures:
+        case, _, rest = figure.name.partition(": ")
+        seed, _, name = rest.partition(": ")
+        if seed.startswith("seed "):
+            found.setdefault(case, {}).setdefault(int(seed[5:]), {})[name] = figure
+    return found
+
+
+def cell(column: Column, seeds: Mapping[int, Mapping[str, Figure]]) -> str:
+    """The mean with the lowest and the highest seed; "" where no seed has the figure."""
+    values = [figures[column.figure].value for figures in seeds.values() if column.figure in figures]
+    if not values:
+        return f"none of {len(seeds)}" if column.of_reached else ""
+    text = spell(statistics.fmean(values), "")
+    if len(values) > 1:
+        text += f" ({spell(min(values), '')} – {spell(max(values), '')})"
+    if column.of_reached and len(values) < len(seeds):
+        text += f", {len(values)} of {len(seeds)}"
+    return text
+
+
+def overview(record: Record) -> str:
+    """A row for each case: means over its seeds."""
+    columns = COLUMNS[record.name]
+    lines = Table("case", "seeds", *(column.title for column in columns), box=MARKDOWN)
+    for case, seeds in trials(record).items():
+        cells = [cell(column, seeds) for column in columns]
+        if any(cells):
+            lines.add_row(case, str(len(seeds)), *cells)
+    return markdown(lines)
+
+
+def verdicts(record: Record) -> list[str]:
+    """A line for each figure over all seeds, and for each with a target."""
+    lines = []
+    for figure in record.figures:
+        if figure.met is None and ": seed " in figure.name:
+            continue
+        name = figure.name.removeprefix("all seeds: ").replace(": seed 0: ", ": ")
+        verdict = {True: ": met", False: ": missed", None: ""}[figure.met]
+        target = f" (at most {spell(figure.at_most, figure.unit)}{verdict})" if figure.at_most else ""
+        note = f"; {figure.note}" if figure.note else ""
+        lines.append(f"- {name}: {spell(figure.value, figure.unit)}{target}{note}")
+    return lines
+
+
+def section(name: str, records: Mapping[str, Record], picture: bool) -> str:
+    """What stands on the page for a command: picture, table, targets, machine."""
+    parts = [f"![{TITLES[name]}](pictures/{picture_name(name)})", ""] if picture else []
+    for backend, record in sorted(records.items()):
+        quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
+        found = record.machine
+        machine = [f"{found['cpu']} ({found['cores']} cores)"] if backend == "cpu" else [str(found["device"])]
+        machine += [f"{program} {found[program]}" for program in _PROGRAMS if program in found]
+        machine += [f"with {key} = {value}" for key, value in record.settings.items()]
+        parts += [overview(record), ""]
+        if found_verdicts := verdicts(record):
+            parts += [*found_verdicts, ""]
+        parts += [f"Measured on {backend}, {record.date}: {'; '.join(machine)}.{quick}", ""]
+    return "\n".join(parts).strip() or "*Not measured yet.*"
+
+
+def rendered(text: str, results: Path) -> str:
+    """The page's text with what each command has measured in its place.
+
+    Raises:
+        UserError: a command's markers are missing or in the wrong order, or a result cannot be read.
+    """
+    for name in NAMES:
+        begin, end = BEGIN.format(name), END.format(name)
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise UserError(f"{PAGE.name}: wanted {begin} and, after it, {end}")
+        records = load_records(results / "evidence" / f"{name}.json")
+        shown = section(name, records, bool(records) and (PICTURES / picture_name(name)).is_file())
+        text = f"{head}{begin}\n{shown}\n{end}{tail}"
+    return text
+
+
+def picture_name(name: str) -> str:
+    """The file of a command's picture in docs/pictures."""
+    return f"evidence_{name}.svg"
+
+
+TITLES = {
+    "against_trl": "Reward and exact match of five runs here and five in TRL, means and ranges",
+    "samplers": "Exact match of runs with few-bit samplers, means and ranges, by depth and correction",
+    "presets": "Exact match and reward of the nine presets on the hard problems, means and ranges",
+    "masters": "Reward of runs with weights in float32 and in bfloat16, means and ranges, by learning rate",
+}
+
+
+def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
+    """Panel's title -> its lines: (case, figure with the curve, label)."""
+    panels: dict[str, list[tuple[str, str, str]]] = {}
+    for case in cases:
+        if name == "samplers":
+            layers, form, correction = case.split(", ")
+            panels.setdefault(f"{layers}, correction {correction}: exact match, %", []).append(
+                (case, AFTER, form)
+            )
+        elif name == "masters":
+            rate, master = case.split(", ", 1)
+            panels.setdefault(f"learning rate {rate}: reward", []).append((case, REWARD, master))
+        else:
+            panels.setdefault("reward", []).append((case, REWARD, case))
+            panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
+    return panels
