@@ -7,8 +7,6 @@ device needs for all. Here a block is one launch, whatever is inside.
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
 """
 
-import ctypes
-import functools
 import re
 from typing import NamedTuple
 
@@ -16,12 +14,12 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends.cuda.block_source import SOURCE
-from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
+from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
 from grpo_fn.backends.mechanisms import has_cuda
 
 MOST_ROWS = 512
 MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
-_THREADS = 512
+_THREADS, _GROUP = 512, 128  # of a block, and of those that attend for one row
 _STAGE = (128 + 64) * 128  # bytes of a stage of the ring
 _MOST_STAGES, _LEAST_STAGES = 6, 3
 _MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}
@@ -104,7 +102,7 @@ def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
         has_cuda()
         and compiles("sm_80")
         and (limits := device_limits()) is not None
-        and limits.stages >= _LEAST_STAGES
+        and _stages(limits) >= _LEAST_STAGES
         and len(dtypes) == 1
         and dtypes <= set(_MMA)
         and rows <= MOST_ROWS
@@ -135,7 +133,7 @@ def block_step(
     """
     device = device_limits()
     assert device is not None
-    rows, groups, stages = x.shape[0], device.multiprocessors, device.stages
+    rows, groups, stages = x.shape[0], device.multiprocessors, _stages(device)
     present = [(name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None]
     names = ("x", *(name for name, _ in present), *_CACHE_NAMES)
     inputs = [x, *(weight for _, weight in present), turns, *prompt, *own]
@@ -155,9 +153,6 @@ def block_step(
         splits["SPLIT_QKV"] * (nq + 2 * nkv), max(splits["SPLIT_O"], splits["SPLIT_DOWN"]) * shape.width
     )
     sizes = (most_sums * 2 + 2 * shape.width + nq + shape.hidden) * rows // 2  # float32 numbers
-    sharing = shape.heads // shape.shared
-    items = rows * shape.shared * ((sharing + 3) // 4)
-    group = 512 if items <= groups else 256 if items <= 2 * groups else 128
     kernel = cuda_kernel("decoder_block", names, ("y", "scratch"), source)
     y, _ = kernel(
         inputs=inputs,
@@ -173,7 +168,7 @@ def block_step(
             ("HEAD_NORMS", shape.head_norms),
             ("MOST_SUMS", most_sums),
             *splits.items(),
-            ("GROUP", group),
+            ("GROUP", _GROUP),
             ("THREADS", _THREADS),
             ("STAGES", stages),
             ("RING", stages * _STAGE),
@@ -194,32 +189,6 @@ def _split(columns: int, depth: int, groups: int) -> int:
     return -(-steps // -(-steps // parts))
 
 
-@attrs.frozen
-class DeviceLimits:
-    """What the kernel wants to know of a device."""
-
-    multiprocessors: int
-    shared_bytes: int  # of a block of threads that asks for them
-
-    @property
-    def stages(self) -> int:
-        """Of the ring, beside a kilobyte that the kernel and the driver take."""
-        return min(_MOST_STAGES, (self.shared_bytes - 1024) // _STAGE)
-
-
-@functools.cache
-def device_limits() -> DeviceLimits | None:
-    """Of the device that MLX computes on; None: CUDA's driver does not tell."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, values = ctypes.c_int(), []
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    for attribute in (16, 97):  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        value = ctypes.c_int()
-        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
-            return None
-        values.append(value.value)
-    return DeviceLimits(*values)
+def _stages(limits: DeviceLimits) -> int:
+    """Of the ring, beside a kilobyte that the kernel and the driver take."""
+    return min(_MOST_STAGES, (limits.shared_bytes - 1024) // _STAGE)

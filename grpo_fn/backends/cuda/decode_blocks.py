@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_map_with_path
 
 from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, block_step, takes_block
 from grpo_fn.backends.cuda.kernel_steps import KernelCache
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
+from grpo_fn.trees import on_host
 
 _TOKENS, _TOLERANCE = 5, 0.03  # of the comparison; the largest share of what a block adds to its input
 Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
@@ -207,7 +207,7 @@ class _ById:
 class DecodeBlock(nn.Module):
     """A block in its place: decoding steps by the kernel, all else as it was."""
 
-    def __init__(self, block: nn.Module, rotation: bytes, barrier: mx.array) -> None:
+    def __init__(self, block: nn.Module, rotation: tuple[float, ...], barrier: mx.array) -> None:
         """`rotation` tells apart blocks whose heads are rotated differently."""
         super().__init__()
         self.block = block
@@ -251,7 +251,7 @@ def decode_blocks(module: nn.Module) -> Iterator[None]:
     rotations = [_rotation(parts_of(block)) for _, block in found]
     mx.eval(barrier, rotations)
     new = [
-        (name, DecodeBlock(block, np.array(rotation).tobytes(), barrier))
+        (name, DecodeBlock(block, tuple(on_host(rotation.flatten())), barrier))
         for (name, block), rotation in zip(found, rotations, strict=True)
     ]
     with replaced_layers(module, new, found):

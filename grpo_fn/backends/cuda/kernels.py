@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import mlx.core as mx
 
 from grpo_fn.backends.mechanisms import has_cuda
@@ -159,6 +160,32 @@ def compiles(least: str) -> bool:
 def _generation(architecture: str) -> int:
     found = re.fullmatch(r"sm_(\d+)a?", architecture)
     return int(found[1]) if found else 0
+
+
+@attrs.frozen
+class DeviceLimits:
+    """What a kernel may want to know of a device."""
+
+    multiprocessors: int
+    shared_bytes: int  # of a block of threads that asks for them
+
+
+@functools.cache
+def device_limits() -> DeviceLimits | None:
+    """Of the device that MLX computes on; None: CUDA's driver does not tell."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, values = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    for attribute in (16, 97):  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return None
+        values.append(value.value)
+    return DeviceLimits(*values)
 
 
 @functools.cache
