@@ -102,10 +102,11 @@ def _rollout(record: Record) -> str:
 
 
 def _rollout_cuda(record: Record) -> str:
-    rate = _value(record, "G 512: ours")
+    small = _value(record, "16 × 8, 0.5B: the batch")
+    d20 = _value(record, "16 × 8, d20: the batch")
     return (
-        f"512 completions of one prompt, 20 layers of nanochat's on {record.machine['device']}: {rate:,.0f} "
-        "tokens a second"
+        f"a rollout of 16 prompts × 8 completions × 256 tokens on {record.machine['device']}: {small:,.0f} tokens "
+        f"a second of Qwen2.5-0.5B's shape, {d20:,.0f} of nanochat-d20's"
     )
 
 
@@ -121,10 +122,10 @@ def _learner(record: Record) -> str:
 def _peers(record: Record) -> str:
     said = []
     for tune, words in (("lora", "with LoRA"), ("full", "in full")):
-        speed = _value(record, f"{tune}: step, mlx-lm-lora / ours")
-        peak = _value(record, f"{tune}: peak, ours / mlx-lm-lora")
-        said.append(f"{speed:.2f} × as fast {words}, at {peak:.2f} × its peak memory")
-    return f"a whole step against mlx-lm-lora's, {_cores(record)}: {'; '.join(said)}"
+        trl = _value(record, f"{tune}: step, TRL / ours")
+        other = _value(record, f"{tune}: step, mlx-lm-lora / ours")
+        said.append(f"{words} {trl:.2f} × as fast as TRL's and {other:.2f} × as mlx-lm-lora's")
+    return f"a whole step, {_cores(record)}: {'; '.join(said)}"
 
 
 LINES: tuple[tuple[str, str, Line], ...] = (
