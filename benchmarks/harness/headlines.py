@@ -105,8 +105,8 @@ def _rollout_cuda(record: Record) -> str:
     small = _value(record, "16 × 8, 0.5B: the batch")
     d20 = _value(record, "16 × 8, d20: the batch")
     return (
-        f"a rollout of 16 prompts × 8 completions × 256 tokens on {record.machine['device']}: {small:,.0f} tokens "
-        f"a second of Qwen2.5-0.5B's shape, {d20:,.0f} of nanochat-d20's"
+        f"a rollout of 16 prompts × 8 completions × 256 tokens on {record.machine['device']}: {small:,.0f} "
+        f"tokens a second of Qwen2.5-0.5B's shape, {d20:,.0f} of nanochat-d20's"
     )
 
 

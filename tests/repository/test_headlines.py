@@ -79,7 +79,7 @@ def test_every_line_is_of_a_figure_that_its_benchmark_has(results):
 def test_what_is_missing_is_named(results):
     """A figure, the output, a whole output, a place in the page."""
     save(results, "peers", [("lora: step, TRL / ours", 2.0)])
-    with pytest.raises(UserError, match="result of peers has no figure 'lora: peak"):
+    with pytest.raises(UserError, match="result of peers has no figure 'lora: step, mlx-lm-lora"):
         headlines.rendered(PAGE, results)
     (results / "peers.json").unlink()
     with pytest.raises(UserError, match="wanted <!-- figures:begin -->"):
