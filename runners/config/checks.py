@@ -48,6 +48,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _sharding(built, found)
     _conditions(built, found)
     _environment(built, found)
+    _images(built, found)
     if built["env"] is not None:
         result["env"] = _env(built["env"], found)
     return result
@@ -238,6 +239,35 @@ def _environment(built: dict[str, Any], found: Settings) -> None:
     if reward and not reward.functions and (env is None or not env.factory):
         want = "at least one entry, or an env.factory whose class has get_reward"
         _problem(found, "reward.functions", f"found [], want {want}")
+
+
+def _images(built: dict[str, Any], found: Settings) -> None:
+    """What prompts with images cannot be together with."""
+    data = built["data"]
+    if data is None or not data.image:
+        if data is not None and data.image_max_pixels:
+            want = "0, or the column of images in data.image"
+            _problem(found, "data.image_max_pixels", f"found {data.image_max_pixels}, want {want}")
+        return
+    others = {
+        "model.loader": lambda model: (model.loader, ""),
+        "env.factory": lambda env: (env.factory, ""),
+        "env.tools": lambda env: (list(env.tools), []),
+        "system.grad_checkpoint": lambda system: (system.grad_checkpoint, False),
+        "loss.router_aux_coef": lambda loss: (loss.router_aux_coef, 0.0),
+    }
+    for key, read in others.items():
+        section = built[key.partition(".")[0]]
+        value, want = (None, None) if section is None else read(section)
+        if value != want:
+            _problem(found, key, f"found {show(value)} with data.image, want {show(want)}")
+    model, rollout = built["model"], built["rollout"]
+    if model and model.path in SHIPPED:
+        want = "the folder or Hub name of a model that sees"
+        _problem(found, "model.path", f"found {show(model.path)} with data.image, want {want}")
+    if rollout and rollout.quantization == "auto":
+        want = '"none" or a mode: samplers are measured on text'
+        _problem(found, "rollout.quantization", f'found "auto" with data.image, want {want}')
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

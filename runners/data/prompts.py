@@ -8,7 +8,10 @@ from typing import Any
 import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
+from runners.data.row_images import row_images, with_image_parts
 from runners.errors import UserError, error_line, show
+from runners.images.image_files import ImageFile
+from runners.images.processor import ImageProcessor
 from runners.tokenization.chat_format import described_tools, merge_system, plain_text
 from runners.tokenization.text import encode
 
@@ -26,9 +29,10 @@ class Example:
 
     messages: tuple[Message, ...]  # what rewards get as its prompt; without the nudge
     text: str  # the rendered prompt, the nudge at its end
-    tokens: tuple[int, ...]  # of the text
+    tokens: tuple[int, ...]  # of the text; of an image as many as it has cells
     answer: str  # the gold answer; empty where the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
+    images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
 
 
 def build_examples(
@@ -36,11 +40,12 @@ def build_examples(
     config: DataConfig,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
+    processor: ImageProcessor | None = None,
 ) -> tuple[list[Example], int]:
     """The examples of usable rows in their order, and how many are left out as over max_prompt_length tokens.
 
-    An empty system prompt makes no system message. Every example has the columns of `reward_columns`, None
-    where its row has none.
+    An empty system prompt makes no system message. `processor` is wanted where `data.image` names a column.
+    Every example has the columns of `reward_columns`, None where its row has none.
 
     Raises UserError where the chat template fails, a row has no answer, or every prompt is too long.
     """
@@ -57,18 +62,21 @@ def build_examples(
         if characters > _LONGEST_TOKEN * config.max_prompt_length:
             dropped += 1  # to count its tokens would take long
             continue
+        images = row_images(row, config)
         text, tokens = render(
             tokenizer,
-            messages,
+            with_image_parts(messages, len(images)) if images else messages,
             config.nudge,
             tools=tools,
             template_kwargs=config.chat_template_kwargs,
         )
+        if config.image:
+            tokens = _with_image_tokens(tokens, images, processor, tokenizer)
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
             answers = {"answer": gold} if config.answer else {}
-            examples.append(Example(messages, text, tokens, gold, {**values, **answers}))
+            examples.append(Example(messages, text, tokens, gold, {**values, **answers}, images))
     if dropped and not lengths:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but each of {dropped} prompts has over "
@@ -80,6 +88,16 @@ def build_examples(
             f"prompts has {min(lengths)} tokens"
         )
     return examples, dropped + len(lengths) - len(examples)
+
+
+def _with_image_tokens(
+    tokens: tuple[int, ...], images: tuple[ImageFile, ...], processor: ImageProcessor | None, tokenizer: Any
+) -> tuple[int, ...]:
+    if processor is None:
+        raise UserError("data.image names a column, but this command shows no images to the model")
+    if images and not has_template(tokenizer):
+        raise UserError("the tokenizer has no chat template, and data.image wants one that shows images")
+    return processor.expanded(tokens, images)
 
 
 def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:
