@@ -6,7 +6,7 @@ row for text, and `Positions` here.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -36,7 +36,7 @@ def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
     Raises:
         ValueError: the sections are not all of a head's frequencies, or a layer rotates in another way.
     """
-    for layer in module.layers:
+    for layer in cast("list[nn.Module]", module.layers):
         rope = getattr(getattr(layer, "self_attn", None), "rope", None)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.scale != 1:
             raise ValueError(f"its layers rotate by {type(rope).__name__}: wanted a plain mlx.nn.RoPE")
@@ -45,7 +45,7 @@ def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
                 f"mrope_section is {list(sections)}: wanted three numbers that add up to {rope.dims // 2}, "
                 "half a head's width"
             )
-        rope.__class__ = _multimodal(tuple(sections))
+        rope.__class__ = _multimodal(tuple(sections))  # type: ignore[assignment]
 
 
 def takes_images(module: nn.Module) -> bool:
@@ -87,7 +87,9 @@ def forward_with_images(backbone: Any, tokens_bl: mx.array, rows: ImageRows, cac
 
 
 class WholeRows:
-    """In place of a layer's cache, where whole rows are computed at once: it keeps nothing."""
+    """In place of a layer's cache, where whole rows are computed at once."""
+
+    keeps_nothing = True  # so that checkpointed blocks may call it again
 
     def __init__(self, positions_b3l: mx.array) -> None:
         self.offset = Positions(positions_b3l)

@@ -253,7 +253,6 @@ def _images(built: dict[str, Any], found: Settings) -> None:
         "model.loader": lambda model: (model.loader, ""),
         "env.factory": lambda env: (env.factory, ""),
         "env.tools": lambda env: (list(env.tools), []),
-        "system.grad_checkpoint": lambda system: (system.grad_checkpoint, False),
         "loss.router_aux_coef": lambda loss: (loss.router_aux_coef, 0.0),
     }
     for key, read in others.items():

@@ -30,7 +30,9 @@ class ImageFile:
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return len(self.data) if self.data is not None or self.path is None else self.path.stat().st_size
+        if self.path is not None:
+            return self.path.stat().st_size
+        return len(self.data or b"")
 
 
 def image_files(value: Any, folder: Path) -> tuple[ImageFile, ...]:

@@ -8,7 +8,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.images import PromptImages, image_rows, multimodal_positions
 from grpo_fn.learner import halved
-from grpo_fn.policy import takes_images, use_multimodal_rope
+from grpo_fn.policy import checkpoint_layers, takes_images, use_multimodal_rope
 from grpo_fn.trees import named_leaves
 from tests.support import naive_vision as naive
 
@@ -100,19 +100,27 @@ def test_images_and_their_places_matter(policy, params, prompts, rollout):
         assert mx.abs(right - wrong).max().item() > 1e-3
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["whole rows", "shared prompts"])
-def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, share):
+@pytest.fixture(scope="module")
+def checkpointed():
+    module = naive.make_language_part()
+    assert checkpoint_layers(module) == 2
+    return g.Policy.from_module(module)
+
+
+@pytest.mark.parametrize("how", ["whole rows", "shared prompts", "checkpointed"])
+def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, checkpointed, how):
     """A ragged batch in micro-batches, some cut in halves, against Σ_rows ∂ of rows written out."""
     advantages = mx.random.normal((3, 3), key=mx.random.key(9))
     spec = g.LossSpec(aggregation="token_mean")
-    batch = g.make_batch(rollout, advantages)
+    batch, share = g.make_batch(rollout, advantages), how == "shared prompts"
+    learner = checkpointed if how == "checkpointed" else policy
     pieces = g.split_batch(batch, max_tokens=90, share_prompts=share)
     assert len(pieces) > 1
     pieces = [half for piece in pieces for half in halved(piece)]
     if share:
         assert any(piece.prompt_index_b is not None for piece in pieces)
     state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
-    state, _ = g.make_grad_step(policy, spec, compile=not share)(state, pieces)
+    state, _ = g.make_grad_step(learner, spec, compile=how == "checkpointed")(state, pieces)
 
     def summed(params):
         total = mx.array(0.0)
@@ -210,3 +218,24 @@ def test_what_does_not_fit_is_refused(policy, params, prompts):
         PromptImages(mx.zeros((1, 4)), (1,), ((0, 1), (0, 1), (0,)))
     with pytest.raises(ValueError, match="add up to 8"):
         use_multimodal_rope(naive.make_language_part(multimodal=False), (2, 2, 2))
+
+
+def test_checkpointed_blocks_are_computed_again(checkpointed, params, rollout):
+    """As without images: a block's inside is not kept for the backward pass."""
+    calls = []
+    layer = checkpointed.module.layers[0].self_attn
+    kind = type(layer)
+
+    class Counting(kind):
+        def __call__(self, *args, **kwargs):
+            calls.append(1)
+            return super().__call__(*args, **kwargs)
+
+    layer.__class__ = Counting
+    try:
+        state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
+        batch = g.make_batch(rollout, mx.ones((3, 3)))
+        g.make_grad_step(checkpointed, g.LossSpec(), compile=False)(state, batch)
+    finally:
+        layer.__class__ = kind
+    assert len(calls) == 2
