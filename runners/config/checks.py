@@ -260,10 +260,7 @@ def _images(built: dict[str, Any], found: Settings) -> None:
         value, want = (None, None) if section is None else read(section)
         if value != want:
             _problem(found, key, f"found {show(value)} with data.image, want {show(want)}")
-    model, rollout = built["model"], built["rollout"]
-    if model and model.path in SHIPPED:
-        want = "the folder or Hub name of a model that sees"
-        _problem(found, "model.path", f"found {show(model.path)} with data.image, want {want}")
+    rollout = built["rollout"]
     if rollout and rollout.quantization == "auto":
         want = '"none" or a mode: samplers are measured on text'
         _problem(found, "rollout.quantization", f'found "auto" with data.image, want {want}')

@@ -13,10 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.images import PromptImages, multimodal_positions
+from grpo_fn.policy import use_multimodal_rope
 from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_lines
+from runners.files.json_files import read_json
 from runners.files.tensor_header import check_header
-from runners.images.families import check_family, mlx_vlm_module
+from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
 from runners.images.processor import Grid, ImageProcessor, load_processor
 
@@ -83,6 +85,25 @@ class VisionPart:
         while sum(each.nbytes for each, _ in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return found
+
+
+def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0) -> VisionPart:
+    """The vision part of a model folder; `module`, its language part, then takes positions of images.
+
+    Args:
+        module: as mlx-lm loads it, before a policy is made of it.
+        path: the folder.
+        dtype: that the model computes in.
+        max_pixels: that images are scaled down to; 0: the processor's own bound.
+
+    Raises UserError as `load_vision_part` does, and for positions that do not fit the module.
+    """
+    stated = read_json(path / "config.json")
+    try:
+        use_multimodal_rope(module, mrope_sections(stated, path))
+    except ValueError as error:
+        raise UserError(f"{path}: its images cannot be placed: {error}") from error
+    return load_vision_part(path, stated, dtype, max_pixels=max_pixels)
 
 
 def load_vision_part(

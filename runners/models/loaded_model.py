@@ -10,13 +10,12 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy import use_multimodal_rope
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.files.json_files import read_json
-from runners.images.families import check_family, has_vision, mrope_sections
-from runners.images.tower import VisionPart, load_vision_part
+from runners.images.families import check_family, has_vision
+from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
@@ -90,7 +89,7 @@ def load_model(
     num_parameters = get_total_parameters(module)
     vision = None
     if images:
-        vision = _with_vision(module, path, compute_dtype, image_max_pixels)
+        vision = prepare_vision(module, path, compute_dtype, image_max_pixels)
     elif loader is None and has_vision(config):
         notices += (
             f"{path}: the model sees, but only its language part is trained and saved, on text; data.image "
@@ -132,13 +131,3 @@ def load_model(
         custom_loader=loader is not None,
         vision=vision,
     )
-
-
-def _with_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int) -> VisionPart:
-    """The vision part, and the module ready for positions of rows and columns."""
-    stated = read_json(path / "config.json")
-    try:
-        use_multimodal_rope(module, mrope_sections(stated, path))
-    except ValueError as error:
-        raise UserError(f"{path}: its images cannot be placed: {error}") from error
-    return load_vision_part(path, stated, dtype, max_pixels=max_pixels)

@@ -237,3 +237,18 @@ def test_text_of_a_model_that_sees_says_what_is_left_out(folder):
     loaded = load_model(config.model, CPU)
     assert loaded.vision is None
     assert any("data.image names the column of images" in line for line in loaded.notices)
+
+
+def test_eval_measures_what_training_does(finished, folder):
+    """`grpo eval` of a run: greedy exact match on the same prompts, with the images in each row."""
+    result, _ = finished
+    out = folder / "rows.jsonl"
+    arguments = ["eval", str(result.folder), str(folder / "model"), "--out", str(out)]
+    found = CliRunner().invoke(cli.main, [*arguments, "--config", str(folder / "seeing.toml")])
+    assert found.exit_code == 0, found.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    logged = (result.folder / "evaluations.jsonl").read_text().splitlines()
+    after = [row for row in map(json.loads, logged) if row["update"] == 2]
+    assert [row["images"] for row in rows] == [row["images"] for row in after] * 2
+    mine = [row["completion"] for row in rows[: len(after)]]
+    assert mine == [row["completion"] for row in after]
