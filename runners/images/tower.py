@@ -115,14 +115,7 @@ def load_vision_part(
     """
     kind = check_family(config, path)
     processor = load_processor(path, config, max_pixels)
-    family = mlx_vlm_module(kind)
-    stated = json.loads(json.dumps(dict(config["vision_config"])))
-    try:
-        # Newer files name the text part's type here, or none.
-        module = family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = first_lines(str(error))
-        raise UserError(f"{path}/config.json: mlx-vlm cannot read vision_config: {message}") from error
+    module = _new_tower(kind, config, path)
     weights = read_tower(path, module)
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     if packed:
@@ -143,6 +136,23 @@ def load_vision_part(
     module.set_dtype(dtype)
     mx.eval(module.parameters())
     return VisionPart(path, kind, module, processor, dtype)
+
+
+def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
+    """Bytes of the vision tower that a config.json describes, in that dtype; nothing is read or computed."""
+    module = _new_tower(check_family(config, path), config, path)
+    return sum(leaf.size for leaf in named_leaves(module.parameters()).values()) * dtype.size
+
+
+def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
+    family = mlx_vlm_module(kind)
+    stated = json.loads(json.dumps(dict(config["vision_config"])))
+    try:
+        # Newer files name the text part's type here, or none.
+        return family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = first_lines(str(error))
+        raise UserError(f"{path}/config.json: mlx-vlm cannot read vision_config: {message}") from error
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
