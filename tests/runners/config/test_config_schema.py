@@ -36,6 +36,8 @@ def test_defaults_are_the_documented_ones(load):
             "question": "question",
             "answer": "answer",
             "prompt": "",
+            "image": "",
+            "image_max_pixels": 0,
             "system_prompt": "...",
             "nudge": "<reasoning>",
             "chat_template_kwargs": {},
