@@ -4,6 +4,7 @@ What is compared with is mlx-vlm itself: its processor and its own forward of ea
 """
 
 import json
+import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -252,3 +253,38 @@ def test_eval_measures_what_training_does(finished, folder):
     assert [row["images"] for row in rows] == [row["images"] for row in after] * 2
     mine = [row["completion"] for row in rows[: len(after)]]
     assert mine == [row["completion"] for row in after]
+
+
+def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
+    """Other names, PyTorch's layout of the first layer, the text part's keys in a table of their own."""
+    source = folder / "model"
+    other = tmp_path / "model"
+    shutil.copytree(source, other)
+    weights = dict(mx.load(str(source / "model.safetensors")))
+    patches = "vision_tower.patch_embed.proj.weight"
+    weights[patches] = mx.contiguous(weights[patches].transpose(0, 4, 1, 2, 3))
+    renamed = {
+        name.replace("vision_tower.", "model.visual.")
+        .replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head", "lm_head"): leaf
+        for name, leaf in weights.items()
+    }
+    mx.save_safetensors(str(other / "model.safetensors"), renamed, metadata={"format": "pt"})
+    stated = json.loads((source / "config.json").read_text())
+    outer = {
+        name: stated.pop(name) for name in list(stated) if "_token_id" in name or name == "vision_config"
+    }
+    scaling = stated.pop("rope_scaling")
+    theta = {"rope_theta": stated.pop("rope_theta"), "rope_type": "default"}
+    text = {**stated, "rope_parameters": {**theta, "mrope_section": scaling["mrope_section"]}}
+    whole = {"model_type": stated["model_type"], **outer, "text_config": text}
+    (other / "config.json").write_text(json.dumps(whole))
+    config = load_config(str(write_vision_run(folder, run={"name": "renamed"})), [f"model.path={other}"])
+    found = build_run(config.check(), CPU)
+    examples = run.data.train[:3]
+    both = [
+        each.collector.generate(each.learner.state.params, examples, range(3), mx.random.key(1))
+        for each in (run, found)
+    ]
+    assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
+    assert mx.array_equal(both[0].logp_bt, both[1].logp_bt)
