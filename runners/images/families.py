@@ -51,6 +51,23 @@ def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     raise UserError(f"{path}/config.json: rope_scaling has no mrope_section, a list of three integers")
 
 
+def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A config.json with the text part's keys at its root as well, where mlx-vlm reads these families' keys.
+
+    As it is where there is no text part of its own. UserError without `mrope_section`.
+    """
+    text = config.get("text_config")
+    if not text:
+        return dict(config)
+    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+    return {
+        **text,
+        **({"rope_theta": theta} if theta else {}),
+        **config,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(mrope_sections(config, path))},
+    }
+
+
 def mlx_vlm_module(kind: str, part: str = "") -> Any:
     """mlx-vlm's module of a family, or a part of it; UserError where mlx-vlm is not installed."""
     name = f"mlx_vlm.models.{kind}{part}"

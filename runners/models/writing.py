@@ -18,6 +18,7 @@ from mlx.utils import tree_unflatten
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder, save_arrays
 from runners.files.json_files import read_json
+from runners.images.families import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
@@ -77,6 +78,7 @@ def save_model(
         save_arrays(temporary / "model.safetensors", weights, _MLX)
         if loaded.vision is not None:  # else mlx-vlm would read the adapters' file as well
             _write_index(temporary, weights)
+            config = with_text_keys(config, loaded.path)
         _write_companions(temporary, config, loaded)
         if prompt is not None:
             write_prompt(temporary, prompt)  # in place of the source model's own, which was copied

@@ -143,6 +143,11 @@ def build_run(
         config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
+    if loaded.vision is not None and not learner.role.policy.shares_prefix:
+        raise UserError(
+            f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
+            "which gives other numbers with this model here"
+        )
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()

@@ -8,9 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.images.families import check_family, mrope_sections
 from runners.images.image_files import ImageFile, image_fault, image_files, image_size, read_image
+from runners.machine.startup import Platform
+from runners.training.setup import build_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.vision_models import vision_settings
 from tests.support.vision_runs import CONFIG, write_vision_data, write_vision_run
@@ -153,3 +156,16 @@ def test_sections_are_where_either_spelling_has_them(tmp_path):
 def test_the_config_of_these_tests_is_one_of_images():
     """Else all of the above would pass by themselves."""
     assert CONFIG["data"]["image"] == "image"
+
+
+def test_several_ranks_are_refused(tmp_path):
+    """Before anything is read."""
+
+    class Two:
+        alone, count = False, 2
+
+    write_vision_data(tmp_path)
+    make_model_folder(tmp_path / "model")
+    config = load_config(str(write_vision_run(tmp_path)))
+    with pytest.raises(UserError, match=r"data\.image: prompts with images are trained on one rank, found 2"):
+        build_run(config.check(), Platform("cpu"), ranks=Two())

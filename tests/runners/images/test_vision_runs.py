@@ -6,6 +6,7 @@ What is compared with is mlx-vlm itself: its processor and its own forward of ea
 import json
 import shutil
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners import cli
 from runners.config.loading import load_config
+from runners.errors import UserError
+from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
+from runners.models.reading import load_module
+from runners.models.writing import save_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training
@@ -256,7 +261,12 @@ def test_eval_measures_what_training_does(finished, folder):
 
 
 def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
-    """Other names, PyTorch's layout of the first layer, the text part's keys in a table of their own."""
+    """Other names, PyTorch's layout of the first layer, the text part's keys in a table of their own.
+
+    mlx-vlm does not read such a folder, but what is saved of it.
+    """
+    import mlx_vlm
+
     source = folder / "model"
     other = tmp_path / "model"
     shutil.copytree(source, other)
@@ -288,3 +298,28 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
     ]
     assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
     assert mx.array_equal(both[0].logp_bt, both[1].logp_bt)
+    final = save_model(tmp_path / "final", found.learner.state.params, found.loaded)
+    module, processor = mlx_vlm.load(str(final))
+    ids, images = inputs_of(examples[0], processor)
+    completion = both[0].completions()[0]
+    wanted = logprobs(module, ids, completion, images)
+    np.testing.assert_allclose(np.array(both[0].logp_bt)[0, : len(completion)], wanted, atol=1e-4)
+    again = prepare_vision(load_module(final, False)[0], final, mx.float32)
+    assert mx.array_equal(again.see(examples)[0].features_fd, run.loaded.vision.see(examples)[0].features_fd)
+
+
+def test_the_plan_counts_the_tower(folder, run):
+    """In each phase, as many bytes as its weights are."""
+    result = CliRunner().invoke(cli.main, ["plan", str(folder / "seeing.toml"), "--json"])
+    assert result.exit_code == 0, result.output
+    held = sum(leaf.nbytes for leaf in named_leaves(run.loaded.vision.module.parameters()).values())
+    phases = json.loads(result.stdout)["phases"].values()
+    assert {phase["parts"]["vision tower"] for phase in phases} == {held}
+
+
+def test_a_way_that_gives_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
+    """Images have no plainer way than one copy of each prompt."""
+    plainer = staticmethod(lambda policy: attrs.evolve(policy, shares_prefix=False))
+    monkeypatch.setattr("runners.tuning.model_comparison.Way.applied", lambda way, policy: plainer(policy))
+    with pytest.raises(UserError, match="decoded over one copy of their prompt, which gives other numbers"):
+        build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
