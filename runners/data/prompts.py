@@ -53,6 +53,9 @@ def build_examples(
     lengths: list[int] = []
     dropped = 0
     columns = reward_columns(rows, with_answer=bool(config.answer))
+    if config.image and processor is None:
+        raise UserError("data.image names a column, but this command shows no images to the model")
+    template = {} if processor is None or not processor.template else {"chat_template": processor.template}
     for row in rows:
         gold = gold_answer(row[config.answer]) if config.answer else ""
         if gold is None:
@@ -68,10 +71,10 @@ def build_examples(
             with_image_parts(messages, len(images)) if images else messages,
             config.nudge,
             tools=tools,
-            template_kwargs=config.chat_template_kwargs,
+            template_kwargs={**config.chat_template_kwargs, **template},
         )
-        if config.image:
-            tokens = _with_image_tokens(tokens, images, processor, tokenizer)
+        if processor is not None:
+            tokens = processor.expanded(tokens, images)
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
@@ -88,16 +91,6 @@ def build_examples(
             f"prompts has {min(lengths)} tokens"
         )
     return examples, dropped + len(lengths) - len(examples)
-
-
-def _with_image_tokens(
-    tokens: tuple[int, ...], images: tuple[ImageFile, ...], processor: ImageProcessor | None, tokenizer: Any
-) -> tuple[int, ...]:
-    if processor is None:
-        raise UserError("data.image names a column, but this command shows no images to the model")
-    if images and not has_template(tokenizer):
-        raise UserError("the tokenizer has no chat template, and data.image wants one that shows images")
-    return processor.expanded(tokens, images)
 
 
 def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:
@@ -181,7 +174,7 @@ def render(
 
     `tools` are schemas, which the template gets as `tools`; a template that does not show them, and a
     tokenizer without one, gets them as words in the system prompt. `template_kwargs` are further arguments of
-    the template, such as `enable_thinking`.
+    the template, such as `enable_thinking`; with `chat_template` another template is used.
 
     With a chat template the text is the template's, and so are its special tokens. A template that refuses or
     drops the system role gets the system prompt at the head of the first user message instead. Without a
@@ -192,7 +185,7 @@ def render(
     add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
     them, and as `runners.tokenization.text.encode` does.
     """
-    if not has_template(tokenizer):
+    if not has_template(tokenizer) and "chat_template" not in template_kwargs:
         text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
         return text, _with_bos(tokenizer, text)
     text = _conversation(tokenizer, messages, tools, template_kwargs)

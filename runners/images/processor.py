@@ -26,6 +26,7 @@ class ImageProcessor:
     processor: Any  # mlx-vlm's image processor
     image_token: int  # the id that a prompt has for each cell of an image
     max_pixels: int  # that an image is scaled down to; 0: the processor's own bound
+    template: str | None  # the processor's chat template, which may be another than the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
         """Tokens of an image in a prompt, from its size alone. UserError for what is no image."""
@@ -90,7 +91,8 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     if not isinstance(image_token, int):
         raise UserError(f"{path}/config.json: image_token_id is missing; wanted a token id")
     try:
-        processor = getattr(processing, FAMILIES[kind]).from_pretrained(str(path)).image_processor
+        found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
+        processor, template = found.image_processor, found.chat_template
     except Exception as error:  # of mlx-vlm and transformers, for files that anyone may have written
         raise UserError(f"{path}: the image processor cannot be loaded: {first_lines(str(error))}") from error
-    return ImageProcessor(processor, image_token, max_pixels)
+    return ImageProcessor(processor, image_token, max_pixels, template if isinstance(template, str) else None)

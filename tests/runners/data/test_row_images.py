@@ -17,6 +17,8 @@ pytest.importorskip("PIL")
 class Processor:
     """Stands in for a model's: each image is three tokens."""
 
+    template = "the processor's"
+
     def expanded(self, tokens, images):
         """The prompt with three zeros for each image in front."""
         return (0,) * 3 * len(images) + tuple(tokens)
@@ -27,8 +29,9 @@ class Tokenizer:
 
     chat_template = "yes"
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, chat_template):
         """Roles are left out."""
+        assert chat_template == Processor.template
         parts = []
         for message in messages:
             content = message["content"]

@@ -323,3 +323,23 @@ def test_a_way_that_gives_other_numbers_ends_the_run_before_it_starts(folder, mo
     monkeypatch.setattr("runners.tuning.model_comparison.Way.applied", lambda way, policy: plainer(policy))
     with pytest.raises(UserError, match="decoded over one copy of their prompt, which gives other numbers"):
         build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
+
+
+def test_the_processor_s_template_is_used(folder, run, tmp_path):
+    """chat_template.json, where the tokenizer's own template shows no images or is missing."""
+    import mlx_vlm.utils
+
+    for name, own in (("other", "{{ messages[0]['content'] }}"), ("missing", None)):
+        model = tmp_path / name
+        shutil.copytree(folder / "model", model)
+        settings = json.loads((model / "tokenizer_config.json").read_text())
+        whole = {"chat_template": settings.pop("chat_template").replace("assistant", "painter")}
+        (model / "chat_template.json").write_text(json.dumps(whole))
+        settings |= {"chat_template": own} if own else {}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+        config = load_config(str(folder / "seeing.toml"), [f"model.path={model}"])
+        found = build_run(config.check(), CPU)
+        processor = mlx_vlm.utils.load_processor(model)
+        for example, before in zip(found.data.train, run.data.train, strict=True):
+            assert list(example.tokens) == inputs_of(example, processor)[0]
+            assert example.text.endswith("painter\n") and example.tokens != before.tokens
