@@ -48,8 +48,11 @@ def write_vision_data(folder: Path) -> None:
 
 
 def write_vision_run(folder: Path, family: str = "qwen2_vl", **tables: dict[str, Any]) -> Path:
-    """The model, the data and a config, whose path is returned; `tables` replace keys of CONFIG's."""
-    if not (folder / "model").exists():
+    """The model, the data and a config, whose path is returned; `tables` replace keys of CONFIG's.
+
+    Model and data are made where the folder has neither.
+    """
+    if not (folder / "model").exists() and not (folder / "train.jsonl").exists():
         make_vision_folder(folder / "model", family)
         write_vision_data(folder)
     merged = {name: CONFIG.get(name, {}) | tables.get(name, {}) for name in {**CONFIG, **tables}}

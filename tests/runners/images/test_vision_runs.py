@@ -343,3 +343,40 @@ def test_the_processor_s_template_is_used(folder, run, tmp_path):
         for example, before in zip(found.data.train, run.data.train, strict=True):
             assert list(example.tokens) == inputs_of(example, processor)[0]
             assert example.text.endswith("painter\n") and example.tokens != before.tokens
+
+
+UPPER_HALF = '''
+def half(completion_ids, seen, completions, **_):
+    """1 where the first id is in the upper half for a bright image, in the lower half for a dark one."""
+    return [float((ids[0] >= 162) == bool(bright)) for ids, bright in zip(completion_ids, seen)]
+'''
+
+
+def test_it_learns_from_what_it_sees(folder, tmp_path):
+    """All questions are the same: whoever does not see is right half of the time. 30 updates of adapters."""
+    from PIL import Image
+
+    draws, rows = np.random.default_rng(0), []
+    for number in range(40):
+        bright = number % 2
+        pixels = draws.integers(0, 60, (24, 24, 3), np.uint8) + np.uint8(180 * bright)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        rows.append(
+            {"question": "Is it bright?", "answer": str(bright), "image": f"{number}.png", "seen": bright}
+        )
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "half.py").write_text(UPPER_HALF)
+    path = write_vision_run(
+        tmp_path,
+        model={"path": str(folder / "model")},
+        rollout={"num_generations": 8, "max_new_tokens": 1},
+        reward={"functions": ["half.py:half"]},
+        loss={"preset": "dr_grpo"},
+        optim={"batch_size": 8, "max_steps": 30, "schedule": "constant", "warmup_ratio": 0.0},
+        eval={"at_start": False},
+        checkpoint={"every": 0},
+    )
+    result = run_training(load_config(str(path)), report=Quiet())
+    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines if "loss" in line]
+    assert np.mean(rewards[:2]) < 0.75 and np.mean(rewards[-10:]) > 0.95
