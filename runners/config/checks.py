@@ -86,6 +86,11 @@ def _data(data: DataConfig, found: Settings) -> DataConfig:
         data = attrs.evolve(
             data, transform=_function(data.transform, "data.transform", FUNCTION_FORMS, found)
         )
+    if data.image_folder:
+        folder = _existing(data.image_folder, found)
+        if folder is None or not os.path.isdir(folder):
+            _problem(found, "data.image_folder", f"no such folder: {show(data.image_folder)}")
+        data = attrs.evolve(data, image_folder=folder or data.image_folder)
     if data.source in SHIPPED:
         return data
     path = _existing(data.source, found)
@@ -245,9 +250,11 @@ def _images(built: dict[str, Any], found: Settings) -> None:
     """What prompts with images cannot be together with."""
     data = built["data"]
     if data is None or not data.image:
-        if data is not None and data.image_max_pixels:
-            want = "0, or the column of images in data.image"
-            _problem(found, "data.image_max_pixels", f"found {data.image_max_pixels}, want {want}")
+        for key, off in (("image_max_pixels", 0), ("image_folder", "")):
+            value = off if data is None else getattr(data, key)
+            if value != off:
+                want = f"{show(off)}, or the column of images in data.image"
+                _problem(found, f"data.{key}", f"found {show(value)}, want {want}")
         return
     others = {
         "model.loader": lambda model: (model.loader, ""),

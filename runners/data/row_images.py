@@ -13,10 +13,12 @@ from runners.images.processor import ImageProcessor, load_processor
 from runners.quickstart import DATA
 
 
-def image_folder(config: DataConfig) -> Path:
-    """What a row's paths are relative to: the folder of the data file, or the data folder."""
+def image_folder(config: DataConfig) -> Path | None:
+    """What a row's paths are relative to: `data.image_folder`, else that of the data; None for the Hub's."""
+    if config.image_folder:
+        return Path(config.image_folder).expanduser()
     source = DATA.get(config.source) or Path(config.source).expanduser()
-    return source.parent if source.is_file() else source if source.is_dir() else Path()
+    return source.parent if source.is_file() else source if source.is_dir() else None
 
 
 def row_images(row: Mapping[str, Any], config: DataConfig) -> tuple[ImageFile, ...]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_BYTES = 1 << 28  # of an image's file
+MAX_PIXELS = 1 << 26  # of an image
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs, as EPS does
+_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation with rows for columns
+_ORIENTATION = 0x0112
 _WANTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
 
 
@@ -35,11 +42,11 @@ class ImageFile:
         return len(self.data or b"")
 
 
-def image_files(value: Any, folder: Path) -> tuple[ImageFile, ...]:
-    """The images of a row's column; paths are relative to `folder`. Nothing is opened.
+def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
+    """The images of a row's column; paths are relative to `folder`, and lie in it. Nothing is opened.
 
     None, an empty text and an empty list are no images. Raises UserError, without the row's place, for a
-    value of another kind, and for a path where there is no file.
+    value of another kind, and for a path that leads out of the folder or where there is no file.
     """
     if value is None or value == "":
         return ()
@@ -55,12 +62,21 @@ def image_files(value: Any, folder: Path) -> tuple[ImageFile, ...]:
         return (ImageFile(hashlib.sha256(value).hexdigest()[:16], data=bytes(value)),)
     if not isinstance(value, str):
         raise UserError(f"is {type(value).__name__}; wanted {_WANTED}")
-    path = Path(value).expanduser()
-    path = path if path.is_absolute() else folder / path
+    if folder is None:
+        raise UserError(
+            f"names {show(value)}, a path; wanted bytes, or data.image_folder for data of the Hub"
+        )
+    path = folder / Path(value).expanduser()
     try:
-        size = path.stat().st_size if path.is_file() else None
-    except (OSError, ValueError) as error:  # a name that is too long, or with a zero byte in it
+        inside = path.resolve().is_relative_to(folder.resolve())
+        size = path.stat().st_size if inside and path.is_file() else None
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, links in a circle
         raise UserError(f"names {show(value)}: {first_line(error)}") from error
+    if not inside:
+        raise UserError(
+            f"names {show(value)}, which leads out of {folder}, where nothing is read; data.image_folder "
+            "names another folder"
+        )
     if size is None:
         what = "a folder" if path.is_dir() else "no file"
         raise UserError(f"names {show(value)}, but there is {what} {path}")
@@ -69,7 +85,7 @@ def image_files(value: Any, folder: Path) -> tuple[ImageFile, ...]:
     return (ImageFile(value, path=path),)
 
 
-def image_fault(value: Any, folder: Path) -> str:
+def image_fault(value: Any, folder: Path | None) -> str:
     """What is wrong with a row's images, as far as is seen without opening them; empty: nothing."""
     try:
         image_files(value, folder)
@@ -79,30 +95,52 @@ def image_fault(value: Any, folder: Path) -> str:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, from the file's head. UserError for what is no image."""
-    with _opened(file) as image:
+    """Rows and columns of pixels, upright, from the file's head. UserError for what is no image."""
+    with _opened(file) as image, _reading(file):
         columns, rows = image.size
-    return rows, columns
+        turned = _has_head_exif(image) and image.getexif().get(_ORIENTATION) in _TURNED
+    return (columns, rows) if turned else (rows, columns)
 
 
 def read_image(file: ImageFile) -> Image:
-    """The pixels in RGB. UserError for what is no image."""
-    image = _opened(file)
+    """The pixels in RGB, upright. UserError for what is no image."""
+    from PIL import ImageOps
+
+    with _opened(file) as image, _reading(file):
+        upright = ImageOps.exif_transpose(image) if _has_head_exif(image) else image
+        return upright.convert("RGB")
+
+
+def _has_head_exif(image: Image) -> bool:
+    """Whether EXIF data may be read without the pixels: a PNG's may stand behind them."""
+    return image.format != "PNG" or "exif" in image.info
+
+
+@contextmanager
+def _reading(file: ImageFile) -> Iterator[None]:
     try:
-        return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a broken PNG
+        yield
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:  # SyntaxError: a broken PNG
         raise _unreadable(file, error) from error
-    finally:
-        image.close()
 
 
 def _opened(file: ImageFile) -> Image:
     from PIL import Image
 
-    try:
-        return Image.open(file.path if file.data is None else io.BytesIO(file.data))  # type: ignore[arg-type]
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(file, error) from error
+    source: Any = file.path if file.data is None else io.BytesIO(file.data)
+    with _reading(file), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            image = Image.open(source, formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise _unreadable(file, error) from error
+    if image.width * image.height > MAX_PIXELS:
+        found = image.width, image.height
+        image.close()
+        raise UserError(
+            f"{file.path or file.name}: {found[0]:,} × {found[1]:,} pixels; wanted {MAX_PIXELS:,} at most"
+        )
+    return image
 
 
 def _unreadable(file: ImageFile, error: BaseException) -> UserError:

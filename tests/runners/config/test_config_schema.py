@@ -37,6 +37,7 @@ def test_defaults_are_the_documented_ones(load):
             "answer": "answer",
             "prompt": "",
             "image": "",
+            "image_folder": "",
             "image_max_pixels": 0,
             "system_prompt": "...",
             "nudge": "<reasoning>",

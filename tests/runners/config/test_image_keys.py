@@ -34,3 +34,16 @@ def test_a_bound_on_pixels_wants_images():
         load_config("quickstart", ["data.image_max_pixels=1000"])
     with pytest.raises(ConfigError, match=r"data\.image_max_pixels: found -1, want an integer of at least 0"):
         load_config("quickstart", [*BASE, "data.image_max_pixels=-1"])
+
+
+def test_the_folder_of_images_has_to_be_there(tmp_path):
+    """It is found beside the config, as all paths are."""
+    (tmp_path / "pics").mkdir()
+    (tmp_path / "train.toml").write_text(
+        '[model]\npath = "embedded"\n[data]\nsource = "embedded"\nimage = "p"\nimage_folder = "pics"\n'
+    )
+    assert load_config(str(tmp_path / "train.toml")).data.image_folder == str(tmp_path / "pics")
+    with pytest.raises(ConfigError, match=r"data\.image_folder: no such folder: \"pisc\""):
+        load_config(str(tmp_path / "train.toml"), ["data.image_folder=pisc"])
+    with pytest.raises(ConfigError, match=r'data\.image_folder: found "[^"]*pics", want "", or the column'):
+        load_config(str(tmp_path / "train.toml"), ["data.image="])

@@ -56,6 +56,8 @@ def test_files_lie_beside_the_data(tmp_path):
     write_vision_data(tmp_path)
     assert image_folder(data_config(tmp_path)) == tmp_path
     assert image_folder(DataConfig(source=str(tmp_path), image="image")) == tmp_path
+    moved = data_config(tmp_path, image_folder=str(tmp_path / "pics"))
+    assert [file.path for file in row_images({"image": "1.png"}, moved)] == [tmp_path / "pics" / "1.png"]
     row = {"image": ["pics/1.png", "pics/0.png"]}
     assert [file.name for file in row_images(row, data_config(tmp_path))] == ["pics/1.png", "pics/0.png"]
     assert row_images(row, DataConfig(source=str(tmp_path))) == ()

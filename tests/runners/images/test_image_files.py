@@ -36,7 +36,7 @@ def test_paths_are_relative_to_the_data(tmp_path, picture):
     one = ImageFile("pics/a.png", path=tmp_path / "pics" / "a.png")
     assert image_files("pics/a.png", tmp_path) == (one,)
     assert image_files(["pics/a.png", None, ["pics/a.png"]], tmp_path) == (one, one)
-    assert image_files(str(picture), tmp_path / "elsewhere")[0].path == picture
+    assert image_files(str(picture), tmp_path)[0].path == picture
     for nothing in (None, "", [], ()):
         assert image_files(nothing, tmp_path) == ()
     assert image_size(one) == (3, 5)
@@ -86,6 +86,48 @@ def test_what_is_no_image(tmp_path, picture):
     assert image_size(cut) == (64, 64)
     with pytest.raises(UserError, match="cannot be read as an image"):
         read_image(cut)
+
+
+def test_no_path_leads_out_of_the_folder(tmp_path, picture):
+    """Not by .., not from the root, not by a link; a folder may itself be reached by one."""
+    inner = tmp_path / "data"
+    inner.mkdir()
+    (inner / "link.png").symlink_to(picture)
+    (inner / "circle.png").symlink_to(inner / "circle.png")
+    for value in ("../pics/a.png", str(picture), "link.png", "~/a.png"):
+        assert f"leads out of {inner}, where nothing is read" in image_fault(value, inner)
+    assert "names" in image_fault("circle.png", inner)
+    (tmp_path / "way").symlink_to(tmp_path / "pics")
+    assert image_fault("a.png", tmp_path / "way") == ""
+    assert "wanted bytes, or data.image_folder" in image_fault("a.png", None)
+
+
+def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
+    """PostScript would start a program; a small file may be a huge picture."""
+    from PIL import Image
+
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    (tmp_path / "b.png").write_bytes(b"P6 2 2 255 " + bytes(12))  # PPM, which Pillow would read
+    for name in ("a.png", "b.png"):
+        with pytest.raises(UserError, match="cannot be read as an image"):
+            image_size(*image_files(name, tmp_path))
+    Image.new("1", (12_000, 10_000)).save(tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size < 1 << 16
+    with pytest.raises(UserError, match=r"c\.png: 12,000 × 10,000 pixels; wanted 67,108,864 at most"):
+        image_size(*image_files("c.png", tmp_path))
+    monkeypatch.setattr("runners.images.image_files.MAX_BYTES", 100)
+    assert "wanted 100 at most" in image_fault("c.png", tmp_path)
+
+
+def test_pictures_stand_upright(tmp_path):
+    """As cameras write them: turned, with a note."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (5, 3)).save(tmp_path / "a.png", exif=exif)
+    (file,) = image_files("a.png", tmp_path)
+    assert image_size(file) == (5, 3) and read_image(file).size == (3, 5)
 
 
 @pytest.mark.parametrize("command", [["grpo-run"], ["grpo", "check"], ["grpo", "plan"]], ids=" ".join)
