@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from grpo_fn.compile import Compiled, compiled
     from grpo_fn.completions import Rollout, join_rollouts, take_groups
+    from grpo_fn.images import PromptImages, multimodal_positions
     from grpo_fn.learner import (
         Batch,
         GradStep,
@@ -72,10 +73,12 @@ __all__ = [  # noqa: RUF022 (in groups)
     # the model, and completions from it
     "Decoding",
     "Policy",
+    "PromptImages",
     "Rollout",
     "Sampler",
     "generate",
     "join_rollouts",
+    "multimodal_positions",
     "sample",
     "take_groups",
     # batches for the learner
@@ -117,6 +120,7 @@ if not TYPE_CHECKING:  # where a type checker reads on, a name that is not there
         "algorithm",
         "compile",
         "completions",
+        "images",
         "prng",
         "trees",
         "policy",

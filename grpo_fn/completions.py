@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.images import PromptImages
 from grpo_fn.trees import on_host
 
 
@@ -25,6 +26,7 @@ class Rollout:
     entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
     vocabulary: int | None = None  # all token ids are below it, as `generate` knows; None: not known
     sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them
+    images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, end token included, on the host."""
@@ -53,6 +55,7 @@ def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         finished_b=rollout.finished_b[index],
         entropy_bt=None if entropy_bt is None else entropy_bt[index],
         sampled_bt=None if sampled_bt is None else sampled_bt[index],
+        images=None if rollout.images is None else tuple(rollout.images[p] for p in groups),
     )
 
 
@@ -87,7 +90,14 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         entropy_bt=joined(entropies) if entropies else None,
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
         sampled_bt=joined([_sampled(part) for part in parts]) if with_given else None,
+        images=_joined_images(parts),
     )
+
+
+def _joined_images(parts: Sequence[Rollout]) -> tuple[PromptImages | None, ...] | None:
+    if all(part.images is None for part in parts):
+        return None
+    return tuple(each for part in parts for each in part.images or (None,) * len(part.prompts))
 
 
 def _sampled(rollout: Rollout) -> mx.array:

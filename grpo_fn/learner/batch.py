@@ -14,6 +14,7 @@ from grpo_fn.algorithm import LossSpec
 from grpo_fn.backends import enabled
 from grpo_fn.checks import check_shape, check_token_ids
 from grpo_fn.completions import Rollout
+from grpo_fn.images import ImageRows, image_rows
 from grpo_fn.trees import map_arrays, on_host
 
 
@@ -41,6 +42,7 @@ class Batch:
     positions_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, int32; B·T: no
     # position; None: all. The others count as 0, so they have to be masked.
     vocabulary: int | None = None  # all token ids are below it; None: not known
+    images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
 
 
 def make_batch(
@@ -100,6 +102,9 @@ def make_batch(
         keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
         group_b=mx.repeat(mx.arange(len(lengths), dtype=mx.int32), rollout.num_generations),
         vocabulary=vocabulary,
+        images=None
+        if rollout.images is None
+        else image_rows(rollout.images, lengths, longest + width, repeat=rollout.num_generations),
     )
 
 
@@ -157,7 +162,9 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     def taken(array: mx.array) -> mx.array:
         return array if array.ndim == 0 else array[index]
 
-    return map_arrays(taken, attrs.evolve(batch, positions_n=None))
+    images = None if batch.images is None else batch.images.rows(index)
+    found = map_arrays(taken, attrs.evolve(batch, positions_n=None, images=None))
+    return found if images is None else attrs.evolve(found, images=images)
 
 
 def _token_bound(rollout: Rollout) -> int:

@@ -19,7 +19,7 @@ def hidden_at_positions(policy: Policy, params: Tree, frozen: Tree, batch: Batch
     if batch.prompt_index_b is not None:
         hidden_btd = hidden_after_shared_prompts(policy, params, frozen, batch)
         return _picked(hidden_btd.reshape(batch.targets_bt.size, -1), _positions(batch))[None]
-    return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen))[None]
+    return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen, batch.images))[None]
 
 
 def hidden_and_routing_at_positions(
@@ -28,10 +28,12 @@ def hidden_and_routing_at_positions(
     """`hidden_at_positions`, and the routers' logits [N,E] of each layer with experts, at the same tokens.
 
     Raises:
-        ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
+        ValueError: the batch shares prompts or has images, or as `Policy.hidden_and_routing`.
     """
     if batch.prompt_index_b is not None:
         raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+    if batch.images is not None:
+        raise ValueError("routers are recorded over text: wanted a batch without images")
     hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen)
     return _predicting(batch, hidden_bld)[None], [_predicting(batch, x) for x in logits]
 

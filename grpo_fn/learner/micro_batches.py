@@ -93,7 +93,7 @@ def shape_of(piece: Batch) -> Shape:
 def _rows_between(piece: Batch, low: int, high: int, width: int) -> Batch:
     """The rows from `low` to before `high`; what belongs to shared prompts, and the counts, as they are."""
     prompts = {"tokens_bl", "prompt_lengths_b"} if piece.prompt_index_b is not None else set()
-    of_whole = {"num_sequences", "num_tokens", "positions_n", "vocabulary"}
+    of_whole = {"num_sequences", "num_tokens", "positions_n", "vocabulary", "images"}
     by_row = {field.name for field in attrs.fields(Batch)} - prompts - of_whole
     found = {name: getattr(piece, name) for name in by_row}
     cut = {name: array[low:high] for name, array in found.items() if array is not None}
@@ -101,6 +101,8 @@ def _rows_between(piece: Batch, low: int, high: int, width: int) -> Batch:
         cut["positions_n"] = _counted_positions(
             cut["mask_bt"], min(piece.positions_n.shape[0], (high - low) * width)
         )
+    if piece.images is not None and piece.prompt_index_b is None:
+        cut["images"] = piece.images.rows(mx.arange(low, high))
     return attrs.evolve(piece, **cut)
 
 
@@ -126,6 +128,7 @@ def _with_shared_prompts(piece: Batch, groups: Sequence[int]) -> Batch:
         tokens_bl=piece.tokens_bl[index],
         prompt_lengths_b=piece.prompt_lengths_b[index],
         prompt_index_b=mx.array([places[group] for group in groups], mx.int32),
+        images=None if piece.images is None else piece.images.rows(index),
     )
 
 
@@ -157,6 +160,7 @@ def _fitted_to(piece: Batch, shape: Shape) -> Batch:
         keep_bt=fitted(piece.keep_bt),
         prompt_index_b=None if index_b is None else mx.pad(index_b, [(0, missing)]),
         positions_n=_counted_positions(mask_bt, shape.positions) if enabled("counted_positions") else None,
+        images=None if piece.images is None else piece.images.fitted(prompts, shape.length),
     )
 
 

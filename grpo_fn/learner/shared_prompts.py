@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.learner.batch import Batch
+from grpo_fn.policy.images import Positions, forward_with_images
 from grpo_fn.policy.kv_caches import plain_caches, shares_keys, takes_ragged
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
@@ -30,15 +31,21 @@ def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batc
     """Hidden states [B,T,D] that predict the completions' tokens, for a batch that shares prompts."""
     assert batch.prompt_index_b is not None
     lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
-    prompts = [_PromptLayer() for _ in plain_caches(policy.module)]
+    images = batch.images
+    at = 0 if images is None else Positions(images.positions_r3l)
+    shift_p = None if images is None else images.shift_r
+    prompts = [_PromptLayer(at) for _ in plain_caches(policy.module)]
     with policy.learning(params, frozen) as module:
         backbone = policy.split.backbone(module)
-        hidden_pld = backbone(batch.tokens_bl, cache=prompts)
+        if images is None:
+            hidden_pld = backbone(batch.tokens_bl, cache=prompts)
+        else:
+            hidden_pld = forward_with_images(backbone, batch.tokens_bl, images, prompts)
         last_pd = hidden_pld[mx.arange(lengths_p.shape[0]), lengths_p - 1]
         first_b1d = last_pd[index_b][:, None]  # predicts each completion's first token
         if batch.targets_bt.shape[1] == 1:
             return first_b1d
-        completions = [_CompletionLayer(layer, lengths_p, index_b) for layer in prompts]
+        completions = [_CompletionLayer(layer, lengths_p, index_b, shift_p) for layer in prompts]
         rest_btd = backbone(batch.targets_bt[:, :-1], cache=completions)
     return mx.concatenate([first_b1d, rest_btd], axis=1)
 
@@ -46,9 +53,8 @@ def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batc
 class _PromptLayer:
     """Keeps what a layer computes for the prompts."""
 
-    offset = 0
-
-    def __init__(self) -> None:
+    def __init__(self, offset: int | Positions = 0) -> None:
+        self.offset = offset
         self.keys = self.values = mx.zeros((0,))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -66,9 +72,13 @@ class _PromptLayer:
 class _CompletionLayer:
     """Puts the row's prompt in front of what a layer computes for the completions."""
 
-    def __init__(self, prompt: _PromptLayer, lengths_p: mx.array, index_b: mx.array) -> None:
+    def __init__(
+        self, prompt: _PromptLayer, lengths_p: mx.array, index_b: mx.array, shift_p: mx.array | None = None
+    ) -> None:
         self._prompt, self._index_b = prompt, index_b
-        self.offset = lengths_p[index_b]  # position of each completion's first token
+        self._length_b = lengths_p[index_b]
+        # position of each completion's first token
+        self.offset = self._length_b if shift_p is None else self._length_b + shift_p[index_b]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         prompt_keys, prompt_values = self._prompt.keys[self._index_b], self._prompt.values[self._index_b]
@@ -78,11 +88,11 @@ class _CompletionLayer:
         """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token itself."""
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
-        offset = self.offset[:, None, None, None]
+        offset = self._length_b[:, None, None, None]
         back = offset + mx.arange(length)[:, None] - position  # how far each prompt token lies behind
         in_prompt = (position < offset) & _causal(back, window_size)
         causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
-        shape = (self.offset.shape[0], 1, length)
+        shape = (self._length_b.shape[0], 1, length)
         return mx.concatenate(
             [
                 mx.broadcast_to(in_prompt, (*shape, padded)),

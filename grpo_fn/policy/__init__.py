@@ -9,6 +9,7 @@ from grpo_fn.policy.decode_programs import fits_lanes
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
 from grpo_fn.policy.head import Head
+from grpo_fn.policy.images import takes_images, use_multimodal_rope
 from grpo_fn.policy.kv_caches import plain_caches
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.policy import Policy
@@ -51,6 +52,8 @@ __all__ = [
     "row_logprobs",
     "shares_prefix",
     "sharing_pays",
+    "takes_images",
     "unpack_rows",
+    "use_multimodal_rope",
     "use_own_functions",
 ]

@@ -55,4 +55,6 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "update_and_fetch") or hasattr(value, "make_mask")
+    """Whether it keeps what a layer computes."""
+    caches = hasattr(value, "update_and_fetch") or hasattr(value, "make_mask")
+    return caches and not hasattr(value, "keeps_nothing")

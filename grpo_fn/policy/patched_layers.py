@@ -150,10 +150,13 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
     return (*gradients, flat_nv.sum(axis=0)) if bias_v else gradients
 
 
-class _RoPE(nn.RoPE):
+class RoPE(nn.RoPE):
+    """Rotations by the backend's kernel, where it has one."""
+
     own_functions = ("rope",)
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """As mlx.nn's."""
         pairs_halves = not self.traditional and self.scale == 1
         fast = find("rope", x, self.dims, offset) if pairs_halves else None
         return super().__call__(x, offset) if fast is None else fast(x, self.base)
@@ -227,7 +230,7 @@ def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> 
     if kind is nn.Linear:
         return _Linear
     if kind is nn.RoPE:
-        return _RoPE if rotates else kind
+        return RoPE if rotates else kind
     if kind in _PACKED:
         return _PACKED[kind] if unpacks else kind
     names = [

@@ -14,10 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.compile import Compiled, compiled
+from grpo_fn.images import ImageRows
 from grpo_fn.policy.decode_programs import LANE_PROGRAM, programs_for
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
-from grpo_fn.policy.kv_caches import takes_ragged
+from grpo_fn.policy.images import WholeRows, forward_with_images
+from grpo_fn.policy.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
@@ -153,14 +155,23 @@ class Policy:
         with self.bound(params) as module:
             return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
 
-    def hidden(self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None) -> mx.array:
+    def hidden(
+        self,
+        params: Tree,
+        tokens_bl: mx.array,
+        frozen: Tree | None = None,
+        images: ImageRows | None = None,
+    ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
-        traced function pins what it closes over.
+        traced function pins what it closes over. `images` are those of the rows; None: there are none.
         """
         with self.learning(params, frozen) as module:
-            return self.split.hidden(module, tokens_bl)
+            if images is None:
+                return self.split.hidden(module, tokens_bl)
+            whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
+            return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
 
     def hidden_and_routing(
         self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None

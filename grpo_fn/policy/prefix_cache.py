@@ -7,6 +7,7 @@ product with a matrix of its own for each row: G times less memory to hold and t
 arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -35,9 +36,10 @@ class Layout:
     start: int | mx.array  # position of each row's first own place
     own_seen: mx.array | None = None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
     later_turn: bool = False  # whether own places begin elsewhere than right behind the prompts
+    shifts: tuple[int, ...] | None = None  # P: added to positions behind a prompt; None: nothing
 
     @classmethod
-    def of(cls, prompt_of: list[int], lengths: list[int]) -> "Layout":
+    def of(cls, prompt_of: list[int], lengths: list[int], shifts: Sequence[int] | None = None) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
@@ -51,7 +53,10 @@ class Layout:
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
             start = mx.array([lengths[p] for p in prompt_of], mx.int32)
-        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start)
+        if shifts is None:
+            return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start)
+        start = mx.array([lengths[p] + shifts[p] for p in prompt_of], mx.int32)
+        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start, shifts=tuple(shifts))
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
         """[B,...] to [P,G,...]: each prompt's rows, the last repeated where a group is smaller."""
@@ -184,9 +189,14 @@ def shares_prefix(module: nn.Module) -> bool:
     return all(cache.attended for cache in forked)
 
 
-def fork(caches: Caches, lengths: list[int], group_size: int) -> list[PrefixCache]:
-    """Plain caches after P prompts, padded on the right, as caches of P · G rows."""
-    layout = Layout.of([p for p in range(len(lengths)) for _ in range(group_size)], lengths)
+def fork(
+    caches: Caches, lengths: list[int], group_size: int, shifts: Sequence[int] | None = None
+) -> list[PrefixCache]:
+    """Plain caches after P prompts, padded on the right, as caches of P · G rows.
+
+    `shifts` is added to the positions behind each prompt: see `PromptImages.shift`.
+    """
+    layout = Layout.of([p for p in range(len(lengths)) for _ in range(group_size)], lengths, shifts)
     longest = max(lengths)
     forked = []
     for cache in caches:
@@ -203,7 +213,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     prompt_of = [old.prompt_of[row] for row in rows]
     live = sorted(set(prompt_of))
     number = {p: i for i, p in enumerate(live)}
-    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live])
+    shifts = None if old.shifts is None else [old.shifts[p] for p in live]
+    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], shifts)
     prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     index = mx.array(rows, mx.int32)
     if old.later_turn:

@@ -14,10 +14,12 @@ import mlx.nn as nn
 
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
+from grpo_fn.images import PromptImages
 from grpo_fn.policy import kv_caches as cache_rows
 from grpo_fn.policy.extending_cache import extends_prefix
+from grpo_fn.policy.images import takes_images
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.prefix_cache import sharing_pays
+from grpo_fn.policy.prefix_cache import fork, keep_prefix_rows, sharing_pays
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop
@@ -44,6 +46,7 @@ def generate(
     prompt_numbers: Sequence[int] | None = None,
     decoding: Decoding | None = None,
     replies: Replies | None = None,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> Rollout:
     """Sample G completions of each prompt, or conversations where there are `replies`.
 
@@ -63,11 +66,14 @@ def generate(
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
             n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
             lane, and without a backend's compiled steps, which cannot be extended by several tokens.
+        images: those of each prompt, None where it has none; None: no prompt has any. Such completions are
+            decoded over one copy of each prompt, in one lane, and without a backend's compiled steps.
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
             is out of range, there is not one of `prompt_numbers` for each prompt, `find_stop` gives more
-            tokens than there are, or replies are not those asked for.
+            tokens than there are, replies are not those asked for, or images do not fit: see
+            `takes_prompt_images`.
     """
     check_process()
     sampler, decoding = sampler or Sampler(), decoding or Decoding()
@@ -85,7 +91,10 @@ def generate(
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     if len(numbers) != len(prompts):
         raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
-    wanted = decoding.share_prefix
+    if images is not None:
+        _check_images(policy, images, len(prompts), replies)
+        images = images if any(each is not None for each in images) else None
+    wanted = True if images is not None else decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
     decoder = Decoder(sampler, frozenset(eos_ids), find_stop, decoding)
     whole: Columns | Transcript
@@ -93,7 +102,13 @@ def generate(
         whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     else:
         whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
-    many = replies is None and can_split(policy) and share_prefix and len(prompts) * num_generations > 1
+    many = (
+        replies is None
+        and images is None
+        and can_split(policy)
+        and share_prefix
+        and len(prompts) * num_generations > 1
+    )
     lanes = decoding.lanes if many else 1
     with policy.sampling(params, lanes=lanes > 1) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
@@ -106,7 +121,10 @@ def generate(
             )
             these = [prompts[p] for p in part]
             extender = None
-            if replies is None:
+            if images is not None:
+                shown = [images[p] for p in part]
+                logits_pv, divided = _prefilled_with_images(policy, model, these, shown, num_generations)
+            elif replies is None:
                 logits_pv, divided = _prefilled(
                     policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
                 )
@@ -140,7 +158,8 @@ def generate(
                 )
             decoder.run(begun, whole, turns)
     rollout = whole.rollout(prompts, num_generations)
-    return attrs.evolve(rollout, vocabulary=policy.vocabulary)
+    kept = None if images is None else tuple(images)
+    return attrs.evolve(rollout, vocabulary=policy.vocabulary, images=kept)
 
 
 def _prefilled(
@@ -164,6 +183,41 @@ def _prefilled(
         return logits_pv, grid_lanes(policy, model, caches, lengths, num_generations, lanes, room=room)
     steps = shared_steps(policy, model, caches, lengths, num_generations, room=room)
     return logits_pv, [(steps, places, lane_stream(0))]
+
+
+def _prefilled_with_images(
+    policy: Policy,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None],
+    num_generations: int,
+) -> tuple[mx.array, list[LaneSteps]]:
+    """`_prefilled` of prompts with images, over one copy of each."""
+    some = images if any(each is not None for each in images) else None
+    logits_pv, caches = prefill_once(policy, model, prompts, some)
+    shifts = [0 if each is None else each.shift for each in images]
+    forked = fork(caches, [len(prompt) for prompt in prompts], num_generations, shifts)
+    places = list(range(len(prompts) * num_generations))
+    return logits_pv, [(CacheSteps(model, forked, keep_prefix_rows), places, lane_stream(0))]
+
+
+def _check_images(
+    policy: Policy, images: Sequence[PromptImages | None], prompts: int, replies: Replies | None
+) -> None:
+    if len(images) != prompts:
+        raise ValueError(f"images has {len(images)} entries: wanted {prompts}, one a prompt")
+    if replies is not None:
+        raise ValueError("images and replies do not go together: wanted one of them")
+    if not takes_prompt_images(policy):
+        raise ValueError(
+            "this policy takes no images: wanted a module with `use_multimodal_rope`, whose completions can "
+            "be decoded over one copy of their prompt"
+        )
+
+
+def takes_prompt_images(policy: Policy) -> bool:
+    """Whether `generate` takes images: the model rotates by three positions, and shares prefixes."""
+    return policy.shares_prefix and takes_images(policy.module)
 
 
 def _extendable(

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.images import PromptImages, image_rows
 from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.images import PositionedCache, forward_with_images
 from grpo_fn.policy.kv_caches import Caches
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of
@@ -41,18 +43,31 @@ def prefill(
 
 
 def prefill_once(
-    policy: Policy, model: nn.Module, prompts: Sequence[Sequence[int]]
+    policy: Policy,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None] | None = None,
 ) -> tuple[mx.array, Caches]:
-    """`prefill` of prompts whole, padded on the right: logits [P,V], and plain caches of P rows."""
+    """`prefill` of prompts whole, padded on the right: logits [P,V], and plain caches of P rows.
+
+    `images` are those of each prompt; None: no prompt has any.
+    """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     # What pads a prompt on its right comes after all that it holds: nothing looks at it.
     tokens_pl = mx.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], mx.int32)
     caches = cache_rows.plain_caches(model)
     backbone = policy.split.backbone(model)
+    rows = None if images is None else image_rows(images, lengths, longest)
     hidden = []
     for start in range(0, longest, PREFILL_TOKENS):
-        hidden.append(backbone(tokens_pl[:, start : start + PREFILL_TOKENS], cache=caches))
+        part_pl = tokens_pl[:, start : start + PREFILL_TOKENS]
+        if rows is None:
+            hidden.append(backbone(part_pl, cache=caches))
+        else:
+            part = rows.columns(start, start + PREFILL_TOKENS)
+            positioned = [PositionedCache(cache, part.positions_r3l) for cache in caches]
+            hidden.append(forward_with_images(backbone, part_pl, part, positioned))
         mx.eval(hidden[-1], list(arrays_of(cache_rows.arrays(caches))))
     last_pd = mx.concatenate(hidden, axis=1)[mx.arange(len(prompts)), mx.array(lengths) - 1]
     return policy.split.logits(model, last_pd), caches

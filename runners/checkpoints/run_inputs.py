@@ -43,6 +43,8 @@ def run_inputs(
             found[what] = digest(file)
     stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
     found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
+    if config.data.image:
+        found["the images of data.image"] = _images_digest(examples)
     if loaded.base_digest:
         found["the weights of the base model"] = loaded.base_digest
     return found
@@ -112,6 +114,14 @@ def _column_digest(examples: Sequence[Example], name: str) -> str:
     for example in examples:
         whole.update(_spelled(example.columns[name]).encode("utf-8", "backslashreplace"))
         whole.update(b"\n")
+    return whole.hexdigest()
+
+
+def _images_digest(examples: Sequence[Example]) -> str:
+    """Of the images' names and sizes in bytes: to read them all would take long."""
+    whole = hashlib.sha256()
+    for example in examples:
+        whole.update(repr([(image.name, image.size) for image in example.images]).encode())
     return whole.hexdigest()
 
 

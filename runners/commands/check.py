@@ -74,6 +74,8 @@ def _show(checked: RewardCheck) -> None:
     echo("first prompt")
     for line in checked.prompt.rstrip("\n").split("\n"):
         echo(f"  | {line}")
+    for name, tokens in checked.images:
+        echo(f"  image {name}: {tokens} tokens")
     if checked.rewards:
         _show_rewards(checked)
     for name, exchange in checked.exchanges:

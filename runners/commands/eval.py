@@ -198,6 +198,8 @@ def _measure_all(
             loader=values["loader"] or config.model.loader,
             folders=config.folders,
             trust_remote_code=values["trust_remote_code"],
+            images=bool(config.data.image),
+            image_max_pixels=config.data.image_max_pixels,
         )
         for notice in loaded.notices:
             echo(notice, err=True)

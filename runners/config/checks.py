@@ -48,6 +48,7 @@ def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     _sharding(built, found)
     _conditions(built, found)
     _environment(built, found)
+    _images(built, found)
     if built["env"] is not None:
         result["env"] = _env(built["env"], found)
     return result
@@ -85,6 +86,11 @@ def _data(data: DataConfig, found: Settings) -> DataConfig:
         data = attrs.evolve(
             data, transform=_function(data.transform, "data.transform", FUNCTION_FORMS, found)
         )
+    if data.image_folder:
+        folder = _existing(data.image_folder, found)
+        if folder is None or not os.path.isdir(folder):
+            _problem(found, "data.image_folder", f"no such folder: {show(data.image_folder)}")
+        data = attrs.evolve(data, image_folder=folder or data.image_folder)
     if data.source in SHIPPED:
         return data
     path = _existing(data.source, found)
@@ -238,6 +244,33 @@ def _environment(built: dict[str, Any], found: Settings) -> None:
     if reward and not reward.functions and (env is None or not env.factory):
         want = "at least one entry, or an env.factory whose class has get_reward"
         _problem(found, "reward.functions", f"found [], want {want}")
+
+
+def _images(built: dict[str, Any], found: Settings) -> None:
+    """What prompts with images cannot be together with."""
+    data = built["data"]
+    if data is None or not data.image:
+        for key, off in (("image_max_pixels", 0), ("image_folder", "")):
+            value = off if data is None else getattr(data, key)
+            if value != off:
+                want = f"{show(off)}, or the column of images in data.image"
+                _problem(found, f"data.{key}", f"found {show(value)}, want {want}")
+        return
+    others = {
+        "model.loader": lambda model: (model.loader, ""),
+        "env.factory": lambda env: (env.factory, ""),
+        "env.tools": lambda env: (list(env.tools), []),
+        "loss.router_aux_coef": lambda loss: (loss.router_aux_coef, 0.0),
+    }
+    for key, read in others.items():
+        section = built[key.partition(".")[0]]
+        value, want = (None, None) if section is None else read(section)
+        if value != want:
+            _problem(found, key, f"found {show(value)} with data.image, want {show(want)}")
+    rollout = built["rollout"]
+    if rollout and rollout.quantization == "auto":
+        want = '"none" or a mode: samplers are measured on text'
+        _problem(found, "rollout.quantization", f'found "auto" with data.image, want {want}')
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

@@ -120,6 +120,9 @@ class DataConfig:
     question: str = field(default="question", validator=rules.text())
     answer: str = "answer"  # empty: rows have none, and an environment rewards
     prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
+    image: str = ""  # the column of images, paths beside the data or bytes; empty: none
+    image_folder: str = ""  # that paths of images are relative to, and lie in; empty: the data's
+    image_max_pixels: int = field(default=0, validator=rules.at_least(0))  # scaled down to; 0: the model's
     system_prompt: str = SYSTEM_PROMPT
     nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
     chat_template_kwargs: dict[str, bool | int | float | str] = field(

@@ -17,9 +17,11 @@ from runners.data.prompts import (
     reward_columns,
 )
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
+from runners.data.row_images import image_folder, with_image_bytes
 from runners.data.transforms import Transform, custom_transform, transformed
 from runners.errors import UserError, did_you_mean, error_line, listed, show
 from runners.files.hub import hub_or_cache
+from runners.images.image_files import image_fault
 from runners.quickstart import DATA
 
 __all__ = [
@@ -127,7 +129,8 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
 
     def read(split: str, key: str) -> Rows:
         if not is_local:
-            return _usable(_hub_rows(config, split, key), config, f"{config.source} ({split})", transform)
+            rows = _hub_rows(config, split, key)
+            return _usable(rows, config, f"{config.source} ({split})", transform)
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
         return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)
@@ -146,7 +149,7 @@ def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
     name = config.name or _HUB_CONFIGS.get(config.source)
     try:
         with hub_or_cache():
-            found = datasets.load_dataset(config.source, name, split=split)
+            found = with_image_bytes(datasets.load_dataset(config.source, name, split=split), config.image)
         place = f"{config.source} ({split}), row"
         return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
     except Exception as error:  # of the Hub, the network, the disk or the format: each is the user's to see
@@ -191,7 +194,7 @@ def _usable(
 def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
     found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
-    for key, field in (asked, ("answer", config.answer)):
+    for key, field in (asked, ("answer", config.answer), ("image", config.image)):
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
@@ -215,6 +218,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     gold = gold_answer(answer) if config.answer else ""
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"
+    if config.image and (fault := image_fault(row.get(config.image), image_folder(config))):
+        return f"{config.image} {fault}"
     try:
         f"{question}{gold}".encode()
     except UnicodeEncodeError as error:

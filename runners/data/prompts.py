@@ -8,7 +8,10 @@ from typing import Any
 import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
+from runners.data.row_images import row_images, with_image_parts
 from runners.errors import UserError, error_line, show
+from runners.images.image_files import ImageFile
+from runners.images.processor import ImageProcessor
 from runners.tokenization.chat_format import described_tools, merge_system, plain_text
 from runners.tokenization.text import encode
 
@@ -26,9 +29,10 @@ class Example:
 
     messages: tuple[Message, ...]  # what rewards get as its prompt; without the nudge
     text: str  # the rendered prompt, the nudge at its end
-    tokens: tuple[int, ...]  # of the text
+    tokens: tuple[int, ...]  # of the text; of an image as many as it has cells
     answer: str  # the gold answer; empty where the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
+    images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
 
 
 def build_examples(
@@ -36,11 +40,12 @@ def build_examples(
     config: DataConfig,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
+    processor: ImageProcessor | None = None,
 ) -> tuple[list[Example], int]:
     """The examples of usable rows in their order, and how many are left out as over max_prompt_length tokens.
 
-    An empty system prompt makes no system message. Every example has the columns of `reward_columns`, None
-    where its row has none.
+    An empty system prompt makes no system message. `processor` is wanted where `data.image` names a column.
+    Every example has the columns of `reward_columns`, None where its row has none.
 
     Raises UserError where the chat template fails, a row has no answer, or every prompt is too long.
     """
@@ -48,6 +53,9 @@ def build_examples(
     lengths: list[int] = []
     dropped = 0
     columns = reward_columns(rows, with_answer=bool(config.answer))
+    if config.image and processor is None:
+        raise UserError("data.image names a column, but this command shows no images to the model")
+    template = {} if processor is None or not processor.template else {"chat_template": processor.template}
     for row in rows:
         gold = gold_answer(row[config.answer]) if config.answer else ""
         if gold is None:
@@ -57,18 +65,21 @@ def build_examples(
         if characters > _LONGEST_TOKEN * config.max_prompt_length:
             dropped += 1  # to count its tokens would take long
             continue
+        images = row_images(row, config)
         text, tokens = render(
             tokenizer,
-            messages,
+            with_image_parts(messages, len(images)) if images else messages,
             config.nudge,
             tools=tools,
-            template_kwargs=config.chat_template_kwargs,
+            template_kwargs={**config.chat_template_kwargs, **template},
         )
+        if processor is not None:
+            tokens = processor.expanded(tokens, images)
         lengths.append(len(tokens))
         if len(tokens) <= config.max_prompt_length:
             values = {column: row.get(field) for column, field in columns.items()}
             answers = {"answer": gold} if config.answer else {}
-            examples.append(Example(messages, text, tokens, gold, {**values, **answers}))
+            examples.append(Example(messages, text, tokens, gold, {**values, **answers}, images))
     if dropped and not lengths:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but each of {dropped} prompts has over "
@@ -163,7 +174,7 @@ def render(
 
     `tools` are schemas, which the template gets as `tools`; a template that does not show them, and a
     tokenizer without one, gets them as words in the system prompt. `template_kwargs` are further arguments of
-    the template, such as `enable_thinking`.
+    the template, such as `enable_thinking`; with `chat_template` another template is used.
 
     With a chat template the text is the template's, and so are its special tokens. A template that refuses or
     drops the system role gets the system prompt at the head of the first user message instead. Without a
@@ -174,7 +185,7 @@ def render(
     add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
     them, and as `runners.tokenization.text.encode` does.
     """
-    if not has_template(tokenizer):
+    if not has_template(tokenizer) and "chat_template" not in template_kwargs:
         text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
         return text, _with_bos(tokenizer, text)
     text = _conversation(tokenizer, messages, tools, template_kwargs)

@@ -16,6 +16,7 @@ from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.environments.environments import Environments
 from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
+from runners.images.tower import VisionPart
 from runners.inference.episodes import Drawing, play_episodes
 from runners.inference.generation import DEFAULT_ROWS
 from runners.inference.tool_conversation import own_rewards
@@ -64,11 +65,12 @@ def evaluate(
     launch: str = "eval",
     progress: Callable[[int, int], None] | None = None,
     environments: Environments | None = None,
+    vision: VisionPart | None = None,
 ) -> EvalResult:
     """Greedy completions of all examples, compared with the gold answers: numbers as numbers, else as texts.
 
     `launch` is as in a config, once that is settled. With `environments` each problem is a conversation, and
-    the model's last turn is compared.
+    the model's last turn is compared. `vision` makes the features of images, where prompts have some.
     `progress(done, total)` is called after each batch of problems.
     """
     started = time.perf_counter()
@@ -97,6 +99,7 @@ def evaluate(
                 eos_ids=eos_ids,
                 find_stop=find_stop,
                 decoding=drawing.decoding,
+                images=vision.see(part) if vision else None,
             )
             texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
             if progress is not None:

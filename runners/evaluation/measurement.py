@@ -89,7 +89,8 @@ def choose_problems(
     """The problems by their rows' numbers, the same `eval.samples` that training takes; and how many prompts
     are over `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
-    examples, _ = build_examples(rows, unlimited, model.tokenizer, tools)
+    processor = model.vision.processor if model.vision else None
+    examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
     fitting = [
         (i, each) for i, each in enumerate(examples) if len(each.tokens) <= config.data.max_prompt_length
     ]
@@ -136,6 +137,7 @@ def measure_model(
             num_generations=num,
             find_stop=decoder.find_stop(config.rollout.stop),
             max_batch=plan.max_batch or config.rollout.max_batch,
+            shown=examples,
         ):
             done.append(group)
             progress(what, len(done), len(examples))
@@ -170,6 +172,7 @@ def measure_model(
                         "problem": index,
                         "sample": n,
                         "prompt": example.text,
+                        **({"images": [image.name for image in example.images]} if example.images else {}),
                         "answer": example.answer,
                         "completion": texts[p][n],
                         "extracted": extract_answer(texts[p][n]),

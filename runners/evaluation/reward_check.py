@@ -16,6 +16,7 @@ import numpy as np
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
+from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tools import check_names
 from runners.errors import UserError
@@ -53,6 +54,7 @@ class RewardCheck:
     warnings: tuple[str, ...]
     exchanges: tuple[tuple[str, Exchange], ...] = ()  # what each judge was asked first, and said
     rehearsal: Rehearsal | None = None  # an episode, where there are tools
+    images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens that each takes
 
 
 def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
@@ -79,7 +81,9 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     for judge in judges.values():
         judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
-    tokenizer = load_tokenizer(path, read_json(path / "config.json"), config.model.trust_remote_code)
+    stated = read_json(path / "config.json")
+    tokenizer = load_tokenizer(path, stated, config.model.trust_remote_code)
+    processor = processor_of(config.data, path, stated)
     ends = tuple(sorted(tokenizer.eos_token_ids))
     environments = build_environments(
         config.env, config.data, tokenizer, TextDecoder(tokenizer), ends, config.folders
@@ -89,7 +93,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
     tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
-        build_examples(part, config.data, tokenizer, tools) for part in rows
+        build_examples(part, config.data, tokenizer, tools, processor) for part in rows
     )
     kinds, values_kan, faults = _score(config, rewards, train[:problems], form, tokenizer)
     rehearsal = None
@@ -120,6 +124,9 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
         rehearsal=rehearsal,
+        images=tuple((image.name, processor.count_tokens(image)) for image in train[0].images)
+        if processor
+        else (),
         exchanges=tuple(
             (name, exchange)
             for name, judge in judges.items()

@@ -16,6 +16,7 @@ from grpo_fn.prng import GENERATION, completion_keys, stream_key
 from grpo_fn.rollout import FindStop, draw_words, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.errors import UserError, gigabytes
+from runners.images.tower import HasImages
 from runners.inference.inference_model import InferenceModel
 from runners.machine.launch_modes import launch_keywords
 from runners.tokenization.text import TextDecoder
@@ -224,12 +225,13 @@ def generate_batches(
     max_batch: int = 0,
     stopped: Callable[[], bool] = lambda: False,
     speed: Speed | None = None,
+    shown: Sequence[HasImages] | None = None,
 ) -> Iterator[list[Completion]]:
     """Each prompt's completions in the prompts' order, as their batch is done.
 
     A completion depends on the seed, its prompt's and its own number, and the model: not on `max_batch`, the
     number of completions decoded together (0: 256). Once `stopped()` says so, those under way end where they
-    are, and no others follow.
+    are, and no others follow. `shown` are the prompts with their images, where the model has a vision part.
     """
 
     def end(tokens: Tokens, start: int) -> int | None:
@@ -263,6 +265,7 @@ def generate_batches(
             find_stop=end,
             prompt_numbers=range(start, start + len(part)),
             decoding=decoding,
+            images=model.vision.see(shown[start : start + together]) if shown and model.vision else None,
         )
         found = rollout.completions()
         if speed is not None:

@@ -13,6 +13,9 @@ import mlx.nn as nn
 import grpo_fn as g
 from runners.checkpoints.run_folder import model_of_run
 from runners.errors import UserError
+from runners.files.json_files import read_json
+from runners.images.families import check_family
+from runners.images.tower import VisionPart, prepare_vision
 from runners.machine.launch_modes import launch_modes
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, check_experts, choose_dtype
@@ -39,6 +42,7 @@ class InferenceModel:
     launch: str  # of decoding steps, as `rollout.launch` in a config
     prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
     notices: tuple[str, ...]
+    vision: VisionPart | None = None  # what it sees with, where it was asked for
 
 
 def load_inference(
@@ -51,6 +55,8 @@ def load_inference(
     folders: Sequence[Path] = (),
     trust_remote_code: bool = False,
     with_prompt: bool = False,
+    images: bool = False,
+    image_max_pixels: int = 0,
 ) -> InferenceModel:
     """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
 
@@ -64,13 +70,17 @@ def load_inference(
         folders: where that is looked for.
         trust_remote_code: run code that comes with the model.
         with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
+        images: whether prompts may have some, which are scaled down to `image_max_pixels` (0: as the model's
+            processor says).
 
-    Raises UserError: as `load_model` does, and where adapters are missing or do not fit the model.
+    Raises UserError as `load_model` does, and where adapters are missing or do not fit the model.
     """
     notes: list[str] = []
     function = custom_loader(loader, folders, "--loader")
     path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
     prompt = _prompt(path, adapters) if with_prompt else None
+    if images:
+        check_family(read_json(path / "config.json"), path)  # before minutes of reading
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         notices += read_adapters(module, adapters, path)
@@ -80,6 +90,7 @@ def load_inference(
     check_experts(module, compute_dtype, platform, "dtype")
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy looks at what the model can do
+    vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     policy = g.Policy.for_inference(module)
     mx.eval(module.parameters())
     return InferenceModel(
@@ -92,6 +103,7 @@ def load_inference(
         launch=launch_modes(platform)[0],
         prompt=prompt,
         notices=(*notes, *notices),
+        vision=vision,
     )
 
 

@@ -106,19 +106,20 @@ def stream_images(
     Pieces, then the whole Completion, as `runners.inference.generation.stream` gives them. Raises UserError
     for a file that is no image, and where the model refuses the prompt.
     """
-    from mlx_vlm import stream_generate  # pyright: ignore[reportMissingImports]
+    import mlx_vlm  # pyright: ignore[reportMissingImports]
     from mlx_vlm.prompt_utils import apply_chat_template  # pyright: ignore[reportMissingImports]
 
     for image in images:
         _check_image(image)
     penalized = sampling.repetition_penalty != 1
     try:
-        prompt = apply_chat_template(
+        prompt: Any = apply_chat_template(
             model.processor, model.module.config, list(messages), num_images=len(images), **template_kwargs
         )
     except _REFUSALS as error:
         raise UserError(f"the prompt does not fit the model's chat template: {_line(error)}") from error
-    responses = stream_generate(
+    generate: Any = mlx_vlm.stream_generate  # pyright: ignore[reportPrivateImportUsage]
+    responses = generate(
         model.module,
         model.processor,
         prompt + nudge,

@@ -22,6 +22,7 @@ class Weights:
     compute: int  # bytes of a number in the computation
     moment: int = FLOAT  # bytes of a number in one of the optimizer's two moments
     frozen: int = 0  # bytes of what does not train, as it is held
+    vision: int = 0  # bytes of a vision tower, which does not train either
     rollout: int = 0  # bytes of a sampler that has weights of its own (quantized, or lagging behind)
     reference: int = 0  # bytes of a reference (beta > 0)
     embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
@@ -112,6 +113,7 @@ def phases(
     held = {
         "weights": weights.masters,
         "frozen weights": weights.frozen,
+        "vision tower": weights.vision,
         "moments": weights.moments,
         "reference weights": weights.reference,
     }
@@ -147,7 +149,8 @@ def phases(
 
 def floor(weights: Weights) -> int:
     """Bytes without which no run takes a step: weights, moments and one set of gradients."""
-    return weights.masters + weights.moments + weights.frozen + weights.gradients + weights.reference
+    trained = weights.masters + weights.moments + weights.gradients
+    return trained + weights.frozen + weights.vision + weights.reference
 
 
 def _copy(weights: Weights, sampling: SampledRows) -> int:

@@ -14,6 +14,7 @@ from runners.config.loading import Config
 from runners.config.sections import SHIPPED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
+from runners.data.row_images import processor_of
 from runners.files.json_files import read_json
 from runners.inference.generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
@@ -249,5 +250,6 @@ def longest_prompt(config: Config) -> int | None:
     stated = read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder, stated, config.model.trust_remote_code)
     train, _ = load_rows(config.data, config.folders)
-    examples, _ = build_examples(train, config.data, tokenizer)
+    processor = processor_of(config.data, folder, stated)
+    examples, _ = build_examples(train, config.data, tokenizer, processor=processor)
     return max(len(example.tokens) for example in examples)

@@ -31,6 +31,7 @@ from runners.config.loading import Config
 from runners.config.sections import SHIPPED, ModelConfig
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
+from runners.images.tower import tower_bytes
 from runners.machine.launch_modes import launch_modes
 from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
@@ -74,11 +75,12 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
     wish = config.rollout.launch
-    shares = sharing_pays() and shares_prefix(module)
+    # Prompts with images are always kept once.
+    shares = (sharing_pays() or bool(config.data.image)) and shares_prefix(module)
     split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
     lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute)
-    lanes = lanes and not packing and not config.env.answers
+    lanes = lanes and not packing and not config.env.answers and not config.data.image
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -87,6 +89,7 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
             compute=compute.size,
             moment=getattr(mx, config.optim.moments).size,
             frozen=sum(_held(leaf, compute) for leaf in frozen.values()),
+            vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),

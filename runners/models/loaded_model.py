@@ -13,6 +13,9 @@ import mlx.nn as nn
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
+from runners.files.json_files import read_json
+from runners.images.families import check_family, has_vision
+from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
@@ -46,6 +49,7 @@ class LoadedModel:
     notices: tuple[str, ...] = ()
     base_digest: str = ""  # of the weights under adapters; "" where tune is "full"
     custom_loader: bool = False  # whether a function of the user's own opened the folder
+    vision: VisionPart | None = None  # what it sees with, where prompts have images
 
     @property
     def quantized(self) -> bool:
@@ -54,25 +58,43 @@ class LoadedModel:
 
 
 def load_model(
-    settings: ModelConfig, platform: Platform, *, seed: int = 0, folders: Sequence[Path] = ()
+    settings: ModelConfig,
+    platform: Platform,
+    *,
+    seed: int = 0,
+    folders: Sequence[Path] = (),
+    images: bool = False,
+    image_max_pixels: int = 0,
 ) -> LoadedModel:
     """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first values.
 
-    `folders` is where a `loader` is looked for, as `resolve_function` does.
+    `folders` is where a `loader` is looked for, as `resolve_function` does. With `images` its prompts may
+    have some, which are scaled down to `image_max_pixels` (0: as the model's processor says).
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
     not finite, the tokenizer's vocabulary exceeds the embedding, `tune = "full"` meets packed weights, a
-    mixture of experts 16 bits on a CPU, `lora.keys` or `lora.layers` name what the model does not have.
+    mixture of experts 16 bits on a CPU, `lora.keys` or `lora.layers` name what the model does not have; with
+    `images`, as `load_vision_part` does.
     """
     from mlx_lm.utils import get_total_parameters
 
     loader = custom_loader(settings.loader, folders)
     path = resolve_model(settings.path, custom_loader=loader is not None)
+    if images:
+        check_family(read_json(path / "config.json"), path)  # before minutes of reading
     module, config, tokenizer, notices = read_model(path, settings.trust_remote_code, loader)
     source_dtypes = {name: leaf.dtype for name, leaf in named_leaves(module.parameters()).items()}
     source_dtype = main_dtype(module)
     compute_dtype = choose_dtype(settings.dtype, platform, module)
     num_parameters = get_total_parameters(module)
+    vision = None
+    if images:
+        vision = prepare_vision(module, path, compute_dtype, image_max_pixels)
+    elif loader is None and has_vision(config):
+        notices += (
+            f"{path}: the model sees, but only its language part is trained and saved, on text; data.image "
+            "names the column of images",
+        )
 
     adapter, digest = None, ""
     if settings.tune != "full":
@@ -107,4 +129,5 @@ def load_model(
         notices=notices,
         base_digest=digest,
         custom_loader=loader is not None,
+        vision=vision,
     )

@@ -18,6 +18,7 @@ from mlx.utils import tree_unflatten
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder, save_arrays
 from runners.files.json_files import read_json
+from runners.images.families import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
@@ -55,6 +56,7 @@ def save_model(
 ) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
 
+    A model that sees keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm passes over it.
     With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
     beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
     unquantized, since rounding them to few bits again would undo much of a small update.
@@ -71,7 +73,12 @@ def save_model(
                 config.pop("quantization_config", None)
                 config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
         weights = {name: _as_source(name, array, loaded) for name, array in weights.items()}
+        if loaded.vision is not None:
+            weights |= loaded.vision.weights()
         save_arrays(temporary / "model.safetensors", weights, _MLX)
+        if loaded.vision is not None:  # else mlx-vlm would read the adapters' file as well
+            _write_index(temporary, weights)
+            config = with_text_keys(config, loaded.path)
         _write_companions(temporary, config, loaded)
         if prompt is not None:
             write_prompt(temporary, prompt)  # in place of the source model's own, which was copied
@@ -125,6 +132,14 @@ def _base(loaded: LoadedModel) -> str:
 def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
     _write_json(folder / "config.json", config)
     copy_companions(loaded.path, folder)
+
+
+def _write_index(folder: Path, weights: dict[str, mx.array]) -> None:
+    size = sum(array.nbytes for array in weights.values())
+    places = dict.fromkeys(sorted(weights), "model.safetensors")
+    _write_json(
+        folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places}
+    )
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -288,6 +288,7 @@ class Loop:
             max_batch=config.rollout.max_batch,
             launch=config.rollout.launch,
             environments=self.run.environments,
+            vision=self.run.loaded.vision,
         )
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.images import ImageRows
 from grpo_fn.learner import Shape
 from runners.config import rules
 from runners.telemetry.run_statistics import Tally
@@ -47,7 +48,9 @@ class LoopState:
         """The other fields, as dicts, lists, arrays and integers."""
         return {
             "tallies": [_tally_tree(tally) for tally in self.tallies],
-            "waiting": [[[_fields(piece) for piece in pieces] for pieces in parts] for parts in self.waiting],
+            "waiting": [
+                [[_piece_tree(piece) for piece in pieces] for pieces in parts] for parts in self.waiting
+            ],
             "stats": [stats._asdict() for stats in self.stats],
             "shapes": [list(shape) for shape in sorted(self.shapes)],
         }
@@ -62,7 +65,7 @@ class LoopState:
             **{name: _structured(name, plain[name], kind) for name, kind in kinds.items()},
             tallies=[_tally_of(tree) for tree in trees["tallies"]],
             waiting=[
-                [[g.Batch(**piece) for piece in pieces] for pieces in parts] for parts in trees["waiting"]
+                [[_piece_of(piece) for piece in pieces] for pieces in parts] for parts in trees["waiting"]
             ],
             # Before `num_ratios` was saved, the clip shares were always of tokens.
             stats=[g.LossStats(**{"num_ratios": stats["num_tokens"], **stats}) for stats in trees["stats"]],
@@ -88,6 +91,16 @@ def _structured(name: str, value: Any, kind: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
+
+
+def _piece_tree(piece: g.Batch) -> dict[str, Any]:
+    fields = _fields(piece)
+    return fields if piece.images is None else {**fields, "images": _fields(piece.images)}
+
+
+def _piece_of(tree: Mapping[str, Any]) -> g.Batch:
+    images = tree.get("images")
+    return g.Batch(**{**tree, "images": None if images is None else ImageRows(**images)})
 
 
 def _tally_tree(tally: Tally) -> dict[str, Any]:

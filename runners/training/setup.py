@@ -95,6 +95,10 @@ def build_run(
     Raises UserError or ConfigError, in one line, for whatever is wrong.
     """
     ranks = ranks or Ranks()
+    if config.data.image and not ranks.alone:
+        raise UserError(
+            f"{config.where('data.image')}: prompts with images are trained on one rank, found {ranks.count}"
+        )
     spec = config.loss_spec()
     functions, weights = config.reward.functions, config.reward.weights
     rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
@@ -106,7 +110,14 @@ def build_run(
     with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
         say(f"loading the model {config.model.path}")
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-        loaded = load_model(config.model, platform, seed=config.run.seed, folders=config.folders)
+        loaded = load_model(
+            config.model,
+            platform,
+            seed=config.run.seed,
+            folders=config.folders,
+            images=bool(config.data.image),
+            image_max_pixels=config.data.image_max_pixels,
+        )
         say("compiling GPU programs")
         uncompiled = programs.wait()
     decoder = TextDecoder(loaded.tokenizer)
@@ -132,6 +143,11 @@ def build_run(
         config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
+    if loaded.vision is not None and not learner.role.policy.shares_prefix:
+        raise UserError(
+            f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
+            "which gives other numbers with this model here"
+        )
     state = learner.state
     assert state is not None
     choice: tuple[str, ...] = ()
@@ -161,6 +177,7 @@ def build_run(
         memory_key=expected.key,
         notices=(
             *data.notices,
+            *_image_notices(config, data.train),
             *loaded.notices,
             *uncompiled,
             *learner.notices,
@@ -170,6 +187,16 @@ def build_run(
         ),
         trial=trial,
         ranks=ranks,
+    )
+
+
+def _image_notices(config: Config, examples: Sequence[Example]) -> tuple[str, ...]:
+    if not config.data.image:
+        return ()
+    seen = sum(bool(example.images) for example in examples)
+    return (
+        f"{seen:,} of {len(examples):,} prompts to train on have images: completions are decoded over one "
+        "copy of their prompt, without row lanes and compiled steps",
     )
 
 
@@ -185,7 +212,8 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
     vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
     for name, part in zip(("train", "eval"), rows, strict=True):
         schemas = environments.schemas if environments else ()
-        examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas)
+        processor = loaded.vision.processor if loaded.vision else None
+        examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
         try:
             check_token_ids([example.tokens for example in examples], vocabulary)
         except ValueError as error:
@@ -216,11 +244,14 @@ def _collector(
         **launch_keywords(rollout.launch),
     )
 
+    vision = loaded.vision
     role = learner.role  # the learner itself would keep its first state alive
 
     def generate(
         params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
     ) -> g.Rollout:
+        images = vision.see(examples) if vision else None
+
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
             if not examples:
                 return empty_rollout(rollout.num_generations, with_entropy=sampler.with_entropy)
@@ -236,6 +267,7 @@ def _collector(
                 find_stop=find_stop,
                 prompt_numbers=numbers,
                 decoding=decoding,
+                images=images,
             )
 
         return role.draw(sample, params)

@@ -36,7 +36,7 @@ class Workload:
     num_generations: int
     max_new_tokens: int
     sampler: g.Sampler
-    converses: bool = False  # turns are answered: all rows are decoded in one lane
+    converses: bool = False  # turns are answered, or prompts have images: all rows are decoded in one lane
 
     @classmethod
     def of(cls, config: Config, policy: g.Policy, params: Tree, examples: Sequence[Example]) -> Workload:
@@ -49,7 +49,7 @@ class Workload:
             num_generations=config.rollout.num_generations,
             max_new_tokens=config.rollout.max_new_tokens,
             sampler=sampler_of(config),
-            converses=config.env.answers,
+            converses=config.env.answers or bool(config.data.image),
         )
 
     @property

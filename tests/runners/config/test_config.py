@@ -162,7 +162,7 @@ def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
 def test_the_presets_are_the_shipped_files():
     """The names that the command line knows, quickstart among them."""
     names = "quickstart smoke_test ultra_light medium prod nanochat_grpo nanochat_d32 lora qlora dapo gspo"
-    assert {*names.split(), "quickstart_tools", "gsm8k_qwen"} == set(preset_names())
+    assert {*names.split(), "quickstart_tools", "gsm8k_qwen", "vision"} == set(preset_names())
 
 
 @given(

@@ -17,6 +17,8 @@ from runners.training.train import run_training
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
+from tests.support.vision_models import make_vision_folder, needs_mlx_vlm
+from tests.support.vision_runs import write_vision_data
 
 QWEN = {
     "model_type": "qwen2",
@@ -39,6 +41,10 @@ SHAPES = {  # config.json of each model that a preset names, as far as sizes dep
     | dict(zip(KEYS, (3584, 28, 28, 18944), strict=True))
     | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
     | PACKED,
+    "Qwen/Qwen2-VL-2B-Instruct": QWEN
+    | dict(zip(KEYS, (1536, 28, 12, 8960), strict=True))
+    | {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    | {"vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16}},
     "nanochat-d20": NANOCHAT
     | dict(zip(KEYS, (1280, 20, 10, 5120), strict=True))
     | {"num_key_value_heads": 10},
@@ -68,7 +74,15 @@ def letters(completions, **_):
 """
 
 
-@pytest.mark.parametrize("name", preset_names())
+NAMES = [
+    pytest.param(name, marks=[needs_mlx_vlm, pytest.mark.filterwarnings("ignore")])
+    if name == "vision"
+    else name
+    for name in preset_names()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatch):
     """The forecast for its model's shape, full prompts and completions, in tenths of a GB rounded up."""
     monkeypatch.chdir(tmp_path)
@@ -98,11 +112,14 @@ def model_of(name, config, folder):
     shape = SHAPES[path]
     if shape["model_type"] == "nanochat":
         return str(make_nanochat_folder(folder / path, width=64))
+    if shape["model_type"] == "qwen2_vl":
+        write_vision_data(folder)
+        return str(make_vision_folder(folder / "model"))
     packed = {"group_size": 32, "bits": 4} if "quantization" in shape else None
     return str(make_model_folder(folder / "model", shape["model_type"], quantize=packed))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_preset_runs_for_a_step(name, tmp_path, monkeypatch):
     """With its own loss, roles, adapters, minibatches; every update has a gradient; final/ is there."""
     monkeypatch.chdir(tmp_path)
@@ -110,7 +127,8 @@ def test_a_preset_runs_for_a_step(name, tmp_path, monkeypatch):
     config = load_config(name)
     model = model_of(name, config, tmp_path)
     accumulation = f"optim.gradient_accumulation_steps={min(config.optim.gradient_accumulation_steps, 2)}"
-    config = load_config(name, [*SMALL, accumulation, f"model.path={model}"])
+    own = ["data.source=train.jsonl", "data.eval_split=train"] if config.data.image else []
+    config = load_config(name, [*SMALL, accumulation, f"model.path={model}", *own])
     result = run_training(config, report=Quiet())
     lines = map(json.loads, (result.folder / "training_log.jsonl").read_text().splitlines())
     updates = [line for line in lines if "loss" in line]

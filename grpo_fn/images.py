@@ -1,0 +1,172 @@
+"""Prompts with images: what stands in place of their image tokens, and the positions of their tokens.
+
+A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary embedding
+of such a model sees three positions a token: time, row and column. In text all three are the same.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+Grid = tuple[int, int, int]  # patches of an image: time, rows, columns
+
+
+@attrs.frozen(eq=False)
+class PromptImages:
+    """The images of one prompt, as its rollout and its gradient see them."""
+
+    features_fd: mx.array  # [F,D]: embeddings of the image tokens, in their order
+    places: tuple[int, ...]  # F: where in the prompt they stand, rising
+    positions: tuple[tuple[int, ...], ...]  # 3 × L: time, row and column of each token of the prompt
+
+    def __attrs_post_init__(self) -> None:
+        if self.features_fd.ndim != 2 or self.features_fd.shape[0] != len(self.places):
+            raise ValueError(
+                f"features_fd has shape {tuple(self.features_fd.shape)}: wanted [F,D] with F = "
+                f"{len(self.places)}, the image tokens of the prompt"
+            )
+        if len(self.positions) != 3 or len(set(map(len, self.positions))) != 1:
+            raise ValueError(
+                f"positions has rows of {[len(row) for row in self.positions]}: wanted three of one length"
+            )
+
+    @property
+    def shift(self) -> int:
+        """What is added to positions behind the prompt: an image takes fewer positions than tokens."""
+        return 1 + max(map(max, self.positions)) - len(self.positions[0])
+
+
+@attrs.frozen(eq=False)
+class ImageRows:
+    """Features and positions of R rows of L tokens; a tree of arrays."""
+
+    features_nd: mx.array  # [N,D]: of all rows' images; the last are zeros and stand nowhere
+    feature_rl: mx.array  # int32 [R,L]: the row of features at each token; −1: its own embedding
+    positions_r3l: mx.array  # int32 [R,3,L]
+    shift_r: mx.array  # int32 [R]: see `PromptImages.shift`
+
+    def rows(self, index: mx.array) -> "ImageRows":
+        """The rows of these numbers; the features stay."""
+        return attrs.evolve(
+            self,
+            feature_rl=self.feature_rl[index],
+            positions_r3l=self.positions_r3l[index],
+            shift_r=self.shift_r[index],
+        )
+
+    def columns(self, start: int, stop: int) -> "ImageRows":
+        """The tokens from `start` to before `stop` of each row."""
+        return attrs.evolve(
+            self,
+            feature_rl=self.feature_rl[:, start:stop],
+            positions_r3l=self.positions_r3l[:, :, start:stop],
+        )
+
+    def fitted(self, rows: int, length: int) -> "ImageRows":
+        """Cut and padded to so many rows and tokens; padding has no image."""
+        cut = self.columns(0, length)
+        more = rows - cut.shift_r.shape[0], length - cut.feature_rl.shape[1]
+        return attrs.evolve(
+            cut,
+            feature_rl=mx.pad(cut.feature_rl, [(0, more[0]), (0, more[1])], constant_values=mx.array(-1)),
+            positions_r3l=mx.pad(cut.positions_r3l, [(0, more[0]), (0, 0), (0, more[1])]),
+            shift_r=mx.pad(cut.shift_r, [(0, more[0])]),
+        )
+
+
+def image_rows(
+    images: Sequence[PromptImages | None], lengths: Sequence[int], length: int, *, repeat: int = 1
+) -> ImageRows:
+    """Rows of `length` tokens which begin with these prompts, each `repeat` times in a row.
+
+    Tokens behind a prompt are text. The number of features is rounded up, by at most an eighth, so that a
+    compiled step sees few shapes.
+
+    Args:
+        images: of each prompt; None: it has none.
+        lengths: tokens of each prompt.
+        length: tokens of a row, at least those of the longest prompt.
+        repeat: rows of each prompt.
+
+    Raises:
+        ValueError: no prompt has an image, or positions or places do not fit a prompt's length.
+    """
+    found = [each for each in images if each is not None]
+    if not found:
+        raise ValueError("wanted at least one prompt with images")
+    feature_pl, positions_p3l, shifts, count = [], [], [], 0
+    for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
+        feature, positions, shift = [-1] * length, [list(range(length))] * 3, 0
+        if each is not None:
+            shift = each.shift
+            if len(each.positions[0]) != size or (each.places and each.places[-1] >= size):
+                raise ValueError(
+                    f"prompt {number} has {size} tokens: its images have {len(each.positions[0])} positions, "
+                    f"and the last image token at {each.places[-1:] or None}"
+                )
+            behind = [place + shift for place in range(size, length)]
+            positions = [[*row, *behind] for row in each.positions]
+            for row, place in enumerate(each.places, count):
+                feature[place] = row
+            count += len(each.places)
+        feature_pl.append(feature)
+        positions_p3l.append(positions)
+        shifts.append(shift)
+    features = mx.concatenate([each.features_fd for each in found])
+    rows = ImageRows(
+        mx.pad(features, [(0, _rounded(count) - count), (0, 0)]),
+        mx.array(feature_pl, mx.int32),
+        mx.array(positions_p3l, mx.int32),
+        mx.array(shifts, mx.int32),
+    )
+    if repeat == 1:
+        return rows
+    return rows.rows(mx.repeat(mx.arange(len(lengths)), repeat))
+
+
+def multimodal_positions(
+    tokens: Sequence[int], image_token: int, grids: Sequence[Grid]
+) -> tuple[tuple[int, ...], ...]:
+    """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
+
+    Text counts on in all three. The tokens of an image have the time, row and column of their cell, from
+    where the text before them ended; the text behind goes on after the largest of these.
+
+    Args:
+        tokens: the prompt.
+        image_token: the id that stands for a cell of an image.
+        grids: cells of each image: time, rows, columns. Their product is the image's number of tokens.
+
+    Raises:
+        ValueError: the prompt has not as many image tokens in a row as its grids say.
+    """
+    found: tuple[list[int], ...] = ([], [], [])
+    place = following = 0
+    for grid in grids:
+        try:
+            start = tokens.index(image_token, place)
+        except ValueError:
+            raise ValueError(f"the prompt has image tokens for fewer than {len(grids)} images") from None
+        times, rows, columns = grid
+        end = start + times * rows * columns
+        if list(tokens[start:end]) != [image_token] * (end - start):
+            raise ValueError(f"an image of {grid} cells wants {end - start} image tokens in a row")
+        for positions in found:
+            positions.extend(range(following, following + start - place))
+        following += start - place
+        cells = [(t, r, c) for t in range(times) for r in range(rows) for c in range(columns)]
+        for axis, positions in enumerate(found):
+            positions.extend(following + cell[axis] for cell in cells)
+        following += max(grid)
+        place = end
+    if image_token in tokens[place:]:
+        raise ValueError(f"the prompt has more image tokens than its {len(grids)} images")
+    for positions in found:
+        positions.extend(range(following, following + len(tokens) - place))
+    return tuple(map(tuple, found))
+
+
+def _rounded(number: int) -> int:
+    step = 1 << max(number.bit_length() - 4, 0)
+    return -(-number // step) * step

@@ -1,0 +1,118 @@
+"""Images in a model's forward: features in place of embeddings, and rotations by three positions a token.
+
+Positions come in with the caches: a layer rotates by its cache's `offset`, which is a number or one for each
+row for text, and `Positions` here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.images import ImageRows
+from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.policy.patched_layers import RoPE
+
+
+@attrs.frozen(eq=False)
+class Positions:
+    """Time, row and column of each token, in place of an offset."""
+
+    positions_b3l: mx.array  # int32
+
+
+def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
+    """Let this model's layers rotate by `Positions`, where a cache has them; text is rotated as before.
+
+    Call it before `Policy.from_module`.
+
+    Args:
+        module: a model whose layers have a plain `mlx.nn.RoPE` as `self_attn.rope`.
+        sections: how many frequencies follow the time, the row and the column, from the highest one on.
+
+    Raises:
+        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another way.
+    """
+    for layer in cast("list[nn.Module]", module.layers):
+        rope = getattr(getattr(layer, "self_attn", None), "rope", None)
+        if not isinstance(rope, nn.RoPE) or rope.traditional or rope.scale != 1:
+            raise ValueError(f"its layers rotate by {type(rope).__name__}: wanted a plain mlx.nn.RoPE")
+        if len(sections) != 3 or 2 * sum(sections) != rope.dims:
+            raise ValueError(
+                f"mrope_section is {list(sections)}: wanted three numbers that add up to {rope.dims // 2}, "
+                "half a head's width"
+            )
+        rope.__class__ = _multimodal(tuple(sections))  # type: ignore[assignment]
+
+
+def takes_images(module: nn.Module) -> bool:
+    """Whether `use_multimodal_rope` was called for it."""
+    return any(hasattr(type(part), "sections") for part in module.modules())
+
+
+@functools.cache
+def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
+    axis_f = [axis for axis, count in enumerate(sections) for _ in range(count)]
+
+    class MultimodalRoPE(RoPE):
+        def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+            if not isinstance(offset, Positions):
+                return super().__call__(x, offset)
+            half = self.dims // 2
+            rate_f = mx.power(self.base, -mx.arange(half, dtype=mx.float32) / half)
+            position_bfl = offset.positions_b3l[:, mx.array(axis_f)]
+            angle_b1lf = (position_bfl.swapaxes(1, 2) * rate_f)[:, None]
+            cos, sin = mx.cos(angle_b1lf), mx.sin(angle_b1lf)
+            one, other = x[..., :half].astype(mx.float32), x[..., half:].astype(mx.float32)
+            turned = mx.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+            return turned.astype(x.dtype)
+
+    MultimodalRoPE.sections = sections  # type: ignore[attr-defined]
+    return MultimodalRoPE
+
+
+def forward_with_images(backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches) -> mx.array:
+    """Hidden states [B,L,D] of rows whose image tokens are replaced by the images' features.
+
+    `caches` have the rows' positions as their offsets.
+    """
+    embedded_bld = backbone.embed_tokens(tokens_bl)
+    feature_bl = rows.feature_rl
+    features_bld = rows.features_nd[mx.maximum(feature_bl, 0)].astype(embedded_bld.dtype)
+    mixed_bld = mx.where(feature_bl[..., None] >= 0, features_bld, embedded_bld)
+    return backbone(tokens_bl, cache=caches, input_embeddings=mixed_bld)
+
+
+class WholeRows:
+    """In place of a layer's cache, where whole rows are computed at once."""
+
+    keeps_nothing = True  # so that checkpointed blocks may call it again
+
+    def __init__(self, positions_b3l: mx.array) -> None:
+        self.offset = Positions(positions_b3l)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """All that there is to attend to."""
+        return keys, values
+
+    def make_mask(self, length: int, **kwargs: Any) -> str | None:
+        """Each token sees those before it, and itself."""
+        return "causal" if length > 1 else None
+
+
+class PositionedCache:
+    """A layer's plain cache, with three positions for each token of the next call."""
+
+    def __init__(self, cache: Any, positions_b3l: mx.array) -> None:
+        self._cache, self.offset = cache, Positions(positions_b3l)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As the cache does."""
+        return self._cache.update_and_fetch(keys, values)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """As the cache does."""
+        return self._cache.make_mask(*args, **kwargs)

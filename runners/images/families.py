@@ -1,0 +1,79 @@
+"""The vision-language models that train with images, and what of mlx-vlm each one needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runners.errors import UserError, first_line, show
+from runners.machine import install_hints
+
+FAMILIES: dict[str, str] = {  # model_type -> mlx-vlm's processor, in its module processing_{model_type}
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+}
+
+
+def has_vision(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json has a vision part."""
+    return bool(config.get("vision_config") or config.get("img_processor"))
+
+
+def check_family(config: Mapping[str, Any], path: Path) -> str:
+    """The model_type of a config.json whose model takes images in training.
+
+    Raises UserError for every other model, with those that do.
+    """
+    kind = config.get("model_type")
+    known = f"model_type {' and '.join(FAMILIES)}"
+    if kind in FAMILIES and has_vision(config):
+        return str(kind)
+    if not has_vision(config):
+        raise UserError(
+            f"{path}: config.json has no vision_config, and data.image wants a model of {known}; data.image "
+            '= "" trains on text'
+        )
+    raise UserError(
+        f"{path}: a model of model_type {show(kind)} does not train with images here; those of {known} do "
+        '(data.image = "" trains the language part on text, where mlx-lm knows it)'
+    )
+
+
+def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """How many frequencies follow time, row and column, as config.json has it; UserError without them."""
+    for table in (config, config.get("text_config") or {}):
+        for key in ("rope_scaling", "rope_parameters"):
+            found = (table.get(key) or {}).get("mrope_section")
+            if isinstance(found, list) and all(isinstance(number, int) for number in found):
+                return tuple(found)
+    raise UserError(f"{path}/config.json: rope_scaling has no mrope_section, a list of three integers")
+
+
+def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A config.json with the text part's keys at its root as well, where mlx-vlm reads these families' keys.
+
+    As it is where there is no text part of its own. UserError without `mrope_section`.
+    """
+    text = config.get("text_config")
+    if not text:
+        return dict(config)
+    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+    return {
+        **text,
+        **({"rope_theta": theta} if theta else {}),
+        **config,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(mrope_sections(config, path))},
+    }
+
+
+def mlx_vlm_module(kind: str, part: str = "") -> Any:
+    """mlx-vlm's module of a family, or a part of it; UserError where mlx-vlm is not installed."""
+    name = f"mlx_vlm.models.{kind}{part}"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0] == "mlx_vlm"
+        reason = "" if missing else f" ({first_line(error)})"
+        raise UserError(f"data.image needs mlx-vlm: {install_hints.extra('vlm')}{reason}") from error

@@ -1,0 +1,148 @@
+"""What a data set's column of images holds: paths, or the bytes of a file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from runners.errors import UserError, first_line, show
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_BYTES = 1 << 28  # of an image's file
+MAX_PIXELS = 1 << 26  # of an image
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs, as EPS does
+_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation with rows for columns
+_ORIENTATION = 0x0112
+_WANTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
+
+
+@attrs.frozen
+class ImageFile:
+    """One image, not opened yet."""
+
+    name: str  # as messages and logs call it: the path as the data has it, or a digest
+    path: Path | None = None
+    data: bytes | None = attrs.field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        if self.path is not None:
+            return self.path.stat().st_size
+        return len(self.data or b"")
+
+
+def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
+    """The images of a row's column; paths are relative to `folder`, and lie in it. Nothing is opened.
+
+    None, an empty text and an empty list are no images. Raises UserError, without the row's place, for a
+    value of another kind, and for a path that leads out of the folder or where there is no file.
+    """
+    if value is None or value == "":
+        return ()
+    if isinstance(value, list | tuple):
+        return tuple(file for item in value for file in image_files(item, folder))
+    if isinstance(value, Mapping):
+        named, data = value.get("path"), value.get("bytes")
+        if isinstance(data, bytes | bytearray):
+            name = named if isinstance(named, str) and named else hashlib.sha256(data).hexdigest()[:16]
+            return (ImageFile(name, data=bytes(data)),)
+        value = named
+    if isinstance(value, bytes | bytearray):
+        return (ImageFile(hashlib.sha256(value).hexdigest()[:16], data=bytes(value)),)
+    if not isinstance(value, str):
+        raise UserError(f"is {type(value).__name__}; wanted {_WANTED}")
+    if folder is None:
+        raise UserError(
+            f"names {show(value)}, a path; wanted bytes, or data.image_folder for data of the Hub"
+        )
+    path = folder / Path(value).expanduser()
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+        size = path.stat().st_size if inside and path.is_file() else None
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, links in a circle
+        raise UserError(f"names {show(value)}: {first_line(error)}") from error
+    if not inside:
+        raise UserError(
+            f"names {show(value)}, which leads out of {folder}, where nothing is read; data.image_folder "
+            "names another folder"
+        )
+    if size is None:
+        what = "a folder" if path.is_dir() else "no file"
+        raise UserError(f"names {show(value)}, but there is {what} {path}")
+    if size > MAX_BYTES:
+        raise UserError(f"names {show(value)}, a file of {size:,} bytes; wanted {MAX_BYTES:,} at most")
+    return (ImageFile(value, path=path),)
+
+
+def image_fault(value: Any, folder: Path | None) -> str:
+    """What is wrong with a row's images, as far as is seen without opening them; empty: nothing."""
+    try:
+        image_files(value, folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def image_size(file: ImageFile) -> tuple[int, int]:
+    """Rows and columns of pixels, upright, from the file's head. UserError for what is no image."""
+    with _opened(file) as image, _reading(file):
+        columns, rows = image.size
+        turned = _has_head_exif(image) and image.getexif().get(_ORIENTATION) in _TURNED
+    return (columns, rows) if turned else (rows, columns)
+
+
+def read_image(file: ImageFile) -> Image:
+    """The pixels in RGB, upright. UserError for what is no image."""
+    from PIL import ImageOps
+
+    with _opened(file) as image, _reading(file):
+        upright = ImageOps.exif_transpose(image) if _has_head_exif(image) else image
+        return upright.convert("RGB")
+
+
+def _has_head_exif(image: Image) -> bool:
+    """Whether EXIF data may be read without the pixels: a PNG's may stand behind them."""
+    return image.format != "PNG" or "exif" in image.info
+
+
+@contextmanager
+def _reading(file: ImageFile) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:  # SyntaxError: a broken PNG
+        raise _unreadable(file, error) from error
+
+
+def _opened(file: ImageFile) -> Image:
+    from PIL import Image
+
+    source: Any = file.path if file.data is None else io.BytesIO(file.data)
+    with _reading(file), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            image = Image.open(source, formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise _unreadable(file, error) from error
+    if image.width * image.height > MAX_PIXELS:
+        found = image.width, image.height
+        image.close()
+        raise UserError(
+            f"{file.path or file.name}: {found[0]:,} × {found[1]:,} pixels; wanted {MAX_PIXELS:,} at most"
+        )
+    return image
+
+
+def _unreadable(file: ImageFile, error: BaseException) -> UserError:
+    where = file.name if file.path is None else file.path
+    return UserError(f"{where}: cannot be read as an image ({first_line(error)})")

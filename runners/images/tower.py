@@ -1,0 +1,172 @@
+"""A model's vision tower: its weights out of the folder, frozen, and the features that it makes of images."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.images import PromptImages, multimodal_positions
+from grpo_fn.policy import use_multimodal_rope
+from grpo_fn.trees import named_leaves
+from runners.errors import UserError, first_lines
+from runners.files.json_files import read_json
+from runners.files.tensor_header import check_header
+from runners.images.families import check_family, mlx_vlm_module, mrope_sections
+from runners.images.image_files import ImageFile
+from runners.images.processor import Grid, ImageProcessor, load_processor
+
+PREFIX = "vision_tower."  # of its weights, as mlx-vlm writes them
+_PREFIXES = (PREFIX, "visual.", "model.visual.", "model.vision_tower.")
+KEPT_BYTES = 1 << 28  # of features that are kept for the next time that a prompt comes
+
+
+class HasImages(Protocol):
+    """A prompt's tokens and images."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def images(self) -> tuple[ImageFile, ...]: ...
+
+
+@attrs.define(eq=False)
+class VisionPart:
+    """What a model sees with: processor and tower. It is never trained."""
+
+    path: Path  # the model's folder
+    kind: str  # its model_type
+    module: nn.Module  # mlx-vlm's vision tower, in the dtype that the model computes in
+    processor: ImageProcessor
+    dtype: mx.Dtype
+    _kept: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
+
+    def see(self, prompts: Sequence[HasImages]) -> list[PromptImages | None] | None:
+        """The images of each prompt, computed; None where no prompt has any.
+
+        Raises UserError for a file that is no image, or not the one that the prompt was made for.
+        """
+        if not any(prompt.images for prompt in prompts):
+            return None
+        return [self._of_prompt(prompt) if prompt.images else None for prompt in prompts]
+
+    def weights(self) -> dict[str, mx.array]:
+        """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
+        found = read_tower(self.path, self.module)
+        return {f"{PREFIX}{name}": leaf for name, leaf in found.items()}
+
+    def _of_prompt(self, prompt: HasImages) -> PromptImages:
+        features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)
+        places = [n for n, token in enumerate(prompt.tokens) if token == self.processor.image_token]
+        try:
+            positions = multimodal_positions(prompt.tokens, self.processor.image_token, grids)
+            return PromptImages(mx.concatenate(list(features)), tuple(places), positions)
+        except ValueError as error:
+            names = ", ".join(file.name for file in prompt.images)
+            raise UserError(f"{names}: not of the size that it had when the run began ({error})") from error
+
+    def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
+        """Features [F,D] of an image, and its cells."""
+        if file in self._kept:
+            self._kept.move_to_end(file)
+            return self._kept[file]
+        patches, grid = self.processor.patches(file)
+        features = self.module(mx.array(patches).astype(self.dtype), mx.array([grid]))
+        features = mx.stop_gradient(features.astype(self.dtype))
+        mx.eval(features)
+        found = self._kept[file] = features, self.processor.cells(grid)
+        while sum(each.nbytes for each, _ in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return found
+
+
+def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0) -> VisionPart:
+    """The vision part of a model folder; `module`, its language part, then takes positions of images.
+
+    Args:
+        module: as mlx-lm loads it, before a policy is made of it.
+        path: the folder.
+        dtype: that the model computes in.
+        max_pixels: that images are scaled down to; 0: the processor's own bound.
+
+    Raises UserError as `load_vision_part` does, and for positions that do not fit the module.
+    """
+    stated = read_json(path / "config.json")
+    try:
+        use_multimodal_rope(module, mrope_sections(stated, path))
+    except ValueError as error:
+        raise UserError(f"{path}: its images cannot be placed: {error}") from error
+    return load_vision_part(path, stated, dtype, max_pixels=max_pixels)
+
+
+def load_vision_part(
+    path: Path, config: Mapping[str, Any], dtype: mx.Dtype, *, max_pixels: int = 0
+) -> VisionPart:
+    """The vision part of a model folder, whose config.json is `config`, in the dtype it computes in.
+
+    Raises UserError as `load_processor` does, and for weights that are missing or do not fit.
+    """
+    kind = check_family(config, path)
+    processor = load_processor(path, config, max_pixels)
+    module = _new_tower(kind, config, path)
+    weights = read_tower(path, module)
+    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    if packed:
+        stated = config.get("quantization") or {}
+        options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
+        nn.quantize(module, **options, class_predicate=lambda name, layer: name in packed)
+    wanted = named_leaves(module.parameters())
+    for name, leaf in wanted.items():
+        if name not in weights:
+            raise UserError(f"{path}: the vision tower's weight {name} is missing")
+        if weights[name].shape != leaf.shape:
+            found = weights[name].shape
+            raise UserError(
+                f"{path}: the vision tower's weight {name} has shape {found}, wanted {leaf.shape}"
+            )
+    module.load_weights(list(weights.items()))
+    module.freeze()
+    module.set_dtype(dtype)
+    mx.eval(module.parameters())
+    return VisionPart(path, kind, module, processor, dtype)
+
+
+def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
+    """Bytes of the vision tower that a config.json describes, in that dtype; nothing is read or computed."""
+    module = _new_tower(check_family(config, path), config, path)
+    return sum(leaf.size for leaf in named_leaves(module.parameters()).values()) * dtype.size
+
+
+def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
+    family = mlx_vlm_module(kind)
+    stated = json.loads(json.dumps(dict(config["vision_config"])))
+    try:
+        # Newer files name the text part's type here, or none.
+        return family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = first_lines(str(error))
+        raise UserError(f"{path}/config.json: mlx-vlm cannot read vision_config: {message}") from error
+
+
+def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
+    """The tower's weights by mlx-vlm's names without a prefix, lazily read."""
+    found: dict[str, mx.array] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        check_header(file)
+        for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
+            prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
+            if prefix:
+                found[name.removeprefix(prefix)] = leaf
+    if not found:
+        raise UserError(
+            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was the folder "
+            "converted with its language part alone?"
+        )
+    return module.sanitize(found)

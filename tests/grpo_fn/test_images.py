@@ -1,0 +1,241 @@
+"""Prompts with images from end to end in the core: rollout and gradient against one row written out."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.images import PromptImages, image_rows, multimodal_positions
+from grpo_fn.learner import halved
+from grpo_fn.policy import checkpoint_layers, takes_images, use_multimodal_rope
+from grpo_fn.trees import named_leaves
+from tests.support import naive_vision as naive
+
+ENDS = tuple(range(1, 30))  # a third of the vocabulary: completions of many lengths
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return g.Policy.from_module(naive.make_language_part())
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    return naive.drawn_adapters(policy)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Ragged: one image, two images of other sizes, none."""
+    return [
+        naive.prompt_with([(1, 2, 3)], before=4, behind=3, seed=0),
+        naive.prompt_with([(1, 4, 2), (1, 1, 5)], before=2, behind=5, seed=2),
+        naive.prompt_with([], before=7, behind=0, seed=4),
+    ]
+
+
+@pytest.fixture(scope="module")
+def rollout(policy, params, prompts):
+    tokens, images = zip(*prompts, strict=True)
+    return g.generate(
+        policy,
+        params,
+        tokens,
+        key=mx.random.key(0),
+        num_generations=3,
+        max_new_tokens=12,
+        eos_ids=ENDS,
+        images=images,
+        decoding=g.Decoding(check_every=2, max_batch=6),
+    )
+
+
+def test_positions_are_the_paper_s():
+    """Text, an image of 2 × 3 cells, text: the figure of sec. 2.1 in small."""
+    tokens = [5, 6, 9, 9, 9, 9, 9, 9, 7]
+    time, row, column = multimodal_positions(tokens, 9, [(1, 2, 3)])
+    assert time == (0, 1, 2, 2, 2, 2, 2, 2, 5)
+    assert row == (0, 1, 2, 2, 2, 3, 3, 3, 5)
+    assert column == (0, 1, 2, 3, 4, 2, 3, 4, 5)
+    made = PromptImages(mx.zeros((6, 4)), tuple(range(2, 8)), (time, row, column))
+    assert made.shift == -3  # the next token, number 9, is at position 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grids", "message"),
+    [
+        ([1, 9, 9, 2], [(1, 1, 3)], "wants 3 image tokens in a row"),
+        ([1, 9, 9, 2], [], "more image tokens than its 0 images"),
+        ([1, 9, 2], [(1, 1, 1), (1, 1, 1)], "fewer than 2 images"),
+    ],
+)
+def test_image_tokens_have_to_be_those_of_the_grids(tokens, grids, message):
+    with pytest.raises(ValueError, match=message):
+        multimodal_positions(tokens, 9, grids)
+
+
+def test_rollout_has_the_log_probs_of_each_row_alone(policy, params, prompts, rollout):
+    """Ragged prompts, images of different sizes, rows that end early: each as if it were alone."""
+    lengths = [len(tokens) for tokens in rollout.completions()]
+    assert len(set(lengths)) > 2
+    for row, completion in enumerate(rollout.completions()):
+        tokens, images = prompts[row // 3]
+        wanted = naive.naive_logprobs(params, policy.frozen, tokens, completion, images)
+        found = rollout.logp_bt[row, : len(completion)]
+        np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
+
+
+def test_images_and_their_places_matter(policy, params, prompts, rollout):
+    """Other features, or rows and columns exchanged, give other log-probs: the test above can fail."""
+    tokens, images = prompts[0]
+    completion = rollout.completions()[0]
+    right = naive.naive_logprobs(params, policy.frozen, tokens, completion, images)
+    time, row, column = images.positions
+    for other in (
+        attrs.evolve(images, features_fd=images.features_fd[::-1]),
+        attrs.evolve(images, positions=(time, column, row)),
+    ):
+        wrong = naive.naive_logprobs(params, policy.frozen, tokens, completion, other)
+        assert mx.abs(right - wrong).max().item() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def checkpointed():
+    module = naive.make_language_part()
+    assert checkpoint_layers(module) == 2
+    return g.Policy.from_module(module)
+
+
+@pytest.mark.parametrize("how", ["whole rows", "shared prompts", "checkpointed"])
+def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, checkpointed, how):
+    """A ragged batch in micro-batches, some cut in halves, against Σ_rows ∂ of rows written out."""
+    advantages = mx.random.normal((3, 3), key=mx.random.key(9))
+    spec = g.LossSpec(aggregation="token_mean")
+    batch, share = g.make_batch(rollout, advantages), how == "shared prompts"
+    learner = checkpointed if how == "checkpointed" else policy
+    pieces = g.split_batch(batch, max_tokens=90, share_prompts=share)
+    assert len(pieces) > 1
+    pieces = [half for piece in pieces for half in halved(piece)]
+    if share:
+        assert any(piece.prompt_index_b is not None for piece in pieces)
+    state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
+    state, _ = g.make_grad_step(learner, spec, compile=how == "checkpointed")(state, pieces)
+
+    def summed(params):
+        total = mx.array(0.0)
+        for row, completion in enumerate(rollout.completions()):
+            tokens, images = prompts[row // 3]
+            logp = naive.naive_logprobs(params, policy.frozen, tokens, completion, images)
+            ratio = mx.exp(logp - mx.stop_gradient(logp))
+            total = total - (ratio * advantages.reshape(-1)[row]).sum()
+        return total
+
+    wanted, found = named_leaves(mx.grad(summed)(params)), named_leaves(state.accum_grads)
+    for name, leaf in wanted.items():
+        difference = mx.linalg.norm(found[name] - leaf).item()
+        assert difference <= 1e-4 * mx.linalg.norm(leaf).item(), name
+    assert state.accum_weight.item() == sum(map(len, rollout.completions()))
+
+
+def test_the_learner_s_log_probs_are_the_sampler_s(policy, params, rollout):
+    """By the log-prob step, of a selection of rows."""
+    batch = g.make_batch(rollout, mx.ones((3, 3)))
+    step = g.make_logprob_step(policy, compile=False)
+    logp_bt = step(params, batch)
+    np.testing.assert_allclose(
+        np.array(logp_bt)[np.array(batch.mask_bt)],
+        np.array(rollout.logp_bt)[np.array(batch.mask_bt)],
+        atol=2e-5,
+    )
+    (part,) = g.split_batch(g.minibatches(batch, 3)[1], max_tokens=10_000)
+    whole = np.array(step(params, part))
+    wanted, mask = np.array(part.rollout_logp_bt), np.array(part.mask_bt)
+    np.testing.assert_allclose(whole[mask], wanted[mask], atol=2e-5)
+
+
+def test_selected_and_joined_rollouts_keep_their_images(rollout):
+    """As dynamic sampling selects groups and joins rounds."""
+    back = g.take_groups(rollout, [2, 0])
+    assert back.images == (None, rollout.images[0])
+    whole = g.join_rollouts([back, g.take_groups(rollout, [1])])
+    assert whole.images == (None, rollout.images[0], rollout.images[1])
+    text = attrs.evolve(back, images=None)
+    assert g.join_rollouts([text, text]).images is None
+    assert g.join_rollouts([text, back]).images == (None, None, None, rollout.images[0])
+
+
+def test_text_is_bit_for_bit_what_it_was(prompts):
+    """A multimodal model over prompts of text gives what the same model without rows and columns gives."""
+    tokens = [tokens for tokens, _ in prompts]
+    drawn = []
+    for multimodal in (False, True):
+        policy = g.Policy.from_module(naive.make_language_part(multimodal=multimodal))
+        assert takes_images(policy.module) == multimodal
+        drawn.append(
+            g.generate(
+                policy,
+                naive.drawn_adapters(policy),
+                tokens,
+                key=mx.random.key(0),
+                num_generations=2,
+                max_new_tokens=6,
+                images=[None] * 3 if multimodal else None,
+            )
+        )
+    assert mx.array_equal(drawn[0].tokens_bt, drawn[1].tokens_bt)
+    assert mx.array_equal(drawn[0].logp_bt, drawn[1].logp_bt)
+    assert drawn[1].images is None
+
+
+def test_one_shape_for_numbers_of_features_that_are_near():
+    """Features are padded by at most an eighth, so that a compiled step sees few shapes."""
+    sizes = {}
+    for count in range(1, 300):
+        tokens = [1] + [9] * count
+        images = PromptImages(
+            mx.ones((count, 2)), tuple(range(1, count + 1)), multimodal_positions(tokens, 9, [(1, 1, count)])
+        )
+        sizes[count] = image_rows([images], [count + 1], count + 1).features_nd.shape[0]
+        assert count <= sizes[count] <= count * 1.125
+    assert len(set(sizes.values())) <= 50
+
+
+def test_what_does_not_fit_is_refused(policy, params, prompts):
+    """Each with what was found and what is wanted."""
+    tokens, images = prompts[0]
+    how = {"key": mx.random.key(0), "num_generations": 2, "max_new_tokens": 2}
+    with pytest.raises(ValueError, match="images has 2 entries: wanted 1"):
+        g.generate(policy, params, [tokens], images=[images, None], **how)
+    with pytest.raises(ValueError, match="prompt 0 has 5 tokens: its images have"):
+        g.generate(policy, params, [tokens[:5]], images=[images], **how)
+    blind = g.Policy.from_module(naive.make_language_part(multimodal=False))
+    with pytest.raises(ValueError, match="this policy takes no images"):
+        g.generate(blind, blind.params, [tokens], images=[images], **how)
+    with pytest.raises(ValueError, match=r"features_fd has shape \(2, 4\)"):
+        PromptImages(mx.zeros((2, 4)), (1,), ((0, 1), (0, 1), (0, 1)))
+    with pytest.raises(ValueError, match="three of one length"):
+        PromptImages(mx.zeros((1, 4)), (1,), ((0, 1), (0, 1), (0,)))
+    with pytest.raises(ValueError, match="add up to 8"):
+        use_multimodal_rope(naive.make_language_part(multimodal=False), (2, 2, 2))
+
+
+def test_checkpointed_blocks_are_computed_again(checkpointed, params, rollout):
+    """As without images: a block's inside is not kept for the backward pass."""
+    calls = []
+    layer = checkpointed.module.layers[0].self_attn
+    kind = type(layer)
+
+    class Counting(kind):
+        def __call__(self, *args, **kwargs):
+            calls.append(1)
+            return super().__call__(*args, **kwargs)
+
+    layer.__class__ = Counting
+    try:
+        state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
+        batch = g.make_batch(rollout, mx.ones((3, 3)))
+        g.make_grad_step(checkpointed, g.LossSpec(), compile=False)(state, batch)
+    finally:
+        layer.__class__ = kind
+    assert len(calls) == 2

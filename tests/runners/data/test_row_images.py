@@ -1,0 +1,123 @@
+"""From a row's column of images to the prompt: where files lie, how the template shows them."""
+
+import datasets
+import pytest
+
+from runners.config.sections import DataConfig
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples
+from runners.data.row_images import image_folder, row_images, with_image_bytes, with_image_parts
+from runners.errors import UserError
+from runners.images.image_files import ImageFile
+from tests.support.vision_runs import write_vision_data
+
+pytest.importorskip("PIL")
+
+
+class Processor:
+    """Stands in for a model's: each image is three tokens."""
+
+    template = "the processor's"
+
+    def expanded(self, tokens, images):
+        """The prompt with three zeros for each image in front."""
+        return (0,) * 3 * len(images) + tuple(tokens)
+
+
+class Tokenizer:
+    """A template that shows images, and letters as tokens."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, chat_template):
+        """Roles are left out."""
+        assert chat_template == Processor.template
+        parts = []
+        for message in messages:
+            content = message["content"]
+            shown = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            parts += ["<image>" if part["type"] == "image" else part["text"] for part in shown]
+        return " ".join(parts)
+
+    def encode(self, text, add_special_tokens):
+        """A token a letter."""
+        return [ord(letter) for letter in text]
+
+
+def data_config(tmp_path, **changes):
+    """Of `write_vision_data`'s file."""
+    return DataConfig(
+        source=str(tmp_path / "train.jsonl"), image="image", system_prompt="", nudge="", **changes
+    )
+
+
+def test_files_lie_beside_the_data(tmp_path):
+    """A file's folder, or the folder that is the source."""
+    write_vision_data(tmp_path)
+    assert image_folder(data_config(tmp_path)) == tmp_path
+    assert image_folder(DataConfig(source=str(tmp_path), image="image")) == tmp_path
+    moved = data_config(tmp_path, image_folder=str(tmp_path / "pics"))
+    assert [file.path for file in row_images({"image": "1.png"}, moved)] == [tmp_path / "pics" / "1.png"]
+    row = {"image": ["pics/1.png", "pics/0.png"]}
+    assert [file.name for file in row_images(row, data_config(tmp_path))] == ["pics/1.png", "pics/0.png"]
+    assert row_images(row, DataConfig(source=str(tmp_path))) == ()
+
+
+def test_examples_have_their_images_and_rewards_the_column(tmp_path):
+    """Messages stay texts; the column is as the data has it; the template shows images first."""
+    write_vision_data(tmp_path)
+    config = data_config(tmp_path)
+    examples, _ = build_examples(load_rows(config)[0], config, Tokenizer(), processor=Processor())
+    assert [len(example.images) for example in examples] == [1, 2, 1, 0, 1, 1, 2, 0, 1, 1]
+    second = examples[1]
+    assert second.text == "<image> <image> How many rolls? 1"
+    assert second.messages == ({"role": "user", "content": "How many rolls? 1"},)
+    assert second.columns["image"] == ["pics/1.png", "pics/0.png"]
+    assert second.tokens[:7] == (0, 0, 0, 0, 0, 0, ord("<"))
+    assert isinstance(second.images[0], ImageFile)
+    assert examples[3].text == "How many rolls? 3" and examples[3].columns["image"] is None
+
+
+def test_bad_rows_can_be_left_out(tmp_path):
+    """A row whose file is missing counts as bad; a column that no row has is named."""
+    write_vision_data(tmp_path)
+    (tmp_path / "pics" / "2.png").unlink()
+    rows, _ = load_rows(data_config(tmp_path, on_bad_row="skip"))
+    assert rows.skipped == 1 and "line 3: image names" in rows.first_fault
+    config = DataConfig(source=str(tmp_path / "train.jsonl"), image="picture")
+    with pytest.raises(UserError, match=r'no field named "picture" \(data\.image\); found'):
+        load_rows(config)
+
+
+def test_images_stand_in_the_last_user_message():
+    """In front of its text; other messages are as they were."""
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    shown = with_image_parts([*messages, {"role": "assistant", "content": "c"}, messages[1]], 1)
+    assert [type(message["content"]) for message in shown] == [str, str, str, list]
+    assert shown[3]["content"] == [{"type": "image"}, {"type": "text", "text": "b"}]
+    with pytest.raises(UserError, match="no user message"):
+        with_image_parts(messages[:1], 1)
+
+
+def test_prompts_of_text_are_not_given_to_the_processor_of_a_command_without_images(tmp_path):
+    """A command that shows no images says so, where it would ask without them."""
+    write_vision_data(tmp_path)
+    config = data_config(tmp_path)
+    with pytest.raises(UserError, match="this command shows no images"):
+        build_examples(load_rows(config)[0], config, Tokenizer())
+
+
+def test_images_of_the_hub_come_as_files(tmp_path):
+    """Not as pixels: the column of images, or of lists of them; other columns are left alone."""
+    from PIL import Image
+
+    pixels = Image.new("RGB", (4, 2), (1, 2, 3))
+    kinds = datasets.Features(
+        {"one": datasets.Image(), "many": datasets.List(datasets.Image()), "text": datasets.Value("string")}
+    )
+    found = datasets.Dataset.from_dict({"one": [pixels], "many": [[pixels, pixels]], "text": ["a"]}, kinds)
+    config = DataConfig(image="one")
+    (file,) = row_images(with_image_bytes(found, "one")[0], config)
+    assert file.data is not None and file.data.startswith(b"\x89PNG")
+    assert len(row_images(with_image_bytes(found, "many")[0], DataConfig(image="many"))) == 2
+    assert with_image_bytes(found, "text") is found and with_image_bytes(found, "") is found

@@ -1,0 +1,213 @@
+"""A row's images: paths and bytes, what is refused of them, and which models take any; without mlx-vlm."""
+
+import io
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.loading import load_config
+from runners.errors import UserError
+from runners.images.families import check_family, mrope_sections
+from runners.images.image_files import ImageFile, image_fault, image_files, image_size, read_image
+from runners.machine.startup import Platform
+from runners.training.setup import build_run
+from tests.support.tiny_models import make_model_folder
+from tests.support.vision_models import vision_settings
+from tests.support.vision_runs import CONFIG, write_vision_data, write_vision_run
+
+pytest.importorskip("PIL")
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """pics/a.png, 3 rows of 5 pixels."""
+    from PIL import Image
+
+    (tmp_path / "pics").mkdir()
+    Image.new("L", (5, 3), 200).save(tmp_path / "pics" / "a.png")
+    return tmp_path / "pics" / "a.png"
+
+
+def test_paths_are_relative_to_the_data(tmp_path, picture):
+    """One, several, absolute ones; nothing is no image."""
+    one = ImageFile("pics/a.png", path=tmp_path / "pics" / "a.png")
+    assert image_files("pics/a.png", tmp_path) == (one,)
+    assert image_files(["pics/a.png", None, ["pics/a.png"]], tmp_path) == (one, one)
+    assert image_files(str(picture), tmp_path)[0].path == picture
+    for nothing in (None, "", [], ()):
+        assert image_files(nothing, tmp_path) == ()
+    assert image_size(one) == (3, 5)
+    assert read_image(one).mode == "RGB" and one.size == picture.stat().st_size
+
+
+def test_bytes_are_images_too(tmp_path, picture):
+    """As the Hub's data sets and Parquet files have them; without a path a digest is the name."""
+    data = picture.read_bytes()
+    (named,) = image_files({"bytes": data, "path": "b.png"}, tmp_path)
+    assert named.name == "b.png" and image_size(named) == (3, 5) and named.size == len(data)
+    (plain,), (other,) = image_files(data, tmp_path), image_files({"bytes": data, "path": None}, tmp_path)
+    assert plain == other and len(plain.name) == 16
+    (by_path,) = image_files({"bytes": None, "path": "pics/a.png"}, tmp_path)
+    assert by_path.path == picture
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("pics/b.png", "names 'pics/b.png', but there is no file"),
+        ("pics", "names 'pics', but there is a folder"),
+        (3, "is int; wanted a path"),
+        (["pics/a.png", 3.5], "is float; wanted a path"),
+        ("a\0b", "names"),
+        ("x" * 5000, "names"),
+    ],
+)
+def test_what_is_no_image_s_path(tmp_path, picture, value, message):
+    """A fault of the row, in its own words."""
+    assert image_fault("pics/a.png", tmp_path) == ""
+    fault = image_fault(value, tmp_path)
+    assert message.replace("'", '"') in fault.replace("'", '"') and "\n" not in fault
+
+
+def test_what_is_no_image(tmp_path, picture):
+    """The file is named, also one that is cut off."""
+    (tmp_path / "text.png").write_text("no image")
+    (text,) = image_files("text.png", tmp_path)
+    with pytest.raises(UserError, match=r"text\.png: cannot be read as an image"):
+        image_size(text)
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(buffer, "PNG")
+    (cut,) = image_files(buffer.getvalue()[:900], tmp_path)
+    assert image_size(cut) == (64, 64)
+    with pytest.raises(UserError, match="cannot be read as an image"):
+        read_image(cut)
+
+
+def test_no_path_leads_out_of_the_folder(tmp_path, picture):
+    """Not by .., not from the root, not by a link; a folder may itself be reached by one."""
+    inner = tmp_path / "data"
+    inner.mkdir()
+    (inner / "link.png").symlink_to(picture)
+    (inner / "circle.png").symlink_to(inner / "circle.png")
+    for value in ("../pics/a.png", str(picture), "link.png", "~/a.png"):
+        assert f"leads out of {inner}, where nothing is read" in image_fault(value, inner)
+    assert "names" in image_fault("circle.png", inner)
+    (tmp_path / "way").symlink_to(tmp_path / "pics")
+    assert image_fault("a.png", tmp_path / "way") == ""
+    assert "wanted bytes, or data.image_folder" in image_fault("a.png", None)
+
+
+def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
+    """PostScript would start a program; a small file may be a huge picture."""
+    from PIL import Image
+
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    (tmp_path / "b.png").write_bytes(b"P6 2 2 255 " + bytes(12))  # PPM, which Pillow would read
+    for name in ("a.png", "b.png"):
+        with pytest.raises(UserError, match="cannot be read as an image"):
+            image_size(*image_files(name, tmp_path))
+    Image.new("1", (12_000, 10_000)).save(tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size < 1 << 16
+    with pytest.raises(UserError, match=r"c\.png: 12,000 × 10,000 pixels; wanted 67,108,864 at most"):
+        image_size(*image_files("c.png", tmp_path))
+    monkeypatch.setattr("runners.images.image_files.MAX_BYTES", 100)
+    assert "wanted 100 at most" in image_fault("c.png", tmp_path)
+
+
+def test_pictures_stand_upright(tmp_path):
+    """As cameras write them: turned, with a note."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (5, 3)).save(tmp_path / "a.png", exif=exif)
+    (file,) = image_files("a.png", tmp_path)
+    assert image_size(file) == (5, 3) and read_image(file).size == (3, 5)
+
+
+@pytest.mark.parametrize("command", [["grpo-run"], ["grpo", "check"], ["grpo", "plan"]], ids=" ".join)
+def test_a_missing_image_is_named_with_its_row(tmp_path, command):
+    """Before the model is looked at: training, check and plan; left out where the config says so."""
+    write_vision_data(tmp_path)
+    make_model_folder(tmp_path / "model")
+    config = write_vision_run(tmp_path)
+    (tmp_path / "pics" / "4.png").unlink()
+    main = cli.run_command if command[0] == "grpo-run" else cli.main
+    result = CliRunner().invoke(main, [*command[1:], str(config)])
+    assert result.exit_code == 2
+    assert (
+        f'{tmp_path / "train.jsonl"}, line 5: image names "pics/4.png", but there is no file' in result.output
+    )
+    assert "data.on_bad_row" in result.output
+
+
+def test_a_model_without_a_vision_part_is_refused(tmp_path):
+    """By training, check, and eval, in one line with those that work."""
+    write_vision_data(tmp_path)
+    make_model_folder(tmp_path / "model")
+    config = str(write_vision_run(tmp_path))
+    for main, arguments in (
+        (cli.run_command, [config]),
+        (cli.main, ["check", config]),
+        (cli.main, ["eval", str(tmp_path / "model"), "--config", config]),
+    ):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2
+        line = result.output.strip().splitlines()[-1]
+        assert "config.json has no vision_config" in line and "qwen2_vl and qwen2_5_vl" in line
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "idefics3"])
+def test_other_models_that_see_are_refused(tmp_path, kind):
+    """With those that train with images, and what else can be done."""
+    config = {"model_type": kind, "vision_config": {"depth": 2}}
+    with pytest.raises(UserError, match=f'model_type "{kind}" does not train with images') as caught:
+        check_family(config, tmp_path)
+    assert "qwen2_vl and qwen2_5_vl" in str(caught.value) and 'data.image = ""' in str(caught.value)
+
+
+def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
+    """Before weights are read."""
+    write_vision_data(tmp_path)
+    folder = make_model_folder(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(vision_settings()))
+    (folder / "preprocessor_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    for name in [name for name in sys.modules if name.startswith("mlx_vlm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    result = CliRunner().invoke(cli.main, ["check", str(write_vision_run(tmp_path))])
+    assert result.exit_code == 2 and result.output.count("\n") == 1
+    assert "data.image needs mlx-vlm: pip install -e '.[vlm]'" in result.output
+
+
+def test_sections_are_where_either_spelling_has_them(tmp_path):
+    """At the root or in the text part; without them the file is named."""
+    for table in ("rope_scaling", "rope_parameters"):
+        inner = {table: {"mrope_section": [2, 3, 3]}}
+        assert mrope_sections(inner, tmp_path) == (2, 3, 3)
+        assert mrope_sections({"text_config": inner}, tmp_path) == (2, 3, 3)
+    with pytest.raises(UserError, match=r"config\.json: rope_scaling has no mrope_section"):
+        mrope_sections({"rope_scaling": None}, tmp_path)
+
+
+def test_the_config_of_these_tests_is_one_of_images():
+    """Else all of the above would pass by themselves."""
+    assert CONFIG["data"]["image"] == "image"
+
+
+def test_several_ranks_are_refused(tmp_path):
+    """Before anything is read."""
+
+    class Two:
+        alone, count = False, 2
+
+    write_vision_data(tmp_path)
+    make_model_folder(tmp_path / "model")
+    config = load_config(str(write_vision_run(tmp_path)))
+    with pytest.raises(UserError, match=r"data\.image: prompts with images are trained on one rank, found 2"):
+        build_run(config.check(), Platform("cpu"), ranks=Two())

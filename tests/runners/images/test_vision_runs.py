@@ -1,0 +1,382 @@
+"""Training with images from end to end, on tiny random models: needs mlx-vlm; CI does not install it.
+
+What is compared with is mlx-vlm itself: its processor and its own forward of each row alone.
+"""
+
+import json
+import shutil
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import grpo_fn as g
+from grpo_fn.trees import named_leaves
+from runners import cli
+from runners.config.loading import load_config
+from runners.errors import UserError
+from runners.images.tower import prepare_vision
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
+from runners.models.reading import load_module
+from runners.models.writing import save_model
+from runners.telemetry.report import Quiet
+from runners.training.setup import build_run
+from runners.training.train import run_training
+from tests.support.resuming import killed, outcome
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import same_bits
+from tests.support.vision_models import FAMILIES, IMAGE_TOKEN, needs_mlx_vlm
+from tests.support.vision_runs import write_vision_run
+
+CPU = Platform(backend="cpu")
+pytestmark = [needs_mlx_vlm, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    """Model, data and config of each family."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_vision_run(folder, request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """A run as it is before its first step."""
+    return build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """The same run, done by the command's function, and what it said."""
+    notes = Notes()
+    return run_training(load_config(str(folder / "seeing.toml")), report=notes), notes
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """mlx-vlm's own model and processor of the folder."""
+    import mlx_vlm
+
+    return mlx_vlm.load(str(folder / "model"))
+
+
+def inputs_of(example, processor):
+    """What mlx-vlm's processor makes of an example: token ids, and the arguments of the images."""
+    images = [str(image.path) for image in example.images] or None
+    found = processor(text=[example.text], images=images, add_special_tokens=False)
+    return np.array(found["input_ids"])[0].tolist(), {
+        name: mx.array(found[name]) for name in ("pixel_values", "image_grid_thw") if name in found
+    }
+
+
+def logprobs(module, prompt, completion, images):
+    """log π of a completion by mlx-vlm's forward of this row alone."""
+    module.language_model._rope_deltas = module.language_model._position_ids = None
+    logits = module(mx.array([[*prompt, *completion]]), **images).logits[0, len(prompt) - 1 : -1]
+    logp_tv = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return np.array(mx.take_along_axis(logp_tv, mx.array(completion)[:, None], axis=-1)[:, 0])
+
+
+def test_prompts_are_those_of_the_model_s_processor(run, theirs):
+    """Token by token, with images of several sizes, two images, and none."""
+    examples = [*run.data.train, *run.data.evaluation]
+    assert {len(example.images) for example in examples} == {0, 1, 2}
+    for example in examples:
+        ids, _ = inputs_of(example, theirs[1])
+        assert list(example.tokens) == ids
+    assert len({list(example.tokens).count(IMAGE_TOKEN) for example in examples}) > 4
+
+
+def test_rollout_has_the_log_probs_of_mlx_vlm(run, theirs):
+    """Ragged prompts with images of different sizes: each row as mlx-vlm computes it alone."""
+    module, processor = theirs
+    examples = run.data.train[:5]
+    rollout = run.collector.generate(run.learner.state.params, examples, range(5), mx.random.key(1))
+    # A whole forward of mlx-vlm's takes each image token for one of an image.
+    rows = [(n, each) for n, each in enumerate(rollout.completions()) if IMAGE_TOKEN not in each]
+    assert len(rows) > 10
+    for row, completion in rows:
+        ids, images = inputs_of(examples[row // 3], processor)
+        wanted = logprobs(module, ids, completion, images)
+        np.testing.assert_allclose(np.array(rollout.logp_bt)[row, : len(completion)], wanted, atol=1e-4)
+
+
+def test_the_tower_sees_an_image_once(run, monkeypatch):
+    """Not once a completion, and not again for the gradient or the next time the prompt comes."""
+    vision, seen = run.loaded.vision, []
+    vision._kept.clear()
+    patches = type(vision.processor).patches
+    monkeypatch.setattr(
+        type(vision.processor), "patches", lambda self, file: seen.append(file.name) or patches(self, file)
+    )
+    state, examples = run.learner.state, run.data.train[:2]
+    for _ in range(2):
+        rollout = run.collector.generate(state.params, examples, range(2), mx.random.key(1))
+        batch = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5]] * 2))
+        run.learner.grad_step(state, g.split_batch(batch, max_tokens=100))
+    assert sorted(seen) == sorted({image.name for example in examples for image in example.images})
+
+
+def test_the_tower_never_trains(run):
+    """Neither the trainable nor the frozen leaves of the policy hold a weight of it."""
+    state = run.learner.state
+    names = [*named_leaves(state.params), *named_leaves(run.learner.policy.frozen)]
+    assert names and not any("vision" in name or "visual" in name for name in names)
+    assert all("lora" in name for name in named_leaves(state.params))
+    assert not named_leaves(run.loaded.vision.module.trainable_parameters())
+
+
+def test_a_run_trains_evaluates_and_says_what_it_does(finished, folder):
+    """Two updates: weights move, logs have the images' names, rewards get the column as the data has it."""
+    result, notes = finished
+    assert result.updates == 2 and result.last_em is not None
+    assert any("8 of 10 prompts to train on have images" in line for line in notes.lines)
+    rows = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text().splitlines()]
+    data = {
+        row["question"]: row["image"]
+        for row in map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    }
+    for row in rows:
+        image = data[row["prompt"]]
+        wanted = [image] if isinstance(image, str) else image
+        assert row.get("images") == wanted
+    assert any(row.get("images") for row in rows)
+    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "loss" in line]
+    assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
+    assert all(abs(line["sampling/sampling_logp_difference/mean"]) < 1e-4 for line in updates)
+
+
+REUSE = {"max_steps": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "what", "count"),
+    [("once", {"max_steps": 3}, "sampling", 3), ("reused", REUSE, "step", 2)],
+    ids=["between two steps", "between updates of rollouts that wait"],
+)
+def test_resumed_it_is_the_same_bit_for_bit(folder, name, optim, what, count):
+    """A run that is cut off and goes on ends as the one that was not: state, log, completions, model."""
+    ends = []
+    for kind in ("straight", "cut"):
+        place = {"name": f"{name}-{kind}", "output_dir": str(folder / f"{name}-{kind}")}
+        path = write_vision_run(folder, run=place, optim=optim, eval={"at_start": False})
+        config = load_config(str(path))
+        if kind == "cut":
+            killed(config, what, count)
+        ends.append(run_training(config, report=Quiet(), resume=kind == "cut"))
+    straight, resumed = ends
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
+    """mlx-vlm's own `load` of final/ gives the trained policy's log-probs; the tower's weights stay."""
+    import mlx_vlm
+
+    result, _ = finished
+    module, processor = mlx_vlm.load(str(result.folder / "final"))
+    example = next(example for example in run.data.train if len(example.images) == 2)
+    ids, images = inputs_of(example, processor)
+    vision = run.loaded.vision.see([example])
+    rollout = g.generate(
+        run.learner.policy,
+        result.state.params,
+        [example.tokens],
+        key=mx.random.key(2),
+        num_generations=2,
+        max_new_tokens=6,
+        images=vision,
+    )
+    untrained = run.collector.generate(run.learner.state.params, [example], [0], mx.random.key(2))
+    for row, completion in enumerate(rollout.completions()):
+        wanted = logprobs(module, ids, completion, images)
+        np.testing.assert_allclose(np.array(rollout.logp_bt)[row, : len(completion)], wanted, atol=1e-4)
+    assert not mx.array_equal(rollout.logp_bt[:, 0], untrained.logp_bt[:2, 0])  # training changed something
+    before = mx.load(str(folder / "model" / "model.safetensors"))
+    after = mx.load(str(result.folder / "final" / "model.safetensors"))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[key], after[key]) for key in before if key.startswith("vision_tower"))
+    from mlx_lm.utils import load_model as mlx_lm_load
+
+    assert mlx_lm_load(result.folder / "final")  # passes over the tower
+
+
+def test_quantized_samplers_see_too(folder):
+    """A few-bit sampler over the same images: near the learner, and corrected for."""
+    path = write_vision_run(
+        folder,
+        run={"name": "rounded"},
+        rollout={"quantization": "affine-8", "group_size": 32, "mismatch_limit": 0.0},
+        loss={"correction": "token_truncate"},
+        eval={"at_start": False},
+    )
+    result = run_training(load_config(str(path)), report=Quiet())
+    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    found = [line["sampling/sampling_logp_difference/mean"] for line in lines if "loss" in line]
+    assert len(found) == 2 and all(0 < abs(number) < 0.2 for number in found)
+
+
+def test_check_shows_the_first_prompt_s_images(folder):
+    """Names and tokens, and nothing is written."""
+    result = CliRunner().invoke(cli.main, ["check", str(folder / "seeing.toml")])
+    assert result.exit_code == 0, result.output
+    assert "image pics/0.png: 6 tokens" in result.output
+    assert "<|vision_start|><|image_pad|><|vision_end|>How many rolls? 0" in result.output
+
+
+def test_pixels_are_bounded_where_the_config_says(folder):
+    """Fewer tokens an image."""
+    path = write_vision_run(folder, run={"name": "coarse"}, data={"image_max_pixels": 256})
+    run = build_run(load_config(str(path)).check(), CPU)
+    assert max(list(example.tokens).count(IMAGE_TOKEN) for example in run.data.train) <= 2 * 256 // 64
+
+
+def test_text_of_a_model_that_sees_says_what_is_left_out(folder):
+    """Training on text works as before, and a line names the key."""
+    path = write_vision_run(folder, run={"name": "blind"}, data={"image": ""})
+    config = load_config(str(path))
+    loaded = load_model(config.model, CPU)
+    assert loaded.vision is None
+    assert any("data.image names the column of images" in line for line in loaded.notices)
+
+
+def test_eval_measures_what_training_does(finished, folder):
+    """`grpo eval` of a run: greedy exact match on the same prompts, with the images in each row."""
+    result, _ = finished
+    out = folder / "rows.jsonl"
+    arguments = ["eval", str(result.folder), str(folder / "model"), "--out", str(out)]
+    found = CliRunner().invoke(cli.main, [*arguments, "--config", str(folder / "seeing.toml")])
+    assert found.exit_code == 0, found.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    logged = (result.folder / "evaluations.jsonl").read_text().splitlines()
+    after = [row for row in map(json.loads, logged) if row["update"] == 2]
+    assert [row["images"] for row in rows] == [row["images"] for row in after] * 2
+    mine = [row["completion"] for row in rows[: len(after)]]
+    assert mine == [row["completion"] for row in after]
+
+
+def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
+    """Other names, PyTorch's layout of the first layer, the text part's keys in a table of their own.
+
+    mlx-vlm does not read such a folder, but what is saved of it.
+    """
+    import mlx_vlm
+
+    source = folder / "model"
+    other = tmp_path / "model"
+    shutil.copytree(source, other)
+    weights = dict(mx.load(str(source / "model.safetensors")))
+    patches = "vision_tower.patch_embed.proj.weight"
+    weights[patches] = mx.contiguous(weights[patches].transpose(0, 4, 1, 2, 3))
+    renamed = {
+        name.replace("vision_tower.", "model.visual.")
+        .replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head", "lm_head"): leaf
+        for name, leaf in weights.items()
+    }
+    mx.save_safetensors(str(other / "model.safetensors"), renamed, metadata={"format": "pt"})
+    stated = json.loads((source / "config.json").read_text())
+    outer = {
+        name: stated.pop(name) for name in list(stated) if "_token_id" in name or name == "vision_config"
+    }
+    scaling = stated.pop("rope_scaling")
+    theta = {"rope_theta": stated.pop("rope_theta"), "rope_type": "default"}
+    text = {**stated, "rope_parameters": {**theta, "mrope_section": scaling["mrope_section"]}}
+    whole = {"model_type": stated["model_type"], **outer, "text_config": text}
+    (other / "config.json").write_text(json.dumps(whole))
+    config = load_config(str(write_vision_run(folder, run={"name": "renamed"})), [f"model.path={other}"])
+    found = build_run(config.check(), CPU)
+    examples = run.data.train[:3]
+    both = [
+        each.collector.generate(each.learner.state.params, examples, range(3), mx.random.key(1))
+        for each in (run, found)
+    ]
+    assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
+    assert mx.array_equal(both[0].logp_bt, both[1].logp_bt)
+    final = save_model(tmp_path / "final", found.learner.state.params, found.loaded)
+    module, processor = mlx_vlm.load(str(final))
+    ids, images = inputs_of(examples[0], processor)
+    completion = both[0].completions()[0]
+    wanted = logprobs(module, ids, completion, images)
+    np.testing.assert_allclose(np.array(both[0].logp_bt)[0, : len(completion)], wanted, atol=1e-4)
+    again = prepare_vision(load_module(final, False)[0], final, mx.float32)
+    assert mx.array_equal(again.see(examples)[0].features_fd, run.loaded.vision.see(examples)[0].features_fd)
+
+
+def test_the_plan_counts_the_tower(folder, run):
+    """In each phase, as many bytes as its weights are."""
+    result = CliRunner().invoke(cli.main, ["plan", str(folder / "seeing.toml"), "--json"])
+    assert result.exit_code == 0, result.output
+    held = sum(leaf.nbytes for leaf in named_leaves(run.loaded.vision.module.parameters()).values())
+    phases = json.loads(result.stdout)["phases"].values()
+    assert {phase["parts"]["vision tower"] for phase in phases} == {held}
+
+
+def test_a_way_that_gives_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
+    """Images have no plainer way than one copy of each prompt."""
+    plainer = staticmethod(lambda policy: attrs.evolve(policy, shares_prefix=False))
+    monkeypatch.setattr("runners.tuning.model_comparison.Way.applied", lambda way, policy: plainer(policy))
+    with pytest.raises(UserError, match="decoded over one copy of their prompt, which gives other numbers"):
+        build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
+
+
+def test_the_processor_s_template_is_used(folder, run, tmp_path):
+    """chat_template.json, where the tokenizer's own template shows no images or is missing."""
+    import mlx_vlm.utils
+
+    for name, own in (("other", "{{ messages[0]['content'] }}"), ("missing", None)):
+        model = tmp_path / name
+        shutil.copytree(folder / "model", model)
+        settings = json.loads((model / "tokenizer_config.json").read_text())
+        whole = {"chat_template": settings.pop("chat_template").replace("assistant", "painter")}
+        (model / "chat_template.json").write_text(json.dumps(whole))
+        settings |= {"chat_template": own} if own else {}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+        config = load_config(str(folder / "seeing.toml"), [f"model.path={model}"])
+        found = build_run(config.check(), CPU)
+        processor = mlx_vlm.utils.load_processor(model)
+        for example, before in zip(found.data.train, run.data.train, strict=True):
+            assert list(example.tokens) == inputs_of(example, processor)[0]
+            assert example.text.endswith("painter\n") and example.tokens != before.tokens
+
+
+UPPER_HALF = '''
+def half(completion_ids, seen, completions, **_):
+    """1 where the first id is in the upper half for a bright image, in the lower half for a dark one."""
+    return [float((ids[0] >= 162) == bool(bright)) for ids, bright in zip(completion_ids, seen)]
+'''
+
+
+def test_it_learns_from_what_it_sees(folder, tmp_path):
+    """All questions are the same: whoever does not see is right half of the time. 30 updates of adapters."""
+    from PIL import Image
+
+    draws, rows = np.random.default_rng(0), []
+    for number in range(40):
+        bright = number % 2
+        pixels = draws.integers(0, 60, (24, 24, 3), np.uint8) + np.uint8(180 * bright)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        rows.append(
+            {"question": "Is it bright?", "answer": str(bright), "image": f"{number}.png", "seen": bright}
+        )
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "half.py").write_text(UPPER_HALF)
+    path = write_vision_run(
+        tmp_path,
+        model={"path": str(folder / "model")},
+        rollout={"num_generations": 8, "max_new_tokens": 1},
+        reward={"functions": ["half.py:half"]},
+        loss={"preset": "dr_grpo"},
+        optim={"batch_size": 8, "max_steps": 30, "schedule": "constant", "warmup_ratio": 0.0},
+        eval={"at_start": False},
+        checkpoint={"every": 0},
+    )
+    result = run_training(load_config(str(path)), report=Quiet())
+    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines if "loss" in line]
+    assert np.mean(rewards[:2]) < 0.75 and np.mean(rewards[-10:]) > 0.95
