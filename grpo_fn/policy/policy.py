@@ -22,7 +22,7 @@ from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
-from grpo_fn.policy.routers import recorded_routing
+from grpo_fn.policy.routers import recorded_routing, replayed_routing
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
@@ -153,25 +153,44 @@ class Policy:
         with self.bound(params) as module:
             return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
 
-    def hidden(self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None) -> mx.array:
+    def hidden(
+        self,
+        params: Tree,
+        tokens_bl: mx.array,
+        frozen: Tree | None = None,
+        experts_blnk: mx.array | None = None,
+    ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
-        traced function pins what it closes over.
+        traced function pins what it closes over. With `experts_blnk` each token gets these experts, not those
+        that the routers would choose: see `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
-            return self.split.hidden(module, tokens_bl)
+            if experts_blnk is None:
+                return self.split.hidden(module, tokens_bl)
+            with replayed_routing(module, experts_blnk):
+                return self.split.hidden(module, tokens_bl)
 
     def hidden_and_routing(
-        self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None
+        self,
+        params: Tree,
+        tokens_bl: mx.array,
+        frozen: Tree | None = None,
+        experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts.
+        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts, also of those
+        that `experts_blnk` shuts out.
 
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
         """
         with self.learning(params, frozen) as module, recorded_routing(module) as logits:
-            hidden_bld = self.split.hidden(module, tokens_bl)
+            if experts_blnk is None:
+                hidden_bld = self.split.hidden(module, tokens_bl)
+            else:  # in front of the recorders
+                with replayed_routing(module, experts_blnk):
+                    hidden_bld = self.split.hidden(module, tokens_bl)
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
