@@ -92,7 +92,7 @@ def cell(column: Column, seeds: Mapping[int, Mapping[str, Figure]]) -> str:
     if not values:
         return f"none of {len(seeds)}" if column.of_reached else ""
     text = spell(statistics.fmean(values), "")
-    if len(values) > 1:
+    if max(values) > min(values):
         text += f" ({spell(min(values), '')} – {spell(max(values), '')})"
     if column.of_reached and len(values) < len(seeds):
         text += f", {len(values)} of {len(seeds)}"
