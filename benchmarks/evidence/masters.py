@@ -21,10 +21,10 @@ RATES = ("1e-6", "3e-6", "1e-5")
 MASTERS = ("float32", "bfloat16, stochastic", "bfloat16, nearest")
 CASES = tuple(f"{rate}, {master}" for rate, master in itertools.product(RATES, MASTERS))
 SETTINGS = (
-    "optim.max_steps=200",
+    "optim.max_steps=120",
     "optim.batch_size=8",
     "optim.schedule=constant",
-    "eval.every=50",
+    "eval.every=40",
     "model.dtype=float32",
 )
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=8", "eval.every=0")

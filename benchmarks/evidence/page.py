@@ -64,7 +64,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         *_LEARNING,
         Column(REWARD, REWARD),
         Column(TOKENS, TOKENS),
-        Column(SECONDS, "from command to end, s"),
     ),
     "masters": (
         Column(BEFORE, "exact match before, %"),
@@ -93,7 +92,7 @@ def cell(column: Column, seeds: Mapping[int, Mapping[str, Figure]]) -> str:
     if not values:
         return f"none of {len(seeds)}" if column.of_reached else ""
     text = spell(statistics.fmean(values), "")
-    if len(values) > 1:
+    if max(values) > min(values):
         text += f" ({spell(min(values), '')} – {spell(max(values), '')})"
     if column.of_reached and len(values) < len(seeds):
         text += f", {len(values)} of {len(seeds)}"
@@ -105,9 +104,8 @@ def overview(record: Record) -> str:
     columns = COLUMNS[record.name]
     lines = Table("case", "seeds", *(column.title for column in columns), box=MARKDOWN)
     for case, seeds in trials(record).items():
-        cells = [cell(column, seeds) for column in columns]
-        if any(cells):
-            lines.add_row(case, str(len(seeds)), *cells)
+        if any(BEFORE in figures for figures in seeds.values()):  # not what compares logits alone
+            lines.add_row(case, str(len(seeds)), *(cell(column, seeds) for column in columns))
     return markdown(lines)
 
 
@@ -132,6 +130,7 @@ def section(name: str, records: Mapping[str, Record], picture: bool) -> str:
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
         found = record.machine
         machine = [f"{found['cpu']} ({found['cores']} cores)"] if backend == "cpu" else [str(found["device"])]
+        machine.append(f"load {found['load']:g} at the start")
         machine += [f"{program} {found[program]}" for program in _PROGRAMS if program in found]
         machine += [f"with {key} = {value}" for key, value in record.settings.items()]
         parts += [overview(record), ""]

@@ -36,7 +36,7 @@ schedule = "linear"
 warmup_ratio = 0.03
 betas = [0.9, 0.95]
 batch_size = 16
-max_steps = 60
+max_steps = 30
 num_iterations = 2
 minibatches = 2
 [eval]

@@ -27,6 +27,7 @@ NAMES = (
     "rollout",
     "turns",
     "quant",
+    "router_replay",
     "sync",
     "learner",
     "logprobs",
@@ -43,7 +44,7 @@ NAMES = (
     "run_report",
     "mechanisms",
 )
-GRIDS = ("quant", "sync", "depth", "mechanisms")  # with the same columns for many rows
+GRIDS = ("quant", "router_replay", "sync", "depth", "mechanisms")  # with the same columns for many rows
 
 
 def section(records: dict[str, Record]) -> str:

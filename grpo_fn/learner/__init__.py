@@ -12,7 +12,7 @@ from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedu
 from grpo_fn.learner.packing import Packer, Row, Shape
 from grpo_fn.learner.rank_shares import deal, own_pieces
 from grpo_fn.learner.reduce import Collectives, MlxCollectives, all_reduce, collectives, kept_by_first, share
-from grpo_fn.learner.routing_step import RoutingStats, routing_stats
+from grpo_fn.learner.routing_step import RoutingStats, chosen_experts, routing_stats
 from grpo_fn.learner.sharding import Sharding, make_sharded_update_step
 from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
@@ -38,6 +38,7 @@ __all__ = [
     "adamw",
     "all_reduce",
     "can_share",
+    "chosen_experts",
     "chunk_rows",
     "collectives",
     "deal",

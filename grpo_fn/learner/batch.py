@@ -41,6 +41,8 @@ class Batch:
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
     positions_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, int32; B·T: no
     # position; None: all. The others count as 0, so they have to be masked.
+    experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
+    # integers; None: those that its routers choose
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
 

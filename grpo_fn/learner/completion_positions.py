@@ -15,11 +15,20 @@ from grpo_fn.trees import Tree
 
 
 def hidden_at_positions(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [1,N,D] from which the tokens at `positions_n` are predicted."""
+    """Hidden states [1,N,D] from which the tokens at `positions_n` are predicted.
+
+    Raises:
+        ValueError: the batch shares prompts, and has `experts_blnk`, which are of whole rows.
+    """
     if batch.prompt_index_b is not None:
+        if batch.experts_blnk is not None:
+            raise ValueError(
+                "experts_blnk are those of whole rows: make micro-batches without shared prompts"
+            )
         hidden_btd = hidden_after_shared_prompts(policy, params, frozen, batch)
         return _picked(hidden_btd.reshape(batch.targets_bt.size, -1), _positions(batch))[None]
-    return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen, batch.images))[None]
+    hidden_bld = policy.hidden(params, batch.tokens_bl, frozen, batch.images, batch.experts_blnk)
+    return _predicting(batch, hidden_bld)[None]
 
 
 def hidden_and_routing_at_positions(
@@ -34,7 +43,7 @@ def hidden_and_routing_at_positions(
         raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
     if batch.images is not None:
         raise ValueError("routers are recorded over text: wanted a batch without images")
-    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen)
+    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen, batch.experts_blnk)
     return _predicting(batch, hidden_bld)[None], [_predicting(batch, x) for x in logits]
 
 

@@ -146,7 +146,8 @@ def make_grad_step(
         accum_grads, accum_weight = accum
         ref_logp_bt = batch.ref_logp_bt
         if ref_params is not None:
-            ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, batch, temperature)
+            own_routing = attrs.evolve(batch, experts_blnk=None)
+            ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, own_routing, temperature)
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
             routing: list[mx.array] = []

@@ -1,4 +1,4 @@
-"""The routing step: how evenly the experts of a model with routers are used. A forward pass, for the log."""
+"""The routing steps: which experts a model chooses for a batch, and how evenly. Forward passes alone."""
 
 from typing import NamedTuple
 
@@ -37,3 +37,21 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
         unused=(shares == 0).astype(mx.float32).mean(),
         balance=balance.mean(),
     )
+
+
+def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
+    """`Batch.experts_blnk` as this policy's routers choose: uint16 [B,L,N,k]. Eager, as `routing_stats`.
+
+    For a sampler's policy and parameters these are the experts that the completions were drawn with, so that
+    the learner can take the same ones (R3, arXiv 2510.11370).
+
+    Raises:
+        ValueError: as `routing_stats`.
+    """
+    if batch.prompt_index_b is not None:
+        raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+    check_vocabulary(batch, policy.vocabulary)
+    chosen = experts_per_token(policy.module)
+    _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
+    best = [mx.argpartition(-logits_ble, kth=chosen - 1, axis=-1)[..., :chosen] for logits_ble in routing]
+    return mx.stack(best, axis=2).astype(mx.uint16)

@@ -25,7 +25,7 @@ from grpo_fn.policy.quantized_role import (
     quantizable,
     quantized_role,
 )
-from grpo_fn.policy.routers import experts_per_token, has_routers
+from grpo_fn.policy.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.row_logprobs import row_logprobs
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Policy",
     "QuantMode",
     "QuantizedRole",
+    "check_replay",
     "checkpoint_layers",
     "decode_weights_bytes",
     "experts_per_token",

@@ -24,7 +24,7 @@ from grpo_fn.policy.learning_form import learning_form
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.policy.patched_layers import use_own_functions
 from grpo_fn.policy.prefix_cache import shares_prefix
-from grpo_fn.policy.routers import recorded_routing
+from grpo_fn.policy.routers import recorded_routing, replayed_routing
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
@@ -161,28 +161,43 @@ class Policy:
         tokens_bl: mx.array,
         frozen: Tree | None = None,
         images: ImageRows | None = None,
+        experts_blnk: mx.array | None = None,
     ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
-        traced function pins what it closes over. `images` are those of the rows; None: there are none.
+        traced function pins what it closes over. `images` are those of the rows; None: there are none. With
+        `experts_blnk` each token gets these experts, not those that the routers would choose: see
+        `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
-            if images is None:
+            if images is not None:
+                whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
+                return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
+            if experts_blnk is None:
                 return self.split.hidden(module, tokens_bl)
-            whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
-            return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
+            with replayed_routing(module, experts_blnk):
+                return self.split.hidden(module, tokens_bl)
 
     def hidden_and_routing(
-        self, params: Tree, tokens_bl: mx.array, frozen: Tree | None = None
+        self,
+        params: Tree,
+        tokens_bl: mx.array,
+        frozen: Tree | None = None,
+        experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts.
+        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts, also of those
+        that `experts_blnk` shuts out.
 
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
         """
         with self.learning(params, frozen) as module, recorded_routing(module) as logits:
-            hidden_bld = self.split.hidden(module, tokens_bl)
+            if experts_blnk is None:
+                hidden_bld = self.split.hidden(module, tokens_bl)
+            else:  # in front of the recorders
+                with replayed_routing(module, experts_blnk):
+                    hidden_bld = self.split.hidden(module, tokens_bl)
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:

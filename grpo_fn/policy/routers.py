@@ -1,11 +1,11 @@
-"""What the routers of a model with experts decide, recorded in one instance while it is called.
+"""What the routers of a model with experts decide, recorded or given, in one instance while it is called.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of its
-outputs. For the time of a call a recorder stands in that layer's place. Blocks that add biases or choose by
-groups are not known here.
+outputs. For the time of a call another layer stands in that layer's place: it keeps the outputs, or shuts out
+all experts but those that were chosen before. Blocks that add biases or choose by groups are not known here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,10 @@ _ROUTERS = {
     "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok"),
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k"),
 }
+# Blocks whose experts are weighted by their shares of a softmax over all experts: with others shut out, the
+# weights of those that are left would be larger. The others weight by shares of the chosen ones, unless they
+# have norm_topk_prob = false.
+_WEIGHTED_BY_ALL = ("mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock",)
 MODELS = "qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
 
 
@@ -38,6 +42,39 @@ def experts_per_token(module: nn.Module) -> int:
     return int(getattr(block, top_k))
 
 
+def check_replay(module: nn.Module) -> None:
+    """Raises ValueError where `replayed_routing` cannot do this model: no known routers, or checkpointed
+    blocks, or weights of experts that depend on those that are not chosen."""
+    for block, _, _ in _known_blocks(module):
+        if _is_a(block, _WEIGHTED_BY_ALL) or not getattr(block, "norm_topk_prob", True):
+            raise ValueError(
+                f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax over all "
+                "of them, also those that are not chosen: with given experts the weights would be others"
+            )
+
+
+@contextmanager
+def replayed_routing(module: nn.Module, experts_blnk: mx.array) -> Iterator[None]:
+    """Until the end of the block each token gets these experts, weighted as the routers do now.
+
+    Args:
+        module: of a kind that `check_replay` takes.
+        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers.
+
+    Raises:
+        ValueError: as `check_replay`, or there are not as many layers or experts.
+    """
+    blocks = _known_blocks(module)
+    wanted = len(blocks), int(getattr(blocks[0][0], blocks[0][2]))
+    if experts_blnk.ndim != 4 or tuple(experts_blnk.shape[2:]) != wanted:
+        raise ValueError(
+            f"experts_blnk has shape {tuple(experts_blnk.shape)}: wanted [B,L,{wanted[0]},{wanted[1]}]"
+        )
+    check_replay(module)
+    with _in_place_of(blocks, lambda gate, number: _Replayer(gate, experts_blnk[:, :, number])):
+        yield
+
+
 @contextmanager
 def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
     """A list that gets each router's logits [...,E] in the order of the calls, until the end of the block.
@@ -48,28 +85,56 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
     """
     blocks = _known_blocks(module)
     logits: list[mx.array] = []
+    with _in_place_of(blocks, lambda gate, number: _Recorder(gate, logits)):
+        yield logits
+
+
+@contextmanager
+def _in_place_of(blocks: list[tuple[Any, str, str]], made: Callable[[Any, int], Any]) -> Iterator[None]:
     gates = [(block, name, block[name]) for block, name, _ in blocks]
     try:
-        for block, name, gate in gates:
-            block[name] = _Recorder(gate, logits)
-        yield logits
+        for number, (block, name, gate) in enumerate(gates):
+            block[name] = made(gate, number)
+        yield
     finally:
         for block, name, gate in gates:
             block[name] = gate
 
 
-class _Recorder:
+class _Router:
+    """Stands in a router's place."""
+
+    def __init__(self, gate: Any) -> None:
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gate, name)
+
+
+class _Recorder(_Router):
     """Calls a router and keeps what it returns."""
 
     def __init__(self, gate: Any, logits: list[mx.array]) -> None:
-        self._gate, self._logits = gate, logits
+        super().__init__(gate)
+        self._logits = logits
 
     def __call__(self, x: mx.array) -> mx.array:
         self._logits.append(self._gate(x))
         return self._logits[-1]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gate, name)
+
+class _Replayer(_Router):
+    """Calls a router, and shuts all but the given experts out: their logits become −inf."""
+
+    def __init__(self, gate: Any, experts_blk: mx.array) -> None:
+        super().__init__(gate)
+        self._experts = experts_blk
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = self._gate(x)  # [B,L,E], or [B·L,E]
+        experts = self._experts.reshape(*logits.shape[:-1], -1)
+        chosen = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), experts, mx.array(True), axis=-1)
+        return mx.where(chosen, logits, -mx.inf)
 
 
 def _known_blocks(module: nn.Module) -> list[tuple[Any, str, str]]:
@@ -89,9 +154,16 @@ def _blocks(module: nn.Module) -> list[tuple[Any, str, str]]:
     found = []
     for layer in getattr(module, "layers", None) or []:
         for part in layer.modules():
-            for kind in type(part).__mro__:
-                known = _ROUTERS.get(f"{kind.__module__}.{kind.__qualname__}")
-                if known is not None:
-                    found.append((part, *known))
-                    break
+            known = next((_ROUTERS[name] for name in _kinds(part) if name in _ROUTERS), None)
+            if known is not None:
+                found.append((part, *known))
     return found
+
+
+def _kinds(part: Any) -> list[str]:
+    """The names of its class and of those that this one comes from."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(part).__mro__]
+
+
+def _is_a(part: Any, names: tuple[str, ...]) -> bool:
+    return any(name in names for name in _kinds(part))

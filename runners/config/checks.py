@@ -261,6 +261,7 @@ def _images(built: dict[str, Any], found: Settings) -> None:
         "env.factory": lambda env: (env.factory, ""),
         "env.tools": lambda env: (list(env.tools), []),
         "loss.router_aux_coef": lambda loss: (loss.router_aux_coef, 0.0),
+        "loss.router_replay": lambda loss: (loss.router_replay, False),
     }
     for key, read in others.items():
         section = built[key.partition(".")[0]]

@@ -231,6 +231,7 @@ class LossConfig:
     aggregation: str | None = field(default=None, validator=optional(rules.text()))
     entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
     router_aux_coef: float = field(default=0.0, validator=rules.not_negative())  # of models with experts
+    router_replay: bool = False  # of models with experts: the learner takes those that the sampler chose
     baseline: Baseline | None = None
     scale: Scale | None = None
     mask_truncated_completions: bool = False

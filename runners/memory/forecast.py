@@ -126,6 +126,7 @@ def _forecast(
         sizes.shares_prompts
         and not system.grad_checkpoint
         and not config.loss.router_aux_coef
+        and not config.loss.router_replay
         and system.share_prompts != "never"
         and (system.share_prompts == "always" or platform.backend == "cpu")
     )

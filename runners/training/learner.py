@@ -9,7 +9,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
-from grpo_fn.policy import checkpoint_layers, experts_per_token
+from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.data.stream import RunLength
@@ -167,19 +167,23 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
-    """UserError where loss.router_aux_coef asks for what this model does not have."""
-    if not config.loss.router_aux_coef:
-        return
-    where = config.where("loss.router_aux_coef")
-    if config.system.grad_checkpoint:
-        raise UserError(
-            f"{where}: checkpointed blocks do not hand out what their routers decide; want 0, or "
-            "system.grad_checkpoint = false"
-        )
-    try:
-        experts_per_token(loaded.module)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; want 0") from error
+    """UserError where loss.router_aux_coef or loss.router_replay asks for what this model does not have."""
+    for key, off, check in (
+        ("router_aux_coef", "0", experts_per_token),
+        ("router_replay", "false", check_replay),
+    ):
+        if not getattr(config.loss, key):
+            continue
+        where = config.where(f"loss.{key}")
+        if config.system.grad_checkpoint:
+            raise UserError(
+                f"{where}: checkpointed blocks do not hand out what their routers decide; want {off}, or "
+                "system.grad_checkpoint = false"
+            )
+        try:
+            check(loaded.module)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; want {off}") from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
@@ -189,11 +193,12 @@ def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> 
         return False
     # mx.checkpoint would run a block again without the prompts' keys that the first run left behind.
     possible = can_share(loaded.module) and not config.system.grad_checkpoint
-    possible = possible and not config.loss.router_aux_coef  # what routers decide is recorded over whole rows
+    # What routers decide is recorded over whole rows.
+    possible = possible and not config.loss.router_aux_coef and not config.loss.router_replay
     if wish == "always" and not possible:
         raise UserError(
             f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
-            "plain cache of keys and values, or system.grad_checkpoint or loss.router_aux_coef is on; want "
-            '"auto" or "never"'
+            "plain cache of keys and values, or system.grad_checkpoint, loss.router_aux_coef or "
+            'loss.router_replay is on; want "auto" or "never"'
         )
     return possible

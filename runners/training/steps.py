@@ -9,7 +9,15 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import all_reduce, deal, kept_by_first, routing_stats, shape_of, take_rows
+from grpo_fn.learner import (
+    all_reduce,
+    chosen_experts,
+    deal,
+    kept_by_first,
+    routing_stats,
+    shape_of,
+    take_rows,
+)
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, stream_key
 from grpo_fn.trees import Tree, map_arrays, on_host
@@ -237,11 +245,21 @@ class TrainSteps:
                 )
             ]
             self.at.shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
+            if config.loss.router_replay:
+                pieces = [self._with_experts(piece) for piece in pieces]
             if self.uses > 1 or self.at.stale:
                 # By the time this is read π_θ has left π_old: its log-probs are taken now.
                 pieces = self.gradients.with_old_logp(self.role.anchor, pieces)
             ready.append(pieces)
         return ready
+
+    def _with_experts(self, piece: g.Batch) -> g.Batch:
+        """A micro-batch with the experts that the sampler chooses for its tokens: one more forward pass."""
+        if not piece.mask_bt.shape[0]:
+            return piece
+        experts_blnk = chosen_experts(self.role.policy, self.state.old_params, piece)
+        mx.eval(experts_blnk)
+        return attrs.evolve(piece, experts_blnk=experts_blnk)
 
     def _new_shape_tokens(self) -> int:
         """What a shape that has to be compiled is worth in padding: more where that takes long, and nearly

@@ -14,6 +14,7 @@ EXPECTED = {
     "learner": {"quick: peak, ours / naive", "quick: largest difference of the gradients"},
     "peers": {"lora: step, mlx-lm-lora / ours", "lora: peak, ours / mlx-lm-lora"},
     "quant": {"tiny: mxfp4 packed: tokens/s at batch 4", "tiny: mxfp4 dequantized: KL"},
+    "router_replay": {"8 experts: affine-4: mismatch, own", "8 experts: affine-4: mismatch, replayed"},
     "sync": {"tiny: none: time", "tiny: nvfp4 packed: memory of its own"},
     "logprobs": {"64 rows: peak, ours / naive", "256 rows: time, ours / naive"},
     "gated_delta": {"32 tokens: peak, chunks / loop", "64 tokens, chunks of 16: time"},

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 
 import attrs
 import click
@@ -56,11 +57,19 @@ def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path):
 
 def test_a_process_is_ended_when_the_time_is_over(tmp_path):
     """It, what it started, and those that have not begun: all are named."""
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    child = (
+        "import subprocess, sys\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(started.pid, flush=True)\n"
+        "started.wait()\n"
+    )
     jobs = [job(tmp_path, "long", child), job(tmp_path, "next", "pass")]
     started = time.monotonic()
-    found = {done.name: str(outcome) for done, outcome in side_by_side(jobs, 1, until=started + 0.5)}
+    found = {done.name: str(outcome) for done, outcome in side_by_side(jobs, 1, until=started + 2)}
     assert time.monotonic() - started < 20
+    state = Path(f"/proc/{(tmp_path / 'long.txt').read_text().strip()}/stat")
+    if sys.platform == "linux":
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
     assert found == {
         "long": "long: ended before it was done: the time is over",
         "next": "next: not started: the time is over",

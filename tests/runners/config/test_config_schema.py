@@ -85,6 +85,7 @@ def test_defaults_are_the_documented_ones(load):
             "mask_truncated_completions": False,
             "max_resample": 3,
             "router_aux_coef": 0.0,
+            "router_replay": False,
             "top_entropy_quantile": 1.0,
             "sync_every": 1,
             "ref_sync_every": 0,

@@ -70,3 +70,37 @@ def test_where_no_token_counts_nothing_is_measured(tmp_path):
     """All completions are cut off and masked: no load of 0, as if a router had collapsed."""
     lines = run(tmp_path, "mixtral", "loss.mask_truncated_completions=true", "rollout.stop=[]")
     assert lines and not any(NAMES & set(line) for line in lines)
+
+
+@pytest.mark.parametrize("more", [(), ("optim.num_iterations=2",), ("loss.router_aux_coef=0.01",)])
+def test_a_run_replays_the_samplers_experts(tmp_path, more):
+    """A sampler of four bits is nearer to a learner that takes its experts."""
+
+    def difference(folder, replay):
+        settings = (
+            "rollout.quantization=affine-4",
+            "rollout.group_size=32",
+            "rollout.mismatch_limit=0",
+            *more,
+        )
+        lines = run(folder, "mixtral", f"loss.router_replay={replay}", *settings)
+        return [line["sampling/sampling_logp_difference/mean"] for line in lines]
+
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    replayed, plain = difference(tmp_path / "with", "true"), difference(tmp_path / "without", "false")
+    assert len(replayed) == len(plain) and 0 < replayed[0] < plain[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "message"),
+    [
+        ("llama", (), "loss.router_replay: llama has no experts .*; want false"),
+        ("mixtral", ("system.grad_checkpoint=true",), "loss.router_replay: checkpointed blocks do not"),
+        ("mixtral", ("system.share_prompts=always",), "loss.router_replay is on"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path, arch, more, message):
+    """Before the first rollout, in a line that names the key."""
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, arch, "loss.router_replay=true", *more)
