@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-Grid = tuple[int, int, int]  # patches of an image: time, rows, columns
+Grid = tuple[int, int, int]  # cells of an image, a token each: time, rows, columns
 
 
 @attrs.frozen(eq=False)

@@ -104,9 +104,9 @@ def make_batch(
         keep_bt=_most_uncertain(rollout.entropy_bt, mask_bt, top_entropy_quantile),
         group_b=mx.repeat(mx.arange(len(lengths), dtype=mx.int32), rollout.num_generations),
         vocabulary=vocabulary,
-        images=None
-        if rollout.images is None
-        else image_rows(rollout.images, lengths, longest + width, repeat=rollout.num_generations),
+        images=image_rows(rollout.images, lengths, longest + width, repeat=rollout.num_generations)
+        if rollout.images is not None and any(each is not None for each in rollout.images)
+        else None,
     )
 
 

@@ -72,8 +72,8 @@ def generate(
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
             is out of range, there is not one of `prompt_numbers` for each prompt, `find_stop` gives more
-            tokens than there are, replies are not those asked for, or images do not fit: see
-            `takes_prompt_images`.
+            tokens than there are, replies are not those asked for, or images do not fit the
+            prompts, the policy's module (`use_multimodal_rope`) or replies.
     """
     check_process()
     sampler, decoding = sampler or Sampler(), decoding or Decoding()

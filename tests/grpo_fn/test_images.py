@@ -158,6 +158,8 @@ def test_selected_and_joined_rollouts_keep_their_images(rollout):
     """As dynamic sampling selects groups and joins rounds."""
     back = g.take_groups(rollout, [2, 0])
     assert back.images == (None, rollout.images[0])
+    assert g.make_batch(back, mx.ones((2, 3))).images is not None
+    assert g.make_batch(g.take_groups(rollout, [2]), mx.ones((1, 3))).images is None  # of a prompt of text
     whole = g.join_rollouts([back, g.take_groups(rollout, [1])])
     assert whole.images == (None, rollout.images[0], rollout.images[1])
     text = attrs.evolve(back, images=None)
