@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def _command(config: str, overrides: Sequence[str]) -> str:
-    """What to type to go on with this run, in the words in which this command was called."""
+    """The command that continues this run, spelled as this command was called."""
     program = click.get_current_context().command_path
     called = sys.argv[0]
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
@@ -168,7 +168,7 @@ def _run(
         found: Config | UserError
         try:
             found = load_config(name, overrides)
-        except UserError as error:  # the others are told once they have met
+        except UserError as error:  # reported to the other ranks once they have met
             found = error
         notices = startup.prepare().notices
 
