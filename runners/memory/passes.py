@@ -63,7 +63,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a model's config.json states.
 
     Raises:
-        KeyError: it states no number of layers, width, number of heads or vocabulary size under any name in use.
+        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
     """
     config = {**config, **(config.get("text_config") or {})}
 

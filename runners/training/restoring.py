@@ -40,7 +40,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
     if origin.facts.get("data") != data_digest(run.data.train) and not changed:
         raise UserError(
             f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
-            "--allow-config-change goes on with it"
+            "--allow-config-change continues anyway"
         )
     first = run.learner.outline or run.learner.state
     assert first is not None

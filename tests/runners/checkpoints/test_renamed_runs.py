@@ -73,7 +73,7 @@ def test_a_renamed_run_goes_on_in_its_own_folder(tmp_path, straight, count):
     assert outcome(moved) == outcome(straight)
     assert [path.name for path in list_checkpoints(moved)] == [f"checkpoint-{n}" for n in (1, 2, 3)]
     (told,) = [line for line in swapper.lines if "was renamed" in line]
-    assert told == f"{folder} was renamed to {moved}; the run goes on there"
+    assert told == f"{folder} was renamed to {moved}; the run continues there"
 
 
 def test_a_renamed_folder_whose_path_stays_free(tmp_path, straight):

@@ -113,7 +113,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_it_did(copy, finished, name):
     notes = Notes()
     result = run_training(copy(), report=notes, resume=True)
     assert any("passed over" in text for text in notes.lines)
-    assert any("going on from" in text and "checkpoint-2" in text for text in notes.lines)
+    assert any("resuming from" in text and "checkpoint-2" in text for text in notes.lines)
     assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
     check_manifest(copy.folder / "checkpoint-3")
     with pytest.raises(UserError, match=DAMAGE[name][1]):
@@ -125,7 +125,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
     for number in (1, 2, 3):
         flip(copy.folder / f"checkpoint-{number}" / "optimizer.safetensors")
     before = {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="none of its 3 checkpoints is whole; --overwrite begins anew"):
+    with pytest.raises(UserError, match="none of its 3 checkpoints is whole; --overwrite starts over"):
         run_training(copy(), report=Quiet(), resume=True)
     assert before == {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
 

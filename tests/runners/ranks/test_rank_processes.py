@@ -118,7 +118,7 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     said = run.end()
     assert "checkpoint-1" in said
     assert "interrupted" in said, said
-    assert said.count("to go on:") == 1  # rank 0 speaks alone
+    assert said.count("to continue:") == 1  # rank 0 speaks alone
     end = run_training(load_config(str(config)), report=Quiet(), resume=True).folder
     assert worst(weights(end / "final"), want) < 1e-5
     assert (end / "completions.jsonl").read_bytes() == texts

@@ -98,7 +98,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_shards(one, three
     )
     kept = weights(three / "final")
     done = launch(2, config, "--resume", str(three / "checkpoint-1"))
-    assert "going on from" in done.stdout, done.stdout
+    assert "resuming from" in done.stdout, done.stdout
     assert worst(weights(three / "final"), kept) < 1e-5
     assert (three / "checkpoint-2.aside").is_dir()
     # What two sharded ranks save is a whole state.
