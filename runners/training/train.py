@@ -63,7 +63,7 @@ def run_training(
         resume: continue from the last whole checkpoint of the run's folder, or from the one in this folder. A
             run without a checkpoint starts over.
         allow_config_change: go on with a config on which the weights depend, and which differs.
-        overwrite: start over where the run's folder holds an interrupted run, too: its checkpoints are removed.
+        overwrite: start over where the folder holds an interrupted run, too, and remove its checkpoints.
             run.overwrite replaces a finished run alone.
         ranks: those that share the run; by default all that `mlx.launch` has started, this process among
             them. Rank 0 has the folder and the display.
