@@ -1,6 +1,7 @@
 """Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
 
 import fcntl
+import io
 import os
 import pty
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from runners import cli
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.telemetry.report import Quiet
@@ -68,8 +70,20 @@ def ended(process):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_under_standard_output_is_a_line(place, command):
-    """`grpo … > /dev/full`: code 2, and the line is the last thing said."""
+def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch, capsys):
+    """Of every command: code 2, and the line is the last thing said."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            cli.main(COMMANDS[command])
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and lines[-1] == "standard output: No space left on device", lines
+
+
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_process_on_a_full_disk_ends_with_that_line(place, command):
+    """`grpo … > /dev/full`: Python's own end adds nothing."""
     with open("/dev/full", "w") as full:
         code, lines = ended(start(*COMMANDS[command], stdin=subprocess.PIPE, stdout=full))
     assert code == 2 and lines[-1] == "standard output: No space left on device", lines
