@@ -39,7 +39,8 @@ STOPS = {
         ["eval.every=1"],
         [(signal.SIGTERM, "sampling", 2), (signal.SIGHUP, "step", 1), (signal.SIGTERM, "evaluating", 1)],
     ),
-    "inside an accumulation, between updates of two rollouts, and of one": (
+    "inside an accumulation": (["optim.gradient_accumulation_steps=3"], [(signal.SIGINT, "learning", 2)]),
+    "before updates of two rollouts, between them, and between those of one": (
         ["optim.num_iterations=2", "optim.minibatches=2", "optim.gradient_accumulation_steps=2"],
         [(signal.SIGINT, "learning", 1), (signal.SIGTERM, "step", 1), (signal.SIGINT, "step", 5)],
     ),
