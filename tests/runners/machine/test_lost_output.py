@@ -27,7 +27,7 @@ CONFIG = """
 run = {name = "r", output_dir = "out"}
 model.path = "embedded"
 data = {source = "rows.jsonl", system_prompt = ""}
-rollout = {num_generations = 2, max_new_tokens = 4}
+rollout = {num_generations = 2, max_new_tokens = 4, launch = "eval", check_every = 4, max_batch = 8}
 optim = {batch_size = 2, max_steps = 1000}
 eval = {samples = 2, at_start = false}
 """
