@@ -63,7 +63,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
                 echo(advice, err=True)
             sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
         except OutputLost as lost:
-            drop_output()
+            drop_output(sys.stdout)
             # Whoever reads a pipe may stop reading: then there is nothing to say.
             _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
         except ConfigError as error:

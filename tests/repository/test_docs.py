@@ -25,6 +25,7 @@ from runners.config.reading import preset_names
 from runners.config.sections import SYSTEM_PROMPT
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import resolve_rewards
+from tests.support import warm_process
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
 
 DOCS = ROOT / "docs"
@@ -83,9 +84,13 @@ def test_a_python_snippet_imports_the_core_before_mlx(snippet):
 
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
-    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
+    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise.
+
+    That one starts a Python anew, as a reader does.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    new = subprocess.run if "learns" in snippet.comments else warm_process.run
+    done = new(
         [sys.executable, "-c", snippet.text],
         cwd=folder,
         env=environment,

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.terminal import CTRL_C, Session
 from tests.support.tiny_runs import small
+from tests.support.warm_process import run
 
 ROOT = Path(__file__).resolve().parents[3]
 REWARD = """
@@ -68,7 +68,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
     assert said == "to continue"
     program, *arguments = shlex.split(command)
     assert program == "python" and arguments[-1] == "--resume" and "run.name=my-first" in arguments
-    done = subprocess.run(
+    done = run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

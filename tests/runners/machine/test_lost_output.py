@@ -1,13 +1,11 @@
 """Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
 
-import fcntl
 import io
 import os
 import pty
 import signal
 import subprocess
 import sys
-import termios
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +19,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_states import same_bits
+from tests.support.warm_process import Popen
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -55,7 +54,8 @@ def place(tmp_path, monkeypatch):
 def start(*arguments, **options):
     """A command in a process of its own."""
     given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(
+    begin = subprocess.Popen if "preexec_fn" in options else Popen
+    return begin(
         [sys.executable, "-m", "runners.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
@@ -176,13 +176,9 @@ def test_a_run_whose_terminal_goes_away_saves(place):
     """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
     leader, follower = pty.openpty()
 
-    def own_terminal():
-        os.setsid()
-        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
-
     with open("errors", "w+") as errors:
         options = {"stdin": follower, "stdout": follower, "stderr": errors}
-        process = start("run", "train.toml", preexec_fn=own_terminal, **options)
+        process = start("run", "train.toml", terminal=True, **options)
         os.close(follower)
         shown = b""
         while b"update 1/" not in shown and b"update 2/" not in shown:

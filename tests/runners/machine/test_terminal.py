@@ -22,6 +22,7 @@ from runners.machine.terminal import Output, OutputLost, echo, others_visible, v
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.tiny_models import make_model_folder
+from tests.support.warm_process import Popen, run
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
@@ -209,7 +210,7 @@ main(sys.argv[1:])
 def on_a_terminal(*arguments, folder, typed=""):
     """What a command writes to a terminal, as bytes; `typed` is what it reads."""
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-c", ANSWERS, *arguments],
         cwd=folder,
         stdin=subprocess.PIPE,
@@ -255,7 +256,7 @@ def test_generate_and_chat_on_a_terminal(model, tmp_path):
 
 def test_a_pipe_gets_the_models_bytes(model, tmp_path):
     """All of them: click alone would take sequences out."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", ANSWERS, "generate", str(model), "hello"],
         cwd=tmp_path,
         capture_output=True,

@@ -46,7 +46,8 @@ def write(tmp_path):
             "system": {"compile": False},
         }
         merged = {key: settings.get(key, {}) | tables.get(key, {}) for key in {**settings, **tables}}
-        path.write_text(small(run={"name": name, "output_dir": str(tmp_path / "outputs")}, **merged))
+        run = {"name": name, "output_dir": str(tmp_path / "outputs"), **merged.pop("run", {})}
+        path.write_text(small(run=run, **merged))
         return path
 
     return make
@@ -66,7 +67,7 @@ def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     """
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
-        "data": {"source": "embedded"},  # groups vary in both of its rollouts
+        "run": {"seed": 1},  # groups vary in both of its rollouts
         "loss": {"dynamic_sampling": True},
         "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
     }

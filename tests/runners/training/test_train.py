@@ -22,6 +22,7 @@ from runners.training.train import RunResult, run_training
 from tests.support.talking_runs import talking_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import LETTERS, small
+from tests.support.warm_process import Popen
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
@@ -336,7 +337,7 @@ def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
         "optim.max_steps=100000",
         *(f"rollout.{key}" for key in ("launch=eval", "check_every=8", "max_batch=8")),
     ]
-    process = subprocess.Popen(
+    process = Popen(
         [*command, *(part for setting in long for part in ("--set", setting))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
