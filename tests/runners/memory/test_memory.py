@@ -84,7 +84,7 @@ def test_conversations_take_no_more_than_the_forecast(schedule):
     """Turns with many given tokens: rows that wait and grow are within the bound, and beyond one turn's."""
     module, shape = module_of()
     policy = g.Policy.from_module(module)
-    prompts, rows, new = [[1] * 40, [2] * 40], 64, 400
+    prompts, rows, new = [[1] * 40, [2] * 40], 64, 300
 
     def respond(row, turn):
         return [3 + row % 7] * (120 if schedule == "together" else 60 + row)
