@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.learner.packing import Packer, Row, Shape
-from tests.support.examples import examples
+from tests.support.properties.examples import examples
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=12)
 

@@ -16,9 +16,9 @@ from runners.training.bad_updates import BadUpdates
 from runners.training.train import run_training
 from tests.runners.checkpoints.test_save_faults import assert_whole, at_call
 from tests.runners.training.test_bad_updates import experience, numbers
-from tests.support.checkpoints import save_checkpoint
-from tests.support.decoys import look
-from tests.support.folders import held
+from tests.support.files.checkpoints import save_checkpoint
+from tests.support.files.decoys import look
+from tests.support.files.folders import held
 from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import load, make_state

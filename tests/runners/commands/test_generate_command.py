@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
-from tests.support.warm_process import Popen
+from tests.support.processes.warm_process import Popen
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+from tests.support.processes.warm_process import Popen, run
 from tests.support.tiny_runs import train
-from tests.support.warm_process import Popen, run
 
 PROMPT = "Anna bakes 48 rolls."
 TOKENS = mx.array([[5, 9, 70, 31, 12]])

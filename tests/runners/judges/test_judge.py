@@ -12,7 +12,7 @@ from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
 from runners.judges import keys
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
-from tests.support.judge_servers import answering, completion, free_port
+from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
 SECRET = "sk-planted-7Hq2"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.terminal import CTRL_C, Session
+from tests.support.processes.terminal import CTRL_C, Session
+from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import small
-from tests.support.warm_process import run
 
 ROOT = Path(__file__).resolve().parents[3]
 REWARD = """

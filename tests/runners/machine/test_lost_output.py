@@ -17,9 +17,9 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_states import same_bits
-from tests.support.warm_process import Popen
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """

@@ -21,8 +21,8 @@ from runners.machine import terminal
 from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
+from tests.support.processes.warm_process import Popen, run
 from tests.support.tiny_models import make_model_folder
-from tests.support.warm_process import Popen, run
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from runners.machine import thread_ends
-from tests.support.new_process import digest_of, in_new_process, in_warm_process
+from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
 from tests.support.tiny_runs import small
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

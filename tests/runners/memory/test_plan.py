@@ -21,7 +21,7 @@ from runners.memory import forecast, plan, remedies
 from runners.memory.model_sizes import _from_config, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
-from tests.support.forecasts import check_forecast
+from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 

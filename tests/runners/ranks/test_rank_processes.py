@@ -12,7 +12,7 @@ from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_ranks import lines, weights, worst
-from tests.support.launching import begin
+from tests.support.ranks.launching import begin
 from tests.support.tiny_runs import small
 
 LETTERS = '''"""How many different characters a completion has; a group may be alike, and is drawn again."""

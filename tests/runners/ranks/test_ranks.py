@@ -10,7 +10,7 @@ import pytest
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.launching import launch
+from tests.support.ranks.launching import launch
 from tests.support.tiny_runs import small
 
 FAULT = '''"""A reward that ends rank 1 in its third call."""

@@ -18,8 +18,8 @@ from runners.rewards.scoring import Reward, Scorer
 from runners.rewards.trl_arguments import RewardLog, is_own_name
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import PROBLEMS, Notes
-from tests.support.warm_process import run
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = ["one", "two"]

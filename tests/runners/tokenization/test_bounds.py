@@ -233,7 +233,7 @@ def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch)
     (folder / "chat_template.jinja").write_text(DOUBLE)
 
     def unlimited(module, *arguments, **limits):
-        return run_bounded("tests.support.unlimited", *arguments, **limits)
+        return run_bounded("tests.support.processes.unlimited", *arguments, **limits)
 
     monkeypatch.setattr(tokenizer_check, "run_bounded", unlimited)
     with pytest.raises(UserError, match="its chat template takes more than 512 MB"):
@@ -251,7 +251,7 @@ def test_the_memory_of_a_process_as_ps_tells_it(monkeypatch):
 def test_a_process_that_sleeps_is_ended(monkeypatch):
     """Its computing never ends it."""
     monkeypatch.setattr(bounded_process, "_PATIENCE", 2.0)
-    ending = run_bounded("tests.support.sleeping", seconds=0.1, memory=10**8)
+    ending = run_bounded("tests.support.processes.sleeping", seconds=0.1, memory=10**8)
     assert (ending.over, ending.code) == ("time", -9)
 
 

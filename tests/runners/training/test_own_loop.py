@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_fn.backends.cpu import load_blas
-from tests.support.new_process import digest_of, in_new_process, in_warm_process
+from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
 from tests.support.tiny_runs import LETTERS, small
 
 needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no BLAS is loaded on this machine")

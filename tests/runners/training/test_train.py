@@ -19,10 +19,10 @@ from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.roles import RolloutRole
 from runners.training.train import RunResult, run_training
-from tests.support.talking_runs import talking_run
+from tests.support.processes.warm_process import Popen
+from tests.support.runs.talking_runs import talking_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import LETTERS, small
-from tests.support.warm_process import Popen
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 

@@ -4,7 +4,7 @@
 looks at what the program does. A test of what happens at import, of a variable that a library reads at
 import, or of a process's memory starts a new interpreter. For another program that starts one,
 
-    python -P tests/support/warm_process.py SOCKET -m MODULE …
+    python -P tests/support/processes/warm_process.py SOCKET -m MODULE …
 
 is such a process: it passes its streams and signals on, and ends as it does.
 """
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def server() -> str:
     folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")  # a socket's path has to be short
     path = f"{folder}/socket"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_server", path], cwd=ROOT, stdin=subprocess.PIPE
+        [sys.executable, "-m", "tests.support.processes.warm_server", path], cwd=ROOT, stdin=subprocess.PIPE
     )
     latest = time.monotonic() + 300
     while not os.path.exists(path):

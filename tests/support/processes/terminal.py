@@ -8,7 +8,7 @@ import select
 import struct
 import termios
 
-from tests.support.warm_process import Popen
+from tests.support.processes.warm_process import Popen
 
 # What of the environment rich heeds, and whatever runs the tests may have set.
 RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")

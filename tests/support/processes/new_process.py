@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_new_process(code, *arguments, cwd=ROOT, run=subprocess.run, **environment):

@@ -25,8 +25,8 @@ from runners.config.reading import preset_names
 from runners.config.sections import SYSTEM_PROMPT
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import resolve_rewards
-from tests.support import warm_process
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
+from tests.support.processes import warm_process
 
 DOCS = ROOT / "docs"
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]

@@ -1,6 +1,6 @@
 """The server of `warm_process`: it imports the package once, and answers each request with a fork of itself.
 
-    python -m tests.support.warm_server SOCKET
+    python -m tests.support.processes.warm_server SOCKET
 
 A request on the Unix socket is one byte with four file descriptors: the new process's standard input, output
 and error, and a file with the rest as JSON. The answers on the same connection are two lines: the process's

@@ -9,7 +9,7 @@ import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.support.warm_process import Popen
+from tests.support.processes.warm_process import Popen
 
 
 class Requests(list):
