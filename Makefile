@@ -27,6 +27,8 @@ FAST := tests/grpo_fn/algorithm tests/grpo_fn/rollout tests/grpo_fn/learner/test
 PROPERTIES := tests/grpo_fn/algorithm tests/grpo_fn/learner/test_packing.py tests/grpo_fn/learner/test_splits.py \
 	tests/grpo_fn/test_compiled.py tests/grpo_fn/test_trees.py tests/runners/config/test_config_junk.py
 EXTRA ?=
+# Python keeps what it has compiled, also where the environment says otherwise: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
 # The versions that the tests run with.

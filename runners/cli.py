@@ -50,7 +50,7 @@ Examples:
   grpo-run train.toml                              a config of your own
   grpo-run train.toml --set optim.learning_rate=2e-6 --set run.name=hotter
   grpo-run train.toml --set 'rollout.stop=["</answer>"]' --dry-run
-  grpo-run train.toml --resume                     go on from the last whole checkpoint
+  grpo-run train.toml --resume                     continue from the last whole checkpoint
 
 \b
 Exit codes: 0 done, 2 something in the config, the data, the model or the disk has to change, 3 too many
@@ -85,17 +85,17 @@ VERSION = click.option(
     is_flag=False,
     flag_value=_LAST,
     metavar="[CHECKPOINT]",
-    help="Go on from the last whole checkpoint in the run's folder, or from this one.",
+    help="Continue from the last whole checkpoint in the run's folder, or from this one.",
 )
 @click.option(
     "--allow-config-change",
     is_flag=True,
-    help="With --resume: go on although config, data, rewards or model are not those of the checkpoint.",
+    help="With --resume: continue although config, data, rewards or model are not those of the checkpoint.",
 )
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Begin anew where the run's folder holds a run, also an interrupted one: its checkpoints go.",
+    help="Start over where the run's folder holds a run, even an interrupted one; removes its checkpoints.",
 )
 @click.option(
     "--dry-run",
@@ -122,14 +122,14 @@ def run_command(
     they are.
     """
     if resume is not None and overwrite:
-        raise click.UsageError("--resume goes on with a run, --overwrite begins anew: found both.")
+        raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
     try:
         _run(config, overrides, dry_run, watch=watch, **how)
     except Stopped as stopped:
-        stopped.advice = f"to go on: {_command(config, overrides)}"
+        stopped.advice = f"to continue: {_command(config, overrides)}"
         raise
 
 
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def _command(config: str, overrides: Sequence[str]) -> str:
-    """What to type to go on with this run, in the words in which this command was called."""
+    """The command that continues this run, spelled as this command was called."""
     program = click.get_current_context().command_path
     called = sys.argv[0]
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
@@ -168,7 +168,7 @@ def _run(
         found: Config | UserError
         try:
             found = load_config(name, overrides)
-        except UserError as error:  # the others are told once they have met
+        except UserError as error:  # reported to the other ranks once they have met
             found = error
         notices = startup.prepare().notices
 

@@ -150,7 +150,7 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
     """A message for a terminal or a log: one printable line of bounded length, without what `environ` keeps
     secret.
 
-    Messages may quote what strangers wrote, and other people's exceptions whatever they please.
+    Messages may quote untrusted text, and exceptions of other people's code may contain anything.
     """
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):

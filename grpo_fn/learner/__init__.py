@@ -7,7 +7,7 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches, take_rows
 from grpo_fn.learner.grad_step import GradStep, make_grad_step
 from grpo_fn.learner.logprob_step import make_logprob_step
-from grpo_fn.learner.micro_batches import halved, shape_of, split_batch
+from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape
 from grpo_fn.learner.rank_shares import deal, own_pieces
@@ -43,7 +43,7 @@ __all__ = [
     "collectives",
     "deal",
     "drop_inactive",
-    "halved",
+    "halve_batch",
     "init_state",
     "kept_by_first",
     "make_batch",

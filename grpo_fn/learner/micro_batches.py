@@ -63,7 +63,7 @@ def split_batch(
     return batches
 
 
-def halved(piece: Batch) -> list[Batch]:
+def halve_batch(piece: Batch) -> list[Batch]:
     """Two micro-batches of half the rows each, for less memory; a single row is returned as it is.
 
     Both keep all shared prompts. Their counts add up to those of `piece`.

@@ -50,7 +50,7 @@ def adamw(
         betas: the paper's β1 and β2.
         eps: the paper's ε, beside the root of the second moment.
         weight_decay: the paper's λ; it is multiplied by the learning rate.
-        moment_dtype: in which the two moments are kept, float32 or bfloat16.
+        moment_dtype: in which the two moments are stored, float32 or bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -93,7 +93,7 @@ def adamw(
             keep.finite if isinstance(keep, Keeper) else mx.array(True),
         ]
         numbers_5 = mx.stack([part.astype(mx.float32) for part in parts])
-        kept: list[dict[str, mx.array]] = []
+        new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
         def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
@@ -105,17 +105,17 @@ def adamw(
                 keep.faulty(fault)
                 pairs = zip(values, (param, moments["m"], moments["v"]), strict=True)
                 new_param, m, v = (keep.chosen(new, old) for new, old in pairs)
-                kept.append({"m": m, "v": v})
+                new_moments.append({"m": m, "v": v})
             else:
                 grad = grad if factor is None else grad * factor
                 new = map_arrays(_precise, moments)
                 new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
-                kept.append({name: keep(new[name], old) for name, old in moments.items()})
-            last[:] = [new_param, *kept[-1].values()]
+                new_moments.append({name: keep(new[name], old) for name, old in moments.items()})
+            last[:] = [new_param, *new_moments[-1].values()]
             return new_param
 
         new_params = tree_map(apply_single, grads, params, opt_state)
-        moments = iter(kept)
+        moments = iter(new_moments)
         return new_params, {
             "step": keep(step, opt_state["step"]),
             **map_arrays(lambda _: next(moments), new_params),

@@ -6,7 +6,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch, take_rows
-from grpo_fn.learner.micro_batches import halved
+from grpo_fn.learner.micro_batches import halve_batch
 from grpo_fn.trees import on_host
 
 
@@ -63,7 +63,7 @@ def own_pieces(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
     cutting = list(pieces)
     while len(cutting) < size:
         widest = max(range(len(cutting)), key=lambda place: _cost(cutting[place]))
-        halves = halved(cutting[widest])
+        halves = halve_batch(cutting[widest])
         if len(halves) == 1:
             break
         cutting[widest : widest + 1] = halves

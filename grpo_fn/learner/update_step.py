@@ -59,8 +59,8 @@ def make_update_step(
         rate = optimizer.schedule(update_step)
         finite = mx.isfinite(norm) & mx.isfinite(rate)
         keep = Keeper(finite, storing(held, stream_key(key, UPDATE_ROUNDING, update_step)))
-        kept = optimizer.apply(accum_grads, opt_state, params, update_step, keep, factor)
-        return kept, UpdateStats(norm, rate, keep.skipped())
+        updated = optimizer.apply(accum_grads, opt_state, params, update_step, keep, factor)
+        return updated, UpdateStats(norm, rate, keep.skipped())
 
     step = compiled_step(apply, enabled=compile)
 

@@ -137,9 +137,9 @@ class Decoder:
                         lane.logits_bv = lane.steps(token_b)
             lanes = [lane for lane in lanes if lane.alive and not lane.is_full]
             if turns is not None and (look or not lanes):
-                joined = turns.joining(decoding=bool(lanes))
+                joined = turns.resumed(decoding=bool(lanes))
                 while not lanes and not joined and turns.waits:
-                    joined = turns.joining(decoding=False)
+                    joined = turns.resumed(decoding=False)
                 texts |= {row: [] for lane in joined for row in lane.rows}
                 lanes += joined
 

@@ -193,8 +193,8 @@ class Turns:
             self._extender.park(lane.steps, places, rows, fed, lane.count - 1)
             self._waiting.update(rows)
 
-    def joining(self, decoding: bool) -> list[Lane]:
-        """Rows that go on with their replies, ready to be drawn from.
+    def resumed(self, decoding: bool) -> list[Lane]:
+        """The rows whose replies have come, as row lanes that are ready to be drawn from.
 
         Raises ValueError where replies are of other rows than asked for, or token ids are out of range.
         """

@@ -16,7 +16,7 @@ from runners.files.json_files import read_json
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "grpo_fn.checkpoint"
-MANIFEST_VERSION = 2  # 1 drew from other random streams: a run could not go on from it as it began
+MANIFEST_VERSION = 2  # 1 drew from other random streams: a run could not be resumed to the same result
 
 
 class Damaged(UserError):

@@ -50,7 +50,7 @@ Note = Callable[[str], None]
 
 @attrs.frozen
 class Origin:
-    """A checkpoint to go on from, checked file by file."""
+    """A checkpoint to resume from, checked file by file."""
 
     folder: Path
     step: int
@@ -91,10 +91,10 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
         return _opened(path)
     if damaged:
         raise UserError(
-            f"{searched}: none of its {len(damaged)} checkpoints is whole; --overwrite begins anew"
+            f"{searched}: none of its {len(damaged)} checkpoints is whole; --overwrite starts over"
         )
     if (folder / "final").exists():
-        raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite begins anew")
+        raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite starts over")
     note(f"{searched} has no checkpoint yet: the run starts from the beginning")
     return None
 
@@ -109,7 +109,7 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     if name:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
-            f"{key}: {folder} holds {found} ({name}); --resume goes on with it, --overwrite begins anew, "
+            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts over, "
             "another run.name leaves it alone"
         )
 
@@ -140,7 +140,7 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
     if grave:
         listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in grave)
         raise UserError(
-            f"the config is not that of {origin.folder}: {listed}; --allow-config-change goes on with it"
+            f"the config is not that of {origin.folder}: {listed}; --allow-config-change continues anyway"
         )
 
 

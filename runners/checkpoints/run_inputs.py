@@ -56,7 +56,7 @@ def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
     if found:
         raise UserError(
             f"{', '.join(found)}: not what {origin.folder} was trained with; "
-            "--allow-config-change goes on with it"
+            "--allow-config-change continues anyway"
         )
 
 

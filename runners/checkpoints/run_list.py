@@ -1,4 +1,4 @@
-"""The runs in a folder: how far each is, how well it did, how to go on with it. Nothing is changed."""
+"""The runs in a folder: how far each is, how well it did, how to continue it. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunSummary:
     """What one run's folder says of it. None: the folder does not say."""
 
     folder: str
-    state: State  # interrupted: a checkpoint is there to go on from; stopped: none is
+    state: State  # interrupted: there is a checkpoint to resume from; stopped: none is
     update: int  # the last one in the log
     batch_steps: int | None  # of those that the run was to take, where optim.max_steps says it
     batch_step: int

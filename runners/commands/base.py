@@ -56,22 +56,22 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             with others_visible():
                 return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            if getattr(interrupt, "told", False):  # by another rank, for all
+            if getattr(interrupt, "reported", False):  # by another rank, for all
                 sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
             echo("interrupted", err=True)
             if advice := getattr(interrupt, "advice", ""):
                 echo(advice, err=True)
             sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
         except OutputLost as lost:
-            drop_output()
+            drop_output(sys.stdout)
             # Whoever reads a pipe may stop reading: then there is nothing to say.
             _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
         except ConfigError as error:
-            if getattr(error, "told", False):
+            if getattr(error, "reported", False):
                 sys.exit(error.exit_code)
             _end(error.problems, error.exit_code)
         except UserError as error:
-            if getattr(error, "told", False):
+            if getattr(error, "reported", False):
                 sys.exit(error.exit_code)
             _end([str(error)], error.exit_code)
         except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""`grpo runs [FOLDER]`: the runs of a folder, and how to go on with each."""
+"""`grpo runs [FOLDER]`: the runs of a folder, and how to continue each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NOTES = """\
 \b
-States: running; finished, with a final model; interrupted, with a checkpoint to go on from; stopped, before
+States: running; finished, with a final model; interrupted, with a checkpoint to resume from; stopped, before
 its first checkpoint.
 """
 
@@ -29,7 +29,7 @@ def runs_command(folder: str, as_json: bool) -> None:
     """List the runs of a folder [outputs].
 
     Shows, the last changed one first, each run's state, updates, exact match at its first and last
-    evaluation, last reward, time, and the command to go on with it. Nothing is changed.
+    evaluation, last reward, time, and the command that continues it. Nothing is changed.
     """
     from pathlib import Path
 

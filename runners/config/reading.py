@@ -47,7 +47,7 @@ class Settings:
         for key in path[:-1]:
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
-                return  # the file has a value where a table belongs: its fault is told with the section
+                return  # the file has a value where a table belongs: its fault is reported with the section
         self.origins[path] = origin
         if isinstance(value, Mapping) and isinstance(table.setdefault(path[-1], {}), dict) and len(path) < 3:
             for key, item in value.items():

@@ -83,7 +83,7 @@ class RunConfig:
     name: str = field(default="grpo", validator=rules.run_name())
     output_dir: str = field(default="outputs", validator=rules.text())
     seed: int = field(default=0, validator=rules.at_least(0, 2**63 - 1))
-    overwrite: bool = False  # begin anew in a folder that holds a finished run
+    overwrite: bool = False  # start over in a folder that holds a finished run
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

@@ -117,7 +117,7 @@ def measure_model(
     Args:
         name: what the model is called in the result.
         chosen: problems by number, as `choose_problems` gives them.
-        progress: is told what is done, how many problems, and of how many.
+        progress: called with what is done, how many problems, and of how many.
     """
     decoder = TextDecoder(model.tokenizer)
     examples = list(chosen.values())

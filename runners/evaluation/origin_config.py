@@ -1,6 +1,6 @@
 """The config of the run that a model came from: what `grpo eval` measures it by where no --config is given.
 
-The file may be a stranger's, who made the folder. So no code that it names is run: that takes --config.
+The file is untrusted, as the folder is. So no code that it names is run: that takes --config.
 """
 
 from __future__ import annotations

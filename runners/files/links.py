@@ -1,4 +1,4 @@
-"""Folders that strangers made: nothing in them may lead to a file outside."""
+"""Untrusted folders: nothing in them may lead to a file outside."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def run_of(model: str) -> Path | None:
 
 
 def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:
-    """[env] of a run's folder, which may be a stranger's: without what is code."""
+    """[env] of a run's folder, which is untrusted: without what is code."""
     found = read_json(file).get("env")
     if not isinstance(found, dict):
         return EnvConfig()

@@ -1,4 +1,4 @@
-"""Answers of judges, kept between runs by their questions' content: judges.sqlite in the user's cache."""
+"""Answers of judges, saved between runs by their questions' content: judges.sqlite in the user's cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def question_digest(url: str, body: Mapping[str, Any]) -> str:
 
 @attrs.define
 class AnswerCache:
-    """The file. A fault of it ends no run: `notices` tells it, and nothing is kept from then on."""
+    """The file. A fault of it ends no run: `notices` reports it, and nothing more is saved."""
 
     file: Path = attrs.field(factory=lambda: cache_folder() / "judges.sqlite")
     notices: list[str] = attrs.field(factory=list)
@@ -89,4 +89,4 @@ class AnswerCache:
                 act(connection)
         except (sqlite3.Error, OSError) as error:
             self.usable = False
-            self.notices.append(f"{self.file}: judges' answers are not kept ({error})")
+            self.notices.append(f"{self.file}: judges' answers are not saved ({error})")

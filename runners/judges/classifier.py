@@ -110,7 +110,7 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
     weights.pop("lm_head.weight", None)
     head, bias = weights.pop(heads[0]), weights.pop(heads[0].replace("weight", "bias"), None)
     try:
-        # Tied, so that no head for words is made: it has no part in a verdict.
+        # Tied, so that no language-model head is made: a verdict does not use it.
         config = with_rope_keys(utils.load_config(path)) | {"tie_word_embeddings": True}
         model_class, args_class = utils._get_classes(config)
         module = model_class(args_class.from_dict(config))
@@ -146,7 +146,7 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
 
 
 def _check_complete(module: nn.Module, weights: Mapping[str, mx.array], where: str) -> None:
-    """Raises UserError unless the file has every weight of the module but those of the head for words."""
+    """Raises UserError unless the file has every weight of the module but the language-model head's."""
     from mlx.utils import tree_flatten
 
     wanted = {name for name, _ in tree_flatten(module.parameters())}

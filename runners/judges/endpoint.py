@@ -74,7 +74,9 @@ class Endpoint:
             with httpx2.Client(trust_env=not is_local(self.url), timeout=_PROBE_TIME) as client:
                 status = client.get(f"{self._base}/models", headers=self._headers).status_code
         except httpx2.HTTPError as error:
-            raise UserError(f"judge.{name}.url: {self._base} does not answer: {self._told(error)}") from None
+            raise UserError(
+                f"judge.{name}.url: {self._base} does not answer: {self._error_line(error)}"
+            ) from None
         if status in (401, 403):
             key = (
                 f"the key in ${self.variable} is refused" if self.variable else "it wants a key (api_key_env)"
@@ -142,7 +144,9 @@ class Endpoint:
         except (TimeoutError, httpx2.TimeoutException):
             return _Fault(Failure(f"got no answer in {self.timeout:g} s"), passing=True)
         except httpx2.HTTPError as error:
-            return _Fault(Failure(f"got no answer from {self._base}: {self._told(error)}"), passing=True)
+            return _Fault(
+                Failure(f"got no answer from {self._base}: {self._error_line(error)}"), passing=True
+            )
         if content is None:
             return _Fault(Failure(f"got an answer of more than {_LARGEST:,} bytes"))
         status = response.status_code
@@ -162,7 +166,7 @@ class Endpoint:
             said = json.loads(text)["error"]
             text = said["message"] if isinstance(said, dict) else said
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # no error of OpenAI's form: the text itself is told
+            pass  # no error of OpenAI's form: the text itself is shown
         return Failure(
             f"got HTTP {status} from {self._base}: {show(self._safe(' '.join(str(text).split())))}"
         )
@@ -175,7 +179,7 @@ class Endpoint:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def _told(self, error: Exception) -> str:
+    def _error_line(self, error: Exception) -> str:
         return self._safe(error_line(error))
 
     def _safe(self, text: str) -> str:

@@ -115,8 +115,8 @@ class EndpointJudge:
         """Lines on what went wrong beside the verdicts, each once."""
         if self.cache is None:
             return []
-        told, self.cache.notices = self.cache.notices, []
-        return told
+        notices, self.cache.notices = self.cache.notices, []
+        return notices
 
     def _questions(
         self,

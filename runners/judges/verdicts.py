@@ -22,9 +22,9 @@ _LIST = re.compile(r"\[([\d,\s]*)\]")
 
 @attrs.frozen
 class Failure:
-    """In a reward's place: why there is none. The scorer tells it, and counts it as a fault of the reward."""
+    """In a reward's place: why there is none. The scorer reports and counts it as a fault of the reward."""
 
-    reason: str  # equal ones are told in one line
+    reason: str  # equal ones are reported in one line
     found: str = ""  # what it was found in, of one completion
 
 

@@ -85,6 +85,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = Fals
     except (OSError, ValueError) as error:
         if not err:
             raise OutputLost(error) from error
+        drop_output(stream)
 
 
 def _encodable(text: str, stream: TextIO | None) -> str:
@@ -146,12 +147,13 @@ class Output:
         return getattr(self._stream, name)
 
 
-def drop_output() -> None:
-    """What is still in the buffers of standard output goes nowhere, as Python would fail on it at its end."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+def drop_output(stream: TextIO | None) -> None:
+    """What is still in the buffers of a standard stream is dropped: Python would fail on it at its end."""
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def open_closed_streams() -> None:

@@ -257,11 +257,11 @@ def _gradient(
     accumulates: bool,
     checkpointed: bool,
 ) -> MemoryPhase:
-    """The larger of the backward pass's two ends: all activations kept, or all gradients made."""
+    """The larger of the backward pass's two ends: all activations saved, or all gradients computed."""
     base = {**held, "compute copy": weights.copy}
     if accumulates:
         base["accumulated gradients"] = weights.gradients
-    kept = batch.kept(shape, weights.compute, checkpointed=checkpointed)
+    saved = batch.saved_activations(shape, weights.compute, checkpointed=checkpointed)
     working = batch.in_flight(shape, weights.compute, checkpointed=checkpointed)
     logits, share = batch.logits(shape, weights.compute, gradient=True)
     beside = (1 - share) * working  # the rest of what is in flight is the last block's
@@ -269,7 +269,7 @@ def _gradient(
     head = FLOAT * weights.embedding
     first = {
         **base,
-        "activations": kept,
+        "activations": saved,
         "working set": beside if at_logits else working,
         "logits": logits if at_logits else 0,
         "gradient of the head": head,

@@ -46,6 +46,6 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         return GPU_TOKENS
     length = prompt + new
     row = Pass(rows=1, length=length, attended=length)
-    nbytes = shape.layers * row.nbytes(shape, shape.kept, itemsize) / length
+    nbytes = shape.layers * row.nbytes(shape, shape.saved_activations, itemsize) / length
     tokens = int(CPU_ACTIVATIONS / nbytes) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)

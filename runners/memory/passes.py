@@ -43,8 +43,8 @@ class ModelShape:
     gated: bool = False  # the MLP is silu(gate) · x
 
     @property
-    def kept(self) -> Counts:
-        """What the backward pass keeps of one of its blocks."""
+    def saved_activations(self) -> Counts:
+        """What one of its blocks saves for the backward pass."""
         more = self.keeps_product + (_CUDA_GATES if self.gated and has_cuda() else 0)
         return attrs.evolve(SAVED_ACTIVATIONS, intermediate=SAVED_ACTIVATIONS.intermediate + more)
 
@@ -63,7 +63,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a model's config.json states.
 
     Raises:
-        KeyError: it states no number of layers, width, heads or words, under any of the names in use.
+        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
     """
     config = {**config, **(config.get("text_config") or {})}
 
@@ -189,9 +189,9 @@ class MicroBatch:
         rest = Pass(rows=rows, length=width - 1, attended=tokens[1] + width - 1)
         return cls(passes=(first, rest), targets=targets)
 
-    def kept(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
-        """Bytes that the backward pass waits for, of all blocks."""
-        counts = CHECKPOINTED if checkpointed else shape.kept
+    def saved_activations(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
+        """Bytes that all blocks save for the backward pass."""
+        counts = CHECKPOINTED if checkpointed else shape.saved_activations
         return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def in_flight(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
@@ -199,7 +199,7 @@ class MicroBatch:
 
         A checkpointed block is computed again first; MLX is then one block ahead, so that two are there.
         """
-        counts = BACKWARD + shape.kept + shape.kept if checkpointed else BACKWARD
+        counts = BACKWARD + shape.saved_activations + shape.saved_activations if checkpointed else BACKWARD
         return max(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def forward(self, shape: ModelShape, itemsize: int) -> float:

@@ -86,7 +86,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
     """
     try:
         sizes = model_sizes(config, platform)
-    except UserError as error:  # what ails the model itself is told when it is loaded
+    except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
     line = too_large_line(forecast(config, platform, read_memory().total, prompt=1, sizes=sizes, ranks=ranks))
     if line:
@@ -97,7 +97,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, ranks: int = 1
 ) -> MemoryOutlook:
-    """What a run with prompts of at most so many tokens should be told, and how much it learns at a time."""
+    """The notices for a run with prompts of at most so many tokens, and its micro-batch."""
     if isinstance(sizes, str):
         tokens = resolve_micro_batch(config, sizes, platform, prompt).system.micro_batch_tokens
         return MemoryOutlook("system.micro_batch_tokens", (sizes,), tokens)

@@ -117,7 +117,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) ->
         )
     from mlx_lm import utils
 
-    # Told neither way, transformers asks on the terminal whether to run a stranger's code.
+    # With neither value transformers asks on the terminal whether to run untrusted code.
     custom_code = {"trust_remote_code": trust_remote_code}
     try:
         return utils.load_tokenizer(path, custom_code, eos_token_ids=config.get("eos_token_id"))

@@ -15,7 +15,7 @@ import numpy as np
 
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped
-from runners.ranks.joining import connect, introduce
+from runners.ranks.connection import connect, introduce
 from runners.ranks.launched import Place
 from runners.ranks.messages import Message
 from runners.ranks.scoreboard import ENDED, WORKING
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
-        """Within it the ranks exchange arrays, not messages: a fault here is not told, but seen."""
+        """Within it the ranks exchange arrays, not messages: each rank notices a fault by itself."""
         self._moving = True
         with self._whole():
             yield
@@ -180,7 +180,7 @@ class Ranks:
         return alert
 
     def on_fault(self, act: Callable[[str], None]) -> None:
-        """`act` is told of a rank's fault where the process ends at once; in another thread."""
+        """`act` gets the line about a rank's fault if the process ends at once; in another thread."""
         if self._wire:
             self._wire.watchdog.on_fault = act
 
@@ -203,7 +203,7 @@ class Ranks:
                 error = self._tell(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                error.told = not self._speaks(error)  # pyright: ignore[reportAttributeAccessIssue]
+                error.reported = not self._speaks(error)  # pyright: ignore[reportAttributeAccessIssue]
             raise error
 
     def _speaks(self, error: BaseException) -> bool:
@@ -235,8 +235,8 @@ class Ranks:
         """This rank has nothing more to say."""
         self.agreed_to_end()
         if self._wire:
-            told = error and not isinstance(error, RankError | KeyboardInterrupt)
-            self._wire.write(ENDED, error_line(error) if error and told else "")
+            reported = error and not isinstance(error, RankError | KeyboardInterrupt)
+            self._wire.write(ENDED, error_line(error) if error and reported else "")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """A signal before the run handles them, or the SIGTERM with which the launcher ends all ranks when

@@ -46,15 +46,15 @@ class Scoreboard:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def write(self, state: int, time: float, words: str = "") -> None:
+    def write(self, state: int, time: float, line: str = "") -> None:
         """This rank's slot: with `WAITING` one more collective has begun."""
         self._number += state == WAITING
-        text = words.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
+        text = line.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
         slot = _HEAD.pack(state, self._number, time) + len(text).to_bytes(2, "little") + text
         self._map[self._mine * _SLOT : self._mine * _SLOT + len(slot)] = slot
 
     def read(self, rank: int) -> tuple[int, int, float, str]:
-        """A rank's state, how many collectives it has begun, when it last wrote, and its last words."""
+        """A rank's state, how many collectives it has begun, when it last wrote, and its last line."""
         slot = self._map[rank * _SLOT : (rank + 1) * _SLOT]
         state, number, time = _HEAD.unpack_from(slot)
         length = int.from_bytes(slot[_HEAD.size : _HEAD.size + 2], "little")

@@ -30,7 +30,7 @@ class Watchdog:
         self.names: Sequence[str] = ()  # of all ranks
         self.rank = 0
         self.asked: Callable[[], bool] = lambda: False  # whether a signal has come
-        self.on_fault: Callable[[str], None] = lambda line: None  # is told why the process ends
+        self.on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
         self._what = ""
         self._since: float | None = None  # when the collective began in which the main thread is
         self._asked_at: float | None = None
@@ -56,16 +56,16 @@ class Watchdog:
     def gone(self) -> str | None:
         """A line about the ranks of this host that have ended other than in good order; None: there are none.
 
-        Those with words of their own are told first: the others may have ended because of them.
+        Those with a line of their own are reported first: the others may have ended because of them.
         """
         if self.board is None:
             return None
         lost = [rank for rank in self.here if self.board.is_gone(rank)]
-        told = [(rank, self.board.read(rank)) for rank in lost]
-        for rank, (_, _, _, words) in told:
-            if words:
-                return f"{self.names[rank]}: {words}"
-        for rank, (state, _, _, _) in told:
+        found = [(rank, self.board.read(rank)) for rank in lost]
+        for rank, (_, _, _, line) in found:
+            if line:
+                return f"{self.names[rank]}: {line}"
+        for rank, (state, _, _, _) in found:
             if state != ENDED:
                 return f"{self.names[rank]} is gone: it was killed, or has crashed"
         return None

@@ -21,11 +21,11 @@ _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in what 
 
 
 class RankError(UserError):
-    """Another rank's fault: it ends this one too. `told` where rank 0 says so for all."""
+    """Another rank's fault: it ends this one too. `reported`: rank 0 reports it for all."""
 
     exit_code = EXIT_CODE
-    told = False
-    seen = False  # by each rank for itself: no meeting has told it
+    reported = False
+    seen = False  # each rank saw it for itself: no meeting has reported it
 
 
 class Wire:
@@ -86,10 +86,10 @@ class Wire:
         found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return found
 
-    def write(self, state: int, words: str = "") -> None:
+    def write(self, state: int, line: str = "") -> None:
         """What the other ranks of this host see of this one."""
         if self.board:
-            self.board.write(state, time.monotonic(), words)
+            self.board.write(state, time.monotonic(), line)
 
     def name(self, rank: int) -> str:
         """A rank in messages, with its host once that is known."""

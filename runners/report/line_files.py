@@ -15,7 +15,7 @@ _LINES = 1024  # lines parsed at a time
 class LineFile:
     """The whole lines of a file, each handed out once; what is behind the last line feed waits.
 
-    Where the file was cut, or another file has its name, everything begins anew: `generation` counts that.
+    Where the file was cut, or another file has its name, reading starts over: `generation` counts that.
     """
 
     def __init__(self, path: Path, generation: int = 0) -> None:
@@ -27,13 +27,13 @@ class LineFile:
         self._identity: tuple[int, int] | None = None
 
     def restarted(self) -> bool:
-        """Whether the next `read` begins anew; asked before each `read`, it misses none."""
+        """Whether the next `read` starts over; asked before each `read`, it misses none."""
         before = self.generation
         self.changed()
         return self.generation != before
 
     def changed(self) -> bool:
-        """Whether there is something new to read; begins anew where the file is another one or was cut."""
+        """Whether there is something new to read; starts over where the file is another one or was cut."""
         try:
             found = os.stat(self.path)
         except OSError:  # renamed for a moment, or not there yet: what was read stays

@@ -22,7 +22,7 @@ class Outcome:
 
     value: Any = None  # arrays and their scalars turned into lists and numbers
     error: BaseException | None = None
-    told: str = ""  # the error in a line; an exception's text is somebody else's code, too
+    message: str = ""  # the error in a line; an exception's text is somebody else's code, too
     timed_out: bool = False
     thread: threading.Thread | None = None  # of a call past its time, which nothing can stop from outside
 
@@ -108,11 +108,11 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
-_DIED = Outcome(error=RuntimeError("it ended its thread"), told="it ended the thread that it ran in")
+_DIED = Outcome(error=RuntimeError("it ended its thread"), message="it ended the thread that it ran in")
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(error=error, told=error_line(error))
+    return Outcome(error=error, message=error_line(error))
 
 
 async def _wait(awaitable: Awaitable[Any]) -> Any:

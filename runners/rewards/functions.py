@@ -28,7 +28,7 @@ class Reward:
     function: Callable[..., Any]
     weight: float = 1.0
     timeout: float | None = None  # seconds of its own; None: the scorer's
-    grouped: bool = False  # whether it is told how many completions a prompt has, as `group_size`
+    grouped: bool = False  # whether it gets the number of completions of a prompt, as `group_size`
     check: Callable[[], None] = _nothing  # of a judge: UserError where it cannot judge
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:

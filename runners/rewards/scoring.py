@@ -168,7 +168,7 @@ class Scorer:
         if outcome.error is not None:
             index = _culprit(outcome.error, each.completions)
             where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-            return [f"{prefix} failed{where}: {outcome.told}"], every
+            return [f"{prefix} failed{where}: {outcome.message}"], every
         values, faults, failures = outcome.value
         row_b[: len(values)] = values
         return [f"{prefix} {fault}" for fault in faults], failures
@@ -271,7 +271,7 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
 
 
 def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
-    """The completion that a reward had in hand when it failed; None where that cannot be told.
+    """The completion that a reward had in hand when it failed; None where that is unknown.
 
     Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
     its message or its text. The objects belong to this one call, so identity is proof enough.

@@ -29,7 +29,7 @@ class TrainerState:
 
 
 NO_RUN = TrainerState()
-"""What rewards are told outside a run."""
+"""What rewards get outside a run."""
 
 
 @attrs.frozen(eq=False)

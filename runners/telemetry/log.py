@@ -38,7 +38,7 @@ class MetricsLog:
 
         `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
         `update` that the run is at; what the file of metrics had behind that is not sent to them twice.
-        Events, which tell of interruptions too, go on from their end. None: all begin anew.
+        Events, interruptions among them, are appended at their end. None: all start over.
         """
         target = Target(
             folder=run_dir,

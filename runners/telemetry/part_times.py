@@ -32,7 +32,7 @@ class PartTimes:
             self.add(part, self._clock() - started)
 
     def restart(self) -> None:
-        """The clock begins anew: what went on since `take` belongs to no step."""
+        """The clock starts over: the time since `take` belongs to no step."""
         self._started = self._clock()
 
     def take(self) -> dict[str, float]:

@@ -54,7 +54,7 @@ class RewardLevel:
             return (
                 f"and the reward has fallen from {before:.3g} to {now:.3g}: the policy has probably "
                 f"collapsed (see completions.jsonl); lower optim.learning_rate{used} or raise loss.beta, and "
-                "begin anew or resume from an earlier checkpoint"
+                "start over or resume from an earlier checkpoint"
             )
         if change > 0:
             return (

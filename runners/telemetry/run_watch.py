@@ -81,7 +81,7 @@ class Watch:
         return signs
 
     def _due(self, name: str, so: bool) -> bool:
-        # Once a row: whoever reads it need not be told at every update.
+        # Once a row, not at every update.
         return self._count(name, so) == self._settings.patience > 0
 
     def _count(self, name: str, so: bool) -> int:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.learner import halved, own_pieces
+from grpo_fn.learner import halve_batch, own_pieces
 from grpo_fn.trees import Tree
 from runners.errors import UserError, count_in, is_out_of_memory
 from runners.ranks.ranks import Ranks
@@ -120,7 +120,7 @@ class Gradients:
             large = {id(p) for p in pieces if _tokens(p) > self.max_tokens and p.targets_bt.shape[0] > 1}
             if not large:
                 break
-            pieces = [half for p in pieces for half in (halved(p) if id(p) in large else [p])]
+            pieces = [half for p in pieces for half in (halve_batch(p) if id(p) in large else [p])]
         return pieces
 
     def _own(self, pieces: _Pieces) -> _Pieces:
@@ -169,7 +169,7 @@ class Gradients:
 
     def _in_halves(self, pieces: _Pieces, reason: str) -> _Pieces:
         """The pieces cut in halves, and a budget to match. UserError where each is a single row."""
-        halves = [half for piece in pieces for half in halved(piece)]
+        halves = [half for piece in pieces for half in halve_batch(piece)]
         if len(halves) == len(pieces):
             raise UserError(
                 f"out of memory with one completion at a time ({reason}); lower rollout.max_new_tokens, set "

@@ -79,7 +79,7 @@ class Loop:
         signals: StopSignals,
         facts: Mapping[str, Any],
     ) -> None:
-        """`state` is what to go on from, `at` where that is, `facts` what every trainer_state.json holds."""
+        """`state` and `at`: where the run starts or resumes; `facts`: what every trainer_state.json holds."""
         self.folder, self._here = folder, folder.path  # held open, and the path that it had last
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
@@ -376,7 +376,7 @@ class Loop:
         """Tells, once, that the run's folder was renamed. Where it is gone, the next save tells."""
         with suppress(FolderGone):
             if (here := self.folder.here()) != self._here:
-                self.report.note(f"{self._here} was renamed to {here}; the run goes on there")
+                self.report.note(f"{self._here} was renamed to {here}; the run continues there")
                 self._here = here
 
     def _save_final(self, state: g.TrainState) -> Path:

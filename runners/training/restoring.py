@@ -40,7 +40,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
     if origin.facts.get("data") != data_digest(run.data.train) and not changed:
         raise UserError(
             f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
-            "--allow-config-change goes on with it"
+            "--allow-config-change continues anyway"
         )
     first = run.learner.outline or run.learner.state
     assert first is not None
@@ -85,8 +85,8 @@ def _with_roles(run: Run, state: g.TrainState, first: g.TrainState, anchor: Tree
     role = run.learner.role
     if state.old_params is not None and anchor is not None:
         state = attrs.evolve(state, old_params=anchor if role.transform is None else role.transform(anchor))
-    kept = state.ref_params is not None and _shape(state.ref_params) == _shape(first.ref_params)
-    return state if kept else attrs.evolve(state, ref_params=first.ref_params)
+    unchanged = state.ref_params is not None and _shape(state.ref_params) == _shape(first.ref_params)
+    return state if unchanged else attrs.evolve(state, ref_params=first.ref_params)
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:

@@ -161,10 +161,10 @@ def make_rollout_role(
             "already, and sampler and learner run the same ones",
         )
     role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
-    kept = RolloutRole(
+    rollout_role = RolloutRole(
         policy, role, name=rollout.quantization, limit=rollout.mismatch_limit, vocabulary=vocabulary
     )
-    return kept, unfit_notice("rollout.quantization", role)
+    return rollout_role, unfit_notice("rollout.quantization", role)
 
 
 @attrs.frozen(eq=False)

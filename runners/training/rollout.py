@@ -83,8 +83,8 @@ class Collector:
                 kept.append(select_groups(part, varied))
         if failed and self.config.reward.stop_if_all_fail:
             raise RewardError(
-                f"{next(iter(failed.values()))}; it failed for every completion of this batch step: mend it "
-                "and go on with --resume, or train without it by reward.stop_if_all_fail = false"
+                f"{next(iter(failed.values()))}; it failed for every completion of this batch step: fix it "
+                "and continue with --resume, or train without it by reward.stop_if_all_fail = false"
             )
         whole = join_experiences(kept)
         rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))

@@ -88,7 +88,7 @@ def build_run(
 ) -> Run:
     """Everything that `train` needs, of a config that is checked.
 
-    Rewards, then data, then the model: a misspelt name costs no waiting. `say` is told what goes on.
+    Rewards, then data, then the model: a misspelt name costs no waiting. `say` shows what is done now.
     `decided` has what an earlier process, or another rank, measured for [rollout]: nothing is measured then.
     `ranks`: those that share the run; None: this process alone.
 

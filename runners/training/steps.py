@@ -43,7 +43,7 @@ class TrainSteps:
         note: Callable[[str], None],
         tell: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        """`state` is what to go on from, `at` where that is; `note` takes lines, `tell` rare events: a kind
+        """`state` and `at`: where the run starts or resumes; `note` takes lines, `tell` rare events: a kind
         and a line."""
         self.run, self.config, self.note, self.tell = run, run.config, note, tell
         self.state, self.at = state, at

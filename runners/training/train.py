@@ -60,10 +60,10 @@ def run_training(
     Args:
         config: see `load_config`.
         report: what is shown while it goes on; by default on the terminal.
-        resume: go on from the last whole checkpoint of the run's folder, or from the one in this folder. A
-            run without a checkpoint begins anew.
+        resume: continue from the last whole checkpoint of the run's folder, or from the one in this folder. A
+            run without a checkpoint starts over.
         allow_config_change: go on with a config on which the weights depend, and which differs.
-        overwrite: begin anew where the run's folder holds an interrupted run, too: its checkpoints go.
+        overwrite: start over where the folder holds an interrupted run, too, and remove its checkpoints.
             run.overwrite replaces a finished run alone.
         ranks: those that share the run; by default all that `mlx.launch` has started, this process among
             them. Rank 0 has the folder and the display.
@@ -130,7 +130,7 @@ def _train(
                 check_inputs(inputs, origin)
             shown.status("loading the checkpoint")
             state, at = restore(run, origin, changed=allow_config_change)
-            shown.note(f"going on from {origin.folder}: batch step {at.batch_step}, update {at.update}")
+            shown.note(f"resuming from {origin.folder}: batch step {at.batch_step}, update {at.update}")
             tell_differences(inputs, computing, origin, shown.note)
         check_alike(ranks, run, inputs)
         state, at, origin = share_start(ranks, run, origin, state, at)
@@ -220,7 +220,7 @@ def _writing_nothing(config: Config) -> Config:
 
 
 def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
-    """Clears what the run does not go on from; how much of the logs it does, None for nothing."""
+    """Clears what the run does not continue; bytes of the logs that it does, None for nothing."""
     if origin is None or origin.folder.resolve().parent != folder.path.resolve():
         clear(folder)
         return None

@@ -52,7 +52,7 @@ def resolve_decoding(
     platform: Platform,
     say: Callable[[str], None],
 ) -> tuple[Config, tuple[str, ...]]:
-    """The config with those three keys filled in, and the lines that tell of it.
+    """The config with those three keys resolved, and the lines that report it.
 
     `model_config` is the model's config.json; `state` the run's, whose arrays will all be in memory;
     `batch_steps` how many rollouts the run makes. Where the keys are fixed, nothing is measured, read or
@@ -83,7 +83,7 @@ def resolve_decoding(
         else:
             answer, why = choose_decoding(times, left, work), _timings_line(times, left)
         faults.append(remember(file, facts, answer))
-    filled = attrs.evolve(
+    resolved = attrs.evolve(
         rollout,
         launch=answer.launch if rollout.launch == "auto" else rollout.launch,
         check_every=rollout.check_every or answer.check_every,
@@ -92,9 +92,9 @@ def resolve_decoding(
     short = candidates.groups[0] < len(work.lengths) and not rollout.max_batch
     bound = f"; memory holds {candidates.groups[0] * work.num_generations}" if short else ""
     if quiet and not bound:
-        return attrs.evolve(config, rollout=filled), tuple(fault for fault in faults if fault)
-    line = f"decoding: {_in_words(filled, work)}{bound} ({why})"
-    return attrs.evolve(config, rollout=filled), (line, *(fault for fault in faults if fault))
+        return attrs.evolve(config, rollout=resolved), tuple(fault for fault in faults if fault)
+    line = f"decoding: {_in_words(resolved, work)}{bound} ({why})"
+    return attrs.evolve(config, rollout=resolved), (line, *(fault for fault in faults if fault))
 
 
 def _fitting(config: Config, work: Workload, state: Any, lanes: bool) -> int:

@@ -185,7 +185,7 @@ class Checkpoint(Target):
         from runners.training.bad_updates import BadUpdates
         from runners.training.gradients import Gradients
         from runners.training.loop_state import LoopState
-        from tests.support.folders import held
+        from tests.support.files.folders import held
 
         self.checkpoint = folder / "run" / "checkpoint-1"
         self.checkpoint.mkdir(parents=True)

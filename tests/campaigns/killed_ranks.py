@@ -26,7 +26,7 @@ import grpo_fn  # noqa: F401 (before MLX)
 from runners.checkpoints.snapshot import checkpoint_folders
 from tests.campaigns.kill_harness import COMMON, Harness
 from tests.campaigns.killing import PATIENCE, SAVING, Surroundings, Tally
-from tests.support.launching import Launched, begin, is_running
+from tests.support.ranks.launching import Launched, begin, is_running
 from tests.support.resuming import LETTERS, embedded_config, outcome, saved
 
 SECONDS = 30.0  # from a kill to the end of the last process, at most

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from runners.files.staging import MARKER, NEW, OLD, PREFIX
-from tests.support.decoys import look, plant
+from tests.support.files.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVING = 0.7  # share of the kills that wait for a save

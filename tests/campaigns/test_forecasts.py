@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.forecasts import check_forecast
+from tests.support.runs.forecasts import check_forecast
 
 
 @pytest.mark.parametrize("name", ["LoRA", "KL, packed 4-bit rollouts"])

@@ -5,7 +5,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_rank_processes import digests_of
 from tests.runners.ranks.test_ranks import lines, weights, worst, write
-from tests.support.launching import begin
+from tests.support.ranks.launching import begin
 from tests.support.tiny_runs import BY_LETTERS, LETTERS
 
 TABLES = {
@@ -27,7 +27,7 @@ def test_what_four_ranks_saved_goes_on_with_four_two_and_one(tmp_path):
     options = [str(config), "--resume", str(four / "checkpoint-2")]
     for number in (4, 2):
         said = begin(number, tmp_path / f"again-{number}", options, "digests").end()
-        assert "going on from" in said, said
+        assert "resuming from" in said, said
         found = digests_of(tmp_path / f"again-{number}", number)
         assert len(set(found[0])) == 3
         assert found == [found[0]] * number

@@ -7,7 +7,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.images import PromptImages, image_rows, multimodal_positions
-from grpo_fn.learner import halved
+from grpo_fn.learner import halve_batch
 from grpo_fn.policy import checkpoint_layers, takes_images, use_multimodal_rope
 from grpo_fn.trees import named_leaves
 from tests.support import naive_vision as naive
@@ -116,7 +116,7 @@ def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, c
     learner = checkpointed if how == "checkpointed" else policy
     pieces = g.split_batch(batch, max_tokens=90, share_prompts=share)
     assert len(pieces) > 1
-    pieces = [half for piece in pieces for half in halved(piece)]
+    pieces = [half for piece in pieces for half in halve_batch(piece)]
     if share:
         assert any(piece.prompt_index_b is not None for piece in pieces)
     state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))

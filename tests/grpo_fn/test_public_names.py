@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import grpo_fn as g
-from tests.support.new_process import in_new_process
+from tests.support.processes.new_process import in_new_process
 
 TREE = ast.parse(Path(g.__file__).read_text(encoding="utf-8"))
 LOADED = "import sys; print(*[name for name in sys.modules if name.startswith(('grpo_fn', 'mlx'))])"

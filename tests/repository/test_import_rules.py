@@ -14,6 +14,7 @@ SHELL = sorted((ROOT / "runners").rglob("*.py"))
 FOLDERS = sorted({file.parent for file in SHELL})
 LIGHT = {"errors", "cli", "commands", "config", "machine", "files"}
 MOST_FILES = 13  # in a folder, its __init__ among them
+HELPERS = [ROOT / "tests/support", *(ROOT / "tests/support").glob("[a-z]*/")]
 
 
 def module_of(file: Path) -> str:
@@ -69,3 +70,14 @@ def test_a_folder_is_small_and_says_what_it_is(folder: Path):
     assert len(files) <= MOST_FILES, sorted(file.name for file in files)
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     assert text and len(text.split()) > 4
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [*HELPERS, ROOT / "tests/repository", *(ROOT / "tests/repository").glob("[a-z]*/")],
+    ids=lambda folder: str(folder.relative_to(ROOT)),
+)
+def test_a_folder_of_helpers_or_checks_is_small(folder: Path):
+    """A dozen files, and some more that every test may use."""
+    files = list(folder.glob("*.py"))
+    assert len(files) <= MOST_FILES + 3, sorted(file.name for file in files)

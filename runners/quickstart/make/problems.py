@@ -143,7 +143,7 @@ def slipped(
     slip_rate: float = 0.1,
     tag_rate: float = 0.04,
 ) -> str:
-    """A completion as a pupil with bad habits writes it.
+    """A completion with the bad habits that the model is taught.
 
     A template's habit is followed with probability `habit_rate`. Where it is not, one step has a random wrong
     operator with probability `slip_rate`. The last tag is left out with probability `tag_rate`.

@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from tests.support import reference_advantages as reference
-from tests.support.strategies import reward_groups
+from tests.support.properties import reference_advantages as reference
+from tests.support.properties.strategies import reward_groups
 
 BASELINES = ("group_mean", "leave_one_out", "batch_mean")
 SCALES = ("group", "batch", "none")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import grpo_fn as g
 from grpo_fn.algorithm.kl import kl_estimate
 from tests.support import reference
-from tests.support.strategies import KLS
+from tests.support.properties.strategies import KLS
 
 nats = st.floats(-40.0, 0.0, width=32)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.algorithm import loss as losses
-from tests.support.examples import examples
-from tests.support.harness import run_library, run_reference, same_outcome
-from tests.support.strategies import (
+from tests.support.properties.examples import examples
+from tests.support.properties.harness import run_library, run_reference, same_outcome
+from tests.support.properties.strategies import (
     AGGREGATIONS,
     LEVELS,
     SURROGATES,

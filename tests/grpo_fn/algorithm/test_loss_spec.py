@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 import grpo_fn as g
-from tests.support.strategies import all_field_sets, spec_fields
+from tests.support.properties.strategies import all_field_sets, spec_fields
 
 
 @given(fields=spec_fields())

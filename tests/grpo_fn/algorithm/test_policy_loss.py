@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 
 import grpo_fn as g
 from tests.support import reference
-from tests.support.examples import examples
-from tests.support.harness import assert_matches_reference, run_library, run_reference
-from tests.support.strategies import all_field_sets, loss_cases, make_case
+from tests.support.properties.examples import examples
+from tests.support.properties.harness import assert_matches_reference, run_library, run_reference
+from tests.support.properties.strategies import all_field_sets, loss_cases, make_case
 
 # Closer than this to a kink or a threshold, float32 and float64 may take different sides.
 MARGIN = 1e-4

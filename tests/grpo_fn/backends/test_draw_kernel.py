@@ -9,7 +9,7 @@ from grpo_fn.backends.cuda.draw_kernel import draw_rows, takes_logits
 from grpo_fn.prng import random_words
 from grpo_fn.rollout import sampler as sampling
 from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
-from tests.support.row_kernels import float64
+from tests.support.kernels.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_logits(mx.zeros((1, 1))), reason="needs CUDA")
 

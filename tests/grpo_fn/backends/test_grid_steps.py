@@ -24,12 +24,15 @@ pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="wants a C
 FOUR = [*RAGGED, [4, 4, 4]]
 
 
-@pytest.fixture(autouse=True, params=[0, 64], ids=["shared", "short"])
+@pytest.fixture(autouse=True)
 def _small(monkeypatch, request):
-    """Room for four own tokens at a time, so that it is outgrown; prompts apart, and in each row."""
+    """Room for four own tokens at a time, so that it is outgrown; prompts apart, or in each row."""
     monkeypatch.setattr(grid_steps, "ROOM", 4)
     monkeypatch.setattr(grid_cache, "ROOM", 4)
-    monkeypatch.setattr(grid_cache, "SHORT", request.param)
+    monkeypatch.setattr(grid_cache, "SHORT", getattr(request, "param", 0))
+
+
+apart_and_in_each_row = pytest.mark.parametrize("_small", [0, 64], ids=["shared", "short"], indirect=True)
 
 
 def both_steps(policy, prompts, generations, **options):
@@ -58,6 +61,7 @@ def assert_step_for_step(ours, theirs, tokens_bt, keep=None):
         assert difference < 1e-4, f"step {n}"
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "nanochat", "cohere"])
 def test_steps_are_those_of_a_cache_that_grows(name, prompts):
@@ -66,6 +70,7 @@ def test_steps_are_those_of_a_cache_that_grows(name, prompts):
     assert_step_for_step(ours, theirs, token_rows(2 * len(prompts), 20))
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize("scale", [0.07, 0.9])
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_attention_has_the_scale_of_the_model(scale, prompts):
@@ -84,12 +89,14 @@ def test_attention_has_the_scale_of_the_model(scale, prompts):
     assert not mx.array_equal(usual.logp_bt, copies.logp_bt), "the scale matters"
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize("drawn", [3, 4, 9])
 def test_steps_may_begin_as_if_zeros_had_been_fed(drawn):
     ours, theirs = both_steps(tiny_policy(), RAGGED, 2, room=16, drawn=drawn)
     assert_step_for_step(ours, theirs, token_rows(6, 5))
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize("when", [1, 4, 6])
 def test_rows_that_are_kept_go_on_as_they_were(when):
     """Half of each prompt's, then half of the prompts; before, at and after a growth."""
@@ -125,6 +132,7 @@ def test_each_shape_is_traced_once_in_each_lane():
     assert policy.compiled_programs["grid_steps"].traces == traces
 
 
+@apart_and_in_each_row
 def test_what_a_row_was_fed_is_written_in_place():
     """Steps within a room neither copy nor grow the buffers."""
     ours, _ = both_steps(tiny_policy(), EQUAL, 2, room=4)
@@ -158,6 +166,7 @@ def test_lanes_take_about_as_many_rows(prompts, generations, lanes, wanted):
     assert sorted(rows) == [(p, n) for p in range(prompts) for n in range(generations)]
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize(
     ("prompts", "options"),
     [
@@ -316,6 +325,7 @@ def test_large_weights_decode_in_one_lane(monkeypatch):
     assert "grid_steps" not in policy.compiled_programs
 
 
+@apart_and_in_each_row
 @pytest.mark.parametrize(
     ("change", "bound"),
     [

@@ -14,7 +14,7 @@ from grpo_fn.backends.cuda.kernel_steps import KernelSteps
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
 from grpo_fn.rollout.prefill import prefill_once
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
-from tests.support.in_place_kernel import InPlaceKernel
+from tests.support.kernels.in_place_kernel import InPlaceKernel
 from tests.support.tiny_policies import tiny_policy, token_rows
 
 LAYERS = 2

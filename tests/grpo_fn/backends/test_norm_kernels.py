@@ -9,7 +9,7 @@ import pytest
 from grpo_fn.backends.cuda import kernels as cuda_kernels
 from grpo_fn.backends.cuda import norm_kernels
 from grpo_fn.backends.cuda.norm_kernels import takes_rows, unit_rms
-from tests.support.row_kernels import float64
+from tests.support.kernels.row_kernels import float64
 
 EPS = 1e-5
 needs_cuda = pytest.mark.skipif(not takes_rows(mx.zeros((1, 32))), reason="needs CUDA")

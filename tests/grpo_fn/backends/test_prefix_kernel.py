@@ -8,7 +8,7 @@ import grpo_fn as g
 from grpo_fn.backends import has_cuda
 from grpo_fn.backends.cuda import kernel_steps
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
-from tests.support.in_place_kernel import attention
+from tests.support.kernels.in_place_kernel import attention
 from tests.support.tiny_policies import tiny_policy
 
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()

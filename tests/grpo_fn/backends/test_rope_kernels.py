@@ -6,7 +6,7 @@ import pytest
 
 from grpo_fn.backends.cuda import kernels as cuda_kernels
 from grpo_fn.backends.cuda.rope_kernels import rope, takes_heads
-from tests.support.row_kernels import float64
+from tests.support.kernels.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_heads(mx.zeros((1, 1, 2, 32)), 32, 0), reason="needs CUDA")
 

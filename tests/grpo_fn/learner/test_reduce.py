@@ -19,7 +19,7 @@ from grpo_fn.learner import (
 from grpo_fn.learner.reduce import buckets
 from grpo_fn.trees import arrays_of, materialize
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
-from tests.support.rank_threads import on_ranks
+from tests.support.ranks.rank_threads import on_ranks
 from tests.support.tiny_policies import same_tree, tiny_policy, worst_difference
 
 OPTIMIZER = g.adamw(1e-3, eps=1e-3, weight_decay=0.1)

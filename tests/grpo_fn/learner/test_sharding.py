@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import grpo_fn as g
 from grpo_fn.learner import Sharding
 from grpo_fn.trees import arrays_of, materialize, named_leaves, nbytes
-from tests.support.rank_threads import on_ranks
+from tests.support.ranks.rank_threads import on_ranks
 from tests.support.tiny_policies import lora_policy, same_tree, tiny_policy
 
 OPTIMIZER = g.adamw(1e-3)

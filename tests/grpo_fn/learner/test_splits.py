@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import can_share, halved, shape_of
+from grpo_fn.learner import can_share, halve_batch, shape_of
 from grpo_fn.trees import arrays_of
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import (
@@ -18,7 +18,7 @@ from tests.support.tiny_policies import (
 
 
 def halves(pieces):
-    return [half for piece in pieces for half in halved(piece)]
+    return [half for piece in pieces for half in halve_batch(piece)]
 
 
 SPLITS = {
@@ -65,14 +65,14 @@ def test_halves_are_smaller(shared):
     """Half the rows, and never more places to compute; a single row stays whole."""
     batch = make_batch(prompts=(4, 2, 7))
     for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
-        one, two = halved(piece)
+        one, two = halve_batch(piece)
         assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
         assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
         for half in (one, two):
             assert shape_of(half).positions <= shape_of(piece).positions
             assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
     (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
-    assert halved(single) == [single]
+    assert halve_batch(single) == [single]
 
 
 def test_a_split_changes_no_parameter_of_the_update():

@@ -8,7 +8,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.checks import check_token_ids
 from grpo_fn.learner import batch as batches
-from grpo_fn.learner import halved
+from grpo_fn.learner import halve_batch
 from grpo_fn.policy.policy import _embedding_rows
 from tests.support.generating import roll
 from tests.support.naive_learner import make_state
@@ -83,7 +83,7 @@ def test_rollouts_of_one_s_own_are_refused(token):
         batch = batch_of(bad)
         message = rf"token ids up to {token}: wanted ids < {VOCAB}, the rows"
         pieces = g.split_batch(batch, max_tokens=30)
-        for parts in (batch, pieces, [half for piece in pieces for half in halved(piece)]):
+        for parts in (batch, pieces, [half for piece in pieces for half in halve_batch(piece)]):
             with pytest.raises(ValueError, match=message):
                 g.make_grad_step(policy, g.LossSpec(), compile=False)(make_state(policy), parts)
         with pytest.raises(ValueError, match=message):

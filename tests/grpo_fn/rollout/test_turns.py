@@ -1,5 +1,6 @@
 """Conversations: turns that are sampled, and tokens between them that are given."""
 
+import functools
 from itertools import pairwise
 
 import attrs
@@ -58,8 +59,18 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
     return tokens, sampled
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mamba", "nanochat"])
-@pytest.mark.parametrize("share", [None, False])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("llama", None),
+        ("llama", False),
+        ("qwen2", None),
+        ("gemma3", None),
+        ("mamba", None),
+        ("nanochat", None),
+        ("nanochat", False),
+    ],
+)
 def test_a_conversation_is_that_of_whole_forwards(name, share):
     """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
     policy, group = tiny_policy(name), 2
@@ -84,6 +95,13 @@ def test_a_conversation_is_that_of_whole_forwards(name, share):
     assert len({sum(a and not b for a, b in pairwise(sampled)) for _, sampled in rows}) > 1, "turns differ"
 
 
+@functools.cache
+def usual_conversations(name):
+    """A policy, and its conversations as they are decoded by default."""
+    policy = tiny_policy(name)
+    return policy, roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers())
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,8 +119,7 @@ def test_a_conversation_is_that_of_whole_forwards(name, share):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
     """Nor on when replies are taken."""
-    policy = tiny_policy(name)
-    want = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers())
+    policy, want = usual_conversations(name)
     got = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers(), **options)
     assert_same(got, want)
     assert got.sampled() == want.sampled()

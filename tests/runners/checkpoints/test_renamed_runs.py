@@ -16,9 +16,9 @@ from runners.training.bad_updates import BadUpdates
 from runners.training.train import run_training
 from tests.runners.checkpoints.test_save_faults import assert_whole, at_call
 from tests.runners.training.test_bad_updates import experience, numbers
-from tests.support.checkpoints import save_checkpoint
-from tests.support.decoys import look
-from tests.support.folders import held
+from tests.support.files.checkpoints import save_checkpoint
+from tests.support.files.decoys import look
+from tests.support.files.folders import held
 from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import load, make_state
@@ -73,7 +73,7 @@ def test_a_renamed_run_goes_on_in_its_own_folder(tmp_path, straight, count):
     assert outcome(moved) == outcome(straight)
     assert [path.name for path in list_checkpoints(moved)] == [f"checkpoint-{n}" for n in (1, 2, 3)]
     (told,) = [line for line in swapper.lines if "was renamed" in line]
-    assert told == f"{folder} was renamed to {moved}; the run goes on there"
+    assert told == f"{folder} was renamed to {moved}; the run continues there"
 
 
 def test_a_renamed_folder_whose_path_stays_free(tmp_path, straight):

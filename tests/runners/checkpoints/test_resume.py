@@ -9,50 +9,68 @@ from tests.support.resuming import SHIPPED, config_in, killed, outcome, saved, s
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
-ACCUMULATE = ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"]
-REUSE = ["optim.num_iterations=2", "optim.minibatches=2", "optim.max_steps=3"]
+SYNCED_LATE = ["loss.sync_every=3", "optim.batch_size=5"]
+LATE_QUANTIZED = ["loss.sync_every=2", "rollout.quantization=affine-4", "loss.correction=token_truncate"]
+PACKED = ["rollout.quantization=mxfp8", "rollout.storage=packed"]
+ADAPTERS = ["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"]
 CASES = {
-    # name: settings, where to cut, and how often that has come
-    "in a rollout of the shipped model": (SHIPPED, "sampling", 4),
-    "in a rollout": ([], "sampling", 4),
-    "before a gradient": ([], "learning", 3),
-    "after an update": ([], "step", 5),
-    "inside gradient accumulation": (ACCUMULATE, "learning", 5),
-    "in the last, shorter accumulation": (ACCUMULATE, "sampling", 7),
-    "between updates of one rollout": (REUSE, "step", 7),
-    "between updates of two rollouts": ([*REUSE, "optim.gradient_accumulation_steps=2"], "step", 2),
-    "at an epoch's end": (["optim.batch_size=6"], "sampling", 4),
-    "across an epoch's end": (["optim.batch_size=5"], "sampling", 5),
-    "before a late sync": (["loss.sync_every=3"], "sampling", 3),
-    "right after a sync": (["loss.sync_every=3"], "sampling", 4),
-    "late syncs of quantized rollouts": (
-        ["loss.sync_every=2", "rollout.quantization=affine-4", "loss.correction=token_truncate"],
-        "learning",
-        4,
+    # name: settings, and where the run is cut off: again and again, each time counted from where it went on
+    "from the start to the final model": (
+        [],
+        [
+            ("learning", 1),  # before the first checkpoint, and before a gradient
+            ("sampling", 4),
+            ("step", 1),  # after an update
+            ("evaluating", 1),
+            ("eval", 2),  # after the last evaluation
+            ("saving the final", 1),
+        ],
     ),
-    "packed rollouts": (["rollout.quantization=mxfp8", "rollout.storage=packed"], "sampling", 3),
-    "a reference that moves": (["loss.beta=0.05", "loss.ref_sync_every=3"], "sampling", 5),
-    "a quantized reference": (["loss.beta=0.05", "loss.ref_quantization=affine-8"], "learning", 2),
-    "adapters": (["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"], "step", 3),
-    "dynamic sampling": ([*SHIPPED, "loss.dynamic_sampling=true", "rollout.temperature=0.3"], "sampling", 4),
-    "in an evaluation": ([], "evaluating", 3),
-    "in the last evaluation": ([], "eval", 4),
-    "in the final save": ([], "saving the final", 1),
-    "before the first checkpoint": ([], "learning", 1),
-    "with skipped updates": (["optim.learning_rate=1e39", "optim.max_bad_updates=0"], "step", 4),
-    "before it ends early": (['stop.when=["update >= 2 for 3"]'], "sampling", 4),
-    "with several micro-batches": (["system.micro_batch_tokens=120"], "learning", 4),
+    "inside gradient accumulation, and in the last, shorter one": (
+        ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"],
+        [("learning", 5), ("sampling", 3)],
+    ),
+    "between updates of two rollouts, and of one": (
+        [
+            "optim.num_iterations=2",
+            "optim.minibatches=2",
+            "optim.gradient_accumulation_steps=2",
+            "optim.max_steps=3",
+        ],
+        [("step", 2), ("step", 6)],
+    ),
+    "before a late sync, and right after it, across an epoch's end": (
+        SYNCED_LATE,
+        [("sampling", 3), ("sampling", 2)],
+    ),
+    "late syncs of quantized rollouts": (LATE_QUANTIZED, [("learning", 4)]),
+    "packed rollouts and a quantized reference": (
+        [*PACKED, "loss.beta=0.05", "loss.ref_quantization=affine-8"],
+        [("sampling", 3)],
+    ),
+    "a reference that moves, several micro-batches": (
+        ["loss.beta=0.05", "loss.ref_sync_every=3", "system.micro_batch_tokens=120"],
+        [("learning", 5)],
+    ),
+    "adapters, at an epoch's end": ([*ADAPTERS, "optim.batch_size=6"], [("sampling", 4)]),
+    "dynamic sampling of the shipped model": (
+        [*SHIPPED, "loss.dynamic_sampling=true", "rollout.temperature=0.3"],
+        [("sampling", 4)],
+    ),
+    "with skipped updates": (["optim.learning_rate=1e39", "optim.max_bad_updates=0"], [("step", 4)]),
+    "before it ends early": (['stop.when=["update >= 2 for 3"]'], [("sampling", 4)]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(name):
     """Straight against killed and resumed: state, log, completions, final model and every checkpoint."""
-    settings, what, count = CASES[name]
+    settings, cuts = CASES[name]
     straight = straight_run(*settings)
     # Beside the other: the path of the reward's file is a part of the config.
-    config = config_in(straight.folder.parents[1] / name, *settings)
-    killed(config, what, count)
+    config = config_in(straight.folder.parents[1] / name.replace(",", ""), *settings)
+    for number, (what, count) in enumerate(cuts):
+        killed(config, what, count, resume=number > 0)
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)
     assert outcome(resumed.folder) == outcome(straight.folder)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
+from runners.checkpoints.resume import find_origin
 from runners.checkpoints.run_folder import locked
 from runners.checkpoints.snapshot import LATEST
 from runners.errors import UserError
@@ -92,20 +93,30 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_passed_over(copy, finished, name):
-    """The one before is taken, the damaged one put aside, and the run ends as it did."""
+def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
+    """The one before is taken; the damaged one, asked for by its name, is refused."""
     damage, line = DAMAGE[name]
-    folder = copy.folder / "checkpoint-3"
-    damage(folder)
+    damage(copy.folder / "checkpoint-3")
+    notes = []
+    origin = find_origin(copy.folder, None, notes.append)
+    assert origin is not None and origin.folder.name == "checkpoint-2"
+    (passed,) = notes
+    assert re.search(line, passed) and passed.endswith("checkpoint-3 is passed over")
+    with pytest.raises(Damaged, match=line):
+        find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
+
+
+@pytest.mark.parametrize("name", ["a turned bit", "a linked folder"])
+def test_a_run_with_a_damaged_checkpoint_ends_as_it_did(copy, finished, name):
+    """It goes on from the one before, and puts the damaged one aside."""
+    DAMAGE[name][0](copy.folder / "checkpoint-3")
     notes = Notes()
     result = run_training(copy(), report=notes, resume=True)
-    (told,) = [text for text in notes.lines if "passed over" in text]
-    assert re.search(line, told)
-    assert any("going on from" in text and "checkpoint-2" in text for text in notes.lines)
+    assert any("passed over" in text for text in notes.lines)
+    assert any("resuming from" in text and "checkpoint-2" in text for text in notes.lines)
     assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
     check_manifest(copy.folder / "checkpoint-3")
-    assert (copy.folder / "checkpoint-3.aside").exists()
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=DAMAGE[name][1]):
         run_training(copy(), report=Quiet(), resume=copy.folder / "checkpoint-3.aside")
 
 
@@ -114,7 +125,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
     for number in (1, 2, 3):
         flip(copy.folder / f"checkpoint-{number}" / "optimizer.safetensors")
     before = {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="none of its 3 checkpoints is whole; --overwrite begins anew"):
+    with pytest.raises(UserError, match="none of its 3 checkpoints is whole; --overwrite starts over"):
         run_training(copy(), report=Quiet(), resume=True)
     assert before == {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
 

@@ -115,7 +115,9 @@ def test_what_the_weights_depend_on_has_to_be_what_it_was(place, change, named):
     before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         train(resume=True)
-    want = f"{named}: not what out/small/checkpoint-2 was trained with; --allow-config-change goes on with it"
+    want = (
+        f"{named}: not what out/small/checkpoint-2 was trained with; --allow-config-change continues anyway"
+    )
     assert str(caught.value) == want
     assert {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()} == before
     result, lines = train(resume=True, allow=True)

@@ -23,9 +23,9 @@ from runners.errors import UserError
 from runners.files import durable
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
-from tests.support.checkpoints import save_checkpoint
-from tests.support.disks import small_disk
-from tests.support.folders import held
+from tests.support.files.checkpoints import save_checkpoint
+from tests.support.files.disks import small_disk
+from tests.support.files.folders import held
 from tests.support.resuming import Killer, config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes

@@ -12,7 +12,7 @@ from runners.checkpoints import saving
 from runners.checkpoints.saving import Saver
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from tests.support.folders import held
+from tests.support.files.folders import held
 
 
 class Snapshot:

@@ -16,7 +16,7 @@ from runners.checkpoints.state_files import load_state, pack, unpack
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
 from runners.files import durable
-from tests.support.checkpoints import save_checkpoint
+from tests.support.files.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import load, make_state, moved, same_bits
 

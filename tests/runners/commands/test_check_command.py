@@ -61,10 +61,10 @@ def test_a_good_config_has_nothing_to_warn_of(check):
     assert "warning" not in result.stdout
 
 
-@pytest.mark.parametrize(("samples", "said"), [(7, "7 of 400"), (0, "400"), (999, "400")])
+@pytest.mark.parametrize(("samples", "said"), [(7, "7 of 24"), (0, "24"), (999, "24")])
 def test_the_held_out_problems_are_counted_as_in_the_run(check, tmp_path, samples, said):
     """The number that the run's own header gives, and of how many."""
-    (tmp_path / "t.toml").write_text(small(data={"source": "embedded"}, eval={"samples": samples}))
+    (tmp_path / "t.toml").write_text(small(eval={"samples": samples}))
     result = check("t.toml")
     assert result.stdout.splitlines()[1].endswith(f" to train on, {said} held out")
     shown = shown_by_run("t.toml")

@@ -183,7 +183,7 @@ def test_an_interrupted_run_says_what_to_type_to_go_on(invoke, training, monkeyp
     stop = 'rollout.stop=["</answer>"]'
     result = invoke("train.toml", "--overwrite", "--set", stop)
     assert result.exit_code == 143
-    line = f"to go on: {program} train.toml --set '{stop}' --resume"
+    line = f"to continue: {program} train.toml --set '{stop}' --resume"
     assert result.stderr.splitlines()[-2:] == ["interrupted", line]
 
 

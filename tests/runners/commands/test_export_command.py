@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
-from tests.support.hub import serving
+from tests.support.services.hub import serving
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_runs import train
 

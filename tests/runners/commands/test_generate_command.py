@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
+from tests.support.processes.warm_process import Popen
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
@@ -27,14 +28,10 @@ def grpo(tmp_path, monkeypatch):
     return lambda *arguments, input=None: CliRunner().invoke(cli.main, arguments, input=input)
 
 
-# Whatever runs the tests may ignore it, and hands that on.
-_HEEDS_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-
-
 def start(*arguments, code="from runners.cli import main; main()", **options):
     """`grpo …` in a process of its own, with pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{_HEEDS_SIGINT} import sys; sys.argv[1:] = {list(arguments)!r}; {code}"],
+    return Popen(
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         text=True,
         stdin=options.get("stdin", subprocess.DEVNULL),
@@ -180,7 +177,7 @@ def read_some(process, count=5):
 
 def test_ctrl_c_ends_the_reply_of_generate():
     """The text so far, the speed, code 130."""
-    process = start("generate", "embedded", "x", code=f"exec({ENDLESS!r})")
+    process = start("generate", "embedded", "x", code=ENDLESS)
     read_some(process)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=600)
@@ -190,7 +187,7 @@ def test_ctrl_c_ends_the_reply_of_generate():
 
 def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
     """After the first the next message is answered; after two in a row the program ends with 130."""
-    process = start("chat", "embedded", code=f"exec({TELLING + ENDLESS!r})", stdin=subprocess.PIPE)
+    process = start("chat", "embedded", code=TELLING + ENDLESS, stdin=subprocess.PIPE)
     wait_for(process, "reading")
     for _ in range(2):
         process.stdin.write("hello\n")
@@ -209,7 +206,7 @@ def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
 def test_two_ctrl_c_in_one_reply_end_the_program_at_once():
     """Also where the reply never asks, as in a long prompt."""
     stuck = ENDLESS.replace("time.sleep(0.02)", "time.sleep(0.02 if number < 9 else 600)")
-    process = start("chat", "embedded", code=f"exec({TELLING + stuck!r})", stdin=subprocess.PIPE)
+    process = start("chat", "embedded", code=TELLING + stuck, stdin=subprocess.PIPE)
     process.stdin.write("hello\n")
     process.stdin.flush()
     read_some(process, 8)
@@ -252,8 +249,8 @@ def test_a_terminal_has_a_banner_and_line_editing():
     """What is typed can be changed before it is sent, and the last message comes back with the arrow key."""
     pytest.importorskip("readline")
     terminal, inner = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.argv[1:] = ['chat', 'embedded']\n{ECHO}"],
+    process = Popen(
+        [sys.executable, "-c", ECHO, "chat", "embedded"],
         cwd=ROOT,
         stdin=inner,
         stdout=inner,

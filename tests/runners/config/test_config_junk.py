@@ -7,7 +7,7 @@ from runners.config.flat_keys import FLAT_KEYS
 from runners.config.loading import KEYS, SECTIONS, ConfigError, load_config
 from runners.config.reading import ANY_NAME
 from runners.errors import spell
-from tests.support.examples import examples
+from tests.support.properties.examples import examples
 
 MODEL = 'model.path = "embedded"\n'
 _NAMES = sorted({*SECTIONS, *FLAT_KEYS, *(path[-1] for path in KEYS), "mlx_grpo", "", "x.y", "\n"})

@@ -17,7 +17,7 @@ from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoin
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from tests.support.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
+from tests.support.files.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.support.tiktoken_files import make_encoding, write_pickle
 
 torch = pytest.importorskip("torch", reason="of the extra `torch`")

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+from tests.support.processes.warm_process import Popen, run
 from tests.support.tiny_runs import train
 
 PROMPT = "Anna bakes 48 rolls."
@@ -31,7 +32,7 @@ def runs(tmp_path_factory):
 def mlx(*arguments):
     """`python -m mlx_lm …`, its output; it must end well."""
     command = [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
-    done = subprocess.run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
+    done = run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -115,7 +116,7 @@ def served(folder, body):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
-    server = subprocess.Popen(command, env=OFFLINE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = Popen(command, env=OFFLINE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         return post(f"http://127.0.0.1:{port}/v1/chat/completions", body, server)
     finally:

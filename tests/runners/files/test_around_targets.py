@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from runners import cli
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.decoys import look, plant
-from tests.support.disks import small_disk
+from tests.support.files.decoys import look, plant
+from tests.support.files.disks import small_disk
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train

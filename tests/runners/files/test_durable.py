@@ -12,7 +12,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.files import durable, staging
-from tests.support.decoys import look, plant
+from tests.support.files.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,7 +9,7 @@ import pytest
 
 from runners.config.reading import PRESET_FOLDER
 from runners.files.hub import hub_or_cache
-from tests.support.hub import serving
+from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 

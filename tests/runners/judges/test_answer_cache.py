@@ -46,7 +46,7 @@ def test_a_damaged_file_is_told_once(tmp_path):
     cache.keep({"d": CachedAnswer("x")})
     assert cache.find(["d"]) == {}
     (notice,) = cache.notices
-    assert "judges' answers are not kept" in notice and str(file) in notice
+    assert "judges' answers are not saved" in notice and str(file) in notice
     assert file.read_bytes() == b"no database" * 100
 
 

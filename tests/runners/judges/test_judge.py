@@ -12,7 +12,7 @@ from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
 from runners.judges import keys
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
-from tests.support.judge_servers import answering, completion, free_port
+from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
 SECRET = "sk-planted-7Hq2"
@@ -269,15 +269,19 @@ def test_a_cache_that_fails_is_told_once_and_ends_nothing(tmp_path):
         scores = [score(scorer, [text]) for text in "ab"]
     assert [each.values_kb.tolist() for each in scores] == [[[0.5]], [[0.5]]]
     assert [len(each.problems) for each in scores] == [1, 0]
-    assert "judges' answers are not kept" in scores[0].problems[0]
+    assert "judges' answers are not saved" in scores[0].problems[0]
 
 
 def test_judges_leave_no_thread_behind():
     """Each call's loop ends."""
     with answering(lambda *_: "SCORE: 5") as (url, _):
-        before = threading.active_count()
+        earlier = {*threading.enumerate()}  # another test's calls may hang
+
+        def left():
+            return [thread for thread in threading.enumerate() if thread not in earlier]
+
         score(judge(url), ["a", "b"])
         end = time.monotonic() + 5
-        while threading.active_count() > before and time.monotonic() < end:
+        while left() and time.monotonic() < end:
             time.sleep(0.02)
-        assert sum("grpo-reward" in thread.name for thread in threading.enumerate()) == 0
+        assert not any("grpo-reward" in thread.name for thread in left())

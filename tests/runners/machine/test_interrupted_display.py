@@ -2,13 +2,13 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.terminal import CTRL_C, Session
+from tests.support.processes.terminal import CTRL_C, Session
+from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import small
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,10 +65,10 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
     assert any(line.startswith("interrupted: saved") for line in lines)
     advice = screen.lines[screen.lines.index("interrupted") + 1 :]  # a long line, which the terminal wraps
     said, _, command = "".join(advice).partition(": ")
-    assert said == "to go on"
+    assert said == "to continue"
     program, *arguments = shlex.split(command)
     assert program == "python" and arguments[-1] == "--resume" and "run.name=my-first" in arguments
-    done = subprocess.run(
+    done = run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -76,7 +76,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stdout and "update 4/4" in done.stdout
+    assert "resuming from" in done.stdout and "update 4/4" in done.stdout
 
 
 def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start):

@@ -1,22 +1,23 @@
 """Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
 
-import fcntl
+import io
 import os
 import pty
 import signal
 import subprocess
 import sys
-import termios
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from runners import cli
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_states import same_bits
 
@@ -25,7 +26,7 @@ CONFIG = """
 run = {name = "r", output_dir = "out"}
 model.path = "embedded"
 data = {source = "rows.jsonl", system_prompt = ""}
-rollout = {num_generations = 2, max_new_tokens = 4}
+rollout = {num_generations = 2, max_new_tokens = 4, launch = "eval", check_every = 4, max_batch = 8}
 optim = {batch_size = 2, max_steps = 1000}
 eval = {samples = 2, at_start = false}
 """
@@ -53,7 +54,8 @@ def place(tmp_path, monkeypatch):
 def start(*arguments, **options):
     """A command in a process of its own."""
     given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(
+    begin = subprocess.Popen if "preexec_fn" in options else Popen
+    return begin(
         [sys.executable, "-m", "runners.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
@@ -68,8 +70,20 @@ def ended(process):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_under_standard_output_is_a_line(place, command):
-    """`grpo … > /dev/full`: code 2, and the line is the last thing said."""
+def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch, capsys):
+    """Of every command: code 2, and the line is the last thing said."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            cli.main(COMMANDS[command])
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and lines[-1] == "standard output: No space left on device", lines
+
+
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_process_on_a_full_disk_ends_with_that_line(place, command):
+    """`grpo … > /dev/full`: Python's own end adds nothing."""
     with open("/dev/full", "w") as full:
         code, lines = ended(start(*COMMANDS[command], stdin=subprocess.PIPE, stdout=full))
     assert code == 2 and lines[-1] == "standard output: No space left on device", lines
@@ -162,13 +176,9 @@ def test_a_run_whose_terminal_goes_away_saves(place):
     """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
     leader, follower = pty.openpty()
 
-    def own_terminal():
-        os.setsid()
-        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
-
     with open("errors", "w+") as errors:
         options = {"stdin": follower, "stdout": follower, "stderr": errors}
-        process = start("run", "train.toml", preexec_fn=own_terminal, **options)
+        process = start("run", "train.toml", terminal=True, **options)
         os.close(follower)
         shown = b""
         while b"update 1/" not in shown and b"update 2/" not in shown:

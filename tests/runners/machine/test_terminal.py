@@ -21,6 +21,7 @@ from runners.machine import terminal
 from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
+from tests.support.processes.warm_process import Popen, run
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -209,7 +210,7 @@ main(sys.argv[1:])
 def on_a_terminal(*arguments, folder, typed=""):
     """What a command writes to a terminal, as bytes; `typed` is what it reads."""
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-c", ANSWERS, *arguments],
         cwd=folder,
         stdin=subprocess.PIPE,
@@ -255,7 +256,7 @@ def test_generate_and_chat_on_a_terminal(model, tmp_path):
 
 def test_a_pipe_gets_the_models_bytes(model, tmp_path):
     """All of them: click alone would take sequences out."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", ANSWERS, "generate", str(model), "hello"],
         cwd=tmp_path,
         capture_output=True,

@@ -84,7 +84,7 @@ def test_conversations_take_no_more_than_the_forecast(schedule):
     """Turns with many given tokens: rows that wait and grow are within the bound, and beyond one turn's."""
     module, shape = module_of()
     policy = g.Policy.from_module(module)
-    prompts, rows, new = [[1] * 40, [2] * 40], 64, 400
+    prompts, rows, new = [[1] * 40, [2] * 40], 64, 300
 
     def respond(row, turn):
         return [3 + row % 7] * (120 if schedule == "together" else 60 + row)
@@ -167,7 +167,7 @@ def test_what_the_backward_pass_waits_for_grows_with_the_blocks_as_predicted(sha
     """Four more blocks add their activations to the peak, to 12 %: what is in flight varies a little."""
     few, micro, shape = grad_peak(3, shared=shared)
     many, _, _ = grad_peak(7, shared=shared)
-    predicted = micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=False)
+    predicted = micro.saved_activations(attrs.evolve(shape, layers=4), 4, checkpointed=False)
     assert many - few == pytest.approx(predicted, rel=0.12)
 
 
@@ -175,9 +175,9 @@ def test_checkpointing_keeps_a_blocks_input_alone():
     """Four more checkpointed blocks add less than a quarter of what they would, predicted and measured."""
     few, micro, shape = grad_peak(4, checkpointed=True)
     many, _, _ = grad_peak(8, checkpointed=True)
-    plain = micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=False)
+    plain = micro.saved_activations(attrs.evolve(shape, layers=4), 4, checkpointed=False)
     assert many - few < 0.25 * plain
-    assert micro.kept(attrs.evolve(shape, layers=4), 4, checkpointed=True) < 0.2 * plain
+    assert micro.saved_activations(attrs.evolve(shape, layers=4), 4, checkpointed=True) < 0.2 * plain
 
 
 def bytes_in_flight(compute, tries=8):
@@ -271,11 +271,11 @@ def test_a_shape_is_read_under_every_name():
 
 def test_a_product_that_is_kept_is_one_more_array_of_a_blocks_width():
     plain = model_shape(LLAMA)
-    kept = attrs.evolve(plain, keeps_product=True)
+    larger = attrs.evolve(plain, keeps_product=True)
     micro = MicroBatch.of((8, 50), (8, 30))
-    more = micro.kept(kept, 4, checkpointed=False) - micro.kept(plain, 4, checkpointed=False)
-    assert more == 4 * 2 * 8 * 50 * 192
-    assert usual_tokens(kept, 4, 100, 100, "cpu") < usual_tokens(plain, 4, 100, 100, "cpu")
+    more, less = (micro.saved_activations(shape, 4, checkpointed=False) for shape in (larger, plain))
+    assert more - less == 4 * 2 * 8 * 50 * 192
+    assert usual_tokens(larger, 4, 100, 100, "cpu") < usual_tokens(plain, 4, 100, 100, "cpu")
 
 
 def test_roles_take_bytes_where_they_have_weights_of_their_own():

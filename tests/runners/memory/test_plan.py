@@ -21,8 +21,9 @@ from runners.memory import forecast, plan, remedies
 from runners.memory.model_sizes import _from_config, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
-from tests.support.forecasts import check_forecast
+from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
+from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = startup.Platform("cpu")
@@ -30,7 +31,8 @@ TRAIN = """
 [model]
 path = "{model}"
 [data]
-source = "embedded"
+source = "{data}"
+eval_split = "valid"
 system_prompt = ""
 [rollout]
 num_generations = 4
@@ -47,7 +49,7 @@ def config(tmp_path):
 
     def make(*overrides, **model):
         folder = make_model_folder(tmp_path / "model", **model)
-        (tmp_path / "train.toml").write_text(TRAIN.format(model=folder))
+        (tmp_path / "train.toml").write_text(TRAIN.format(model=folder, data=PROBLEMS))
         return load_config(str(tmp_path / "train.toml"), overrides).check()
 
     return make

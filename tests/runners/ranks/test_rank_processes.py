@@ -12,7 +12,7 @@ from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_ranks import lines, weights, worst
-from tests.support.launching import begin
+from tests.support.ranks.launching import begin
 from tests.support.tiny_runs import small
 
 LETTERS = '''"""How many different characters a completion has; a group may be alike, and is drawn again."""
@@ -46,7 +46,8 @@ def write(tmp_path):
             "system": {"compile": False},
         }
         merged = {key: settings.get(key, {}) | tables.get(key, {}) for key in {**settings, **tables}}
-        path.write_text(small(run={"name": name, "output_dir": str(tmp_path / "outputs")}, **merged))
+        run = {"name": name, "output_dir": str(tmp_path / "outputs"), **merged.pop("run", {})}
+        path.write_text(small(run=run, **merged))
         return path
 
     return make
@@ -66,7 +67,7 @@ def test_four_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
     """
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
-        "data": {"source": "embedded"},  # groups vary in both of its rollouts
+        "run": {"seed": 1},  # groups vary in both of its rollouts
         "loss": {"dynamic_sampling": True},
         "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
     }
@@ -118,7 +119,7 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     said = run.end()
     assert "checkpoint-1" in said
     assert "interrupted" in said, said
-    assert said.count("to go on:") == 1  # rank 0 speaks alone
+    assert said.count("to continue:") == 1  # rank 0 speaks alone
     end = run_training(load_config(str(config)), report=Quiet(), resume=True).folder
     assert worst(weights(end / "final"), want) < 1e-5
     assert (end / "completions.jsonl").read_bytes() == texts

@@ -10,7 +10,7 @@ import pytest
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.launching import launch
+from tests.support.ranks.launching import launch
 from tests.support.tiny_runs import small
 
 FAULT = '''"""A reward that ends rank 1 in its third call."""
@@ -98,7 +98,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_shards(one, three
     )
     kept = weights(three / "final")
     done = launch(2, config, "--resume", str(three / "checkpoint-1"))
-    assert "going on from" in done.stdout, done.stdout
+    assert "resuming from" in done.stdout, done.stdout
     assert worst(weights(three / "final"), kept) < 1e-5
     assert (three / "checkpoint-2.aside").is_dir()
     # What two sharded ranks save is a whole state.

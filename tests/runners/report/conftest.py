@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.talking_runs import talking_run
+from tests.support.runs.talking_runs import talking_run
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -10,8 +10,8 @@ import pytest
 
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
-from tests.support.browsing import WAIT, opened, quiet
-from tests.support.report_runs import HOSTILE, make_run, mark_running, write_update
+from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update
+from tests.support.services.browsing import WAIT, opened, quiet
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError

@@ -14,7 +14,7 @@ from runners.report import write_report
 from runners.report.page import page
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.report_runs import HOSTILE, make_run
+from tests.support.runs.report_runs import HOSTILE, make_run
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
 
 

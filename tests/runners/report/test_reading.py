@@ -9,7 +9,7 @@ from runners.errors import UserError
 from runners.report.completion_rows import PartMaker, read_completions
 from runners.report.line_files import LineFile
 from runners.report.run_record import RunRecord, different_keys, flattened
-from tests.support.report_runs import make_run, mark_running
+from tests.support.runs.report_runs import make_run, mark_running
 
 
 def test_each_whole_line_comes_once(tmp_path):

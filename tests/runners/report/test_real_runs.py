@@ -17,7 +17,7 @@ from runners.config.loading import load_config
 from runners.report import RunRecord, write_report
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.browsing import opened, quiet
+from tests.support.services.browsing import opened, quiet
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("optim.batch_size=2", "eval.samples=4", "eval.every=2")

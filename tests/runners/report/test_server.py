@@ -12,7 +12,7 @@ from runners.cli import main
 from runners.errors import UserError
 from runners.report.live_run import LiveRun
 from runners.report.server import application, listening
-from tests.support.report_runs import make_run
+from tests.support.runs.report_runs import make_run
 
 
 def get(app, path, method="GET", **headers):

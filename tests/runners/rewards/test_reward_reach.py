@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from decimal import Decimal
@@ -19,6 +18,7 @@ from runners.rewards.scoring import Reward, Scorer
 from runners.rewards.trl_arguments import RewardLog, is_own_name
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import PROBLEMS, Notes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -320,7 +320,7 @@ CLOSES = {
 def test_a_reward_that_closes_descriptors(place, act):
     """The run comes to its end with every line of its logs, and nothing of them is in another file."""
     place(f"    if not hasattr(sys, 'done'):\n        sys.done = 1\n        {act}\n{LENGTHS}")
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "runners.cli", "run", "train.toml"],
         capture_output=True,
         text=True,
@@ -337,7 +337,7 @@ def test_a_reward_that_closes_descriptors(place, act):
 def test_a_reward_that_closes_standard_output(place, act):
     """The run saves and says so on standard error."""
     place(f"    if not hasattr(sys, 'done'):\n        sys.done = 1\n        {act}\n{LENGTHS}")
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "runners.cli", "run", "train.toml"],
         capture_output=True,
         text=True,

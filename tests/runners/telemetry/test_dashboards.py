@@ -146,7 +146,7 @@ def test_the_real_wandb_takes_it_offline(tmp_path, monkeypatch):
 def test_the_real_trackio_keeps_it(tmp_path, monkeypatch):
     """In a process of its own, as it chooses its folder when it is imported: two starts, one run."""
     pytest.importorskip("trackio")
-    from tests.support.new_process import in_new_process
+    from tests.support.processes.new_process import in_new_process
 
     code = f"""
 from runners.config.sections import LogConfig

@@ -20,7 +20,7 @@ from runners.telemetry import progress
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
-from tests.support.terminal import RICH_READS
+from tests.support.processes.terminal import RICH_READS
 
 ROOT = Path(__file__).resolve().parents[3]
 

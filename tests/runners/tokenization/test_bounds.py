@@ -90,21 +90,36 @@ DOUBLE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "line"),
-    [
-        ("{{ 'x' * 10**9 }}", "its chat template takes more than 512 MB for a short text"),
-        (DOUBLE, "its chat template takes more than 512 MB"),
-        ("{{ 'x'|center(10**10) }}", "its chat template takes more than 512 MB"),
-        (LOOP, "its chat template computes for more than 2 s over a short text"),
-        ("{{ 10**(10**9) }}", "its chat template computes for more than 2 s"),
-        ("{{ messages }}" * 1_750_000, "its chat template has 24,500,000 characters, wanted 1,048,576"),
-        ("{{ 'x' * 10**7 }}", "its chat template makes 10,000,000 characters of a short conversation"),
-    ],
-    ids=["a product", "doubling", "a filter", "a loop", "a power", "24 MB", "a long prompt"],
-)
-def test_templates_without_end(folder, template, line):
+TEMPLATES = {
+    "a product": ("{{ 'x' * 10**9 }}", "its chat template takes more than 512 MB for a short text"),
+    "doubling": (DOUBLE, "its chat template takes more than 512 MB"),
+    "a filter": ("{{ 'x'|center(10**10) }}", "its chat template takes more than 512 MB"),
+    "a loop": (LOOP, "its chat template computes for more than 2 s over a short text"),
+    "a power": ("{{ 10**(10**9) }}", "its chat template computes for more than 2 s"),
+    "24 MB": (
+        "{{ messages }}" * 1_750_000,
+        "its chat template has 24,500,000 characters, wanted 1,048,576",
+    ),
+    "a long prompt": (
+        "{{ 'x' * 10**7 }}",
+        "its chat template makes 10,000,000 characters of a short conversation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_without_end(folder, name):
     """What a template asks for is seen in a process that can be ended."""
+    template, line = TEMPLATES[name]
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(UserError, match=line):
+        check_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["doubling", "a loop"])
+def test_a_command_ends_with_a_line_for_such_a_template(folder, name):
+    """Memory, and time: the command with all its processes stays within the bounds."""
+    template, line = TEMPLATES[name]
     changed(folder / "tokenizer_config.json", chat_template=template)
     assert line in refused("generate", folder, "hello")
 
@@ -118,6 +133,16 @@ def test_templates_in_files_of_their_own(folder, name):
         check_tokenizer(folder)
 
 
+PANICS = {
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"Regex": "(a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+}
+
+
 def replacing(text, times, letter="a"):
     """A normalizer that makes much of a letter."""
     step = {"type": "Replace", "pattern": {"String": letter}, "content": text}
@@ -129,24 +154,21 @@ def replacing(text, times, letter="a"):
     [
         ({"normalizer": replacing("a" * 100, 6)}, "its tokenizer takes more than"),
         ({"normalizer": replacing("zq" * 40, 1, "zq")}, "tokens or letters of"),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Split",
-                    "pattern": {"Regex": "(a|aa)+$"},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
-            },
-            "the tokenizer fails on a text: Onig: Regex search error",
-        ),
+        (PANICS, "the tokenizer fails on a text: Onig: Regex search error"),
     ],
     ids=["nested replacements", "a long replacement", "a pattern that panics"],
 )
 def test_tokenizers_without_end(folder, part, line):
-    """Growth, and a panic of Rust's, which prints a backtrace of its own where it happens."""
+    """Growth, and a panic of Rust's."""
     changed(folder / "tokenizer.json", **part)
-    assert line in refused("generate", folder, "hello")
+    with pytest.raises(UserError, match=line):
+        check_tokenizer(folder)
+
+
+def test_a_command_ends_with_a_line_for_a_tokenizer_that_panics(folder):
+    """Rust prints a backtrace of its own where it happens: it is not shown."""
+    changed(folder / "tokenizer.json", **PANICS)
+    assert "the tokenizer fails on a text: Onig: Regex search error" in refused("generate", folder, "hello")
 
 
 def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
@@ -211,7 +233,7 @@ def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch)
     (folder / "chat_template.jinja").write_text(DOUBLE)
 
     def unlimited(module, *arguments, **limits):
-        return run_bounded("tests.support.unlimited", *arguments, **limits)
+        return run_bounded("tests.support.processes.unlimited", *arguments, **limits)
 
     monkeypatch.setattr(tokenizer_check, "run_bounded", unlimited)
     with pytest.raises(UserError, match="its chat template takes more than 512 MB"):
@@ -229,7 +251,7 @@ def test_the_memory_of_a_process_as_ps_tells_it(monkeypatch):
 def test_a_process_that_sleeps_is_ended(monkeypatch):
     """Its computing never ends it."""
     monkeypatch.setattr(bounded_process, "_PATIENCE", 2.0)
-    ending = run_bounded("tests.support.sleeping", seconds=0.1, memory=10**8)
+    ending = run_bounded("tests.support.processes.sleeping", seconds=0.1, memory=10**8)
     assert (ending.over, ending.code) == ("time", -9)
 
 

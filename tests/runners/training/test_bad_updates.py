@@ -20,7 +20,7 @@ from runners.quickstart import MODEL_DIR
 from runners.rewards.experience import Experience
 from runners.training.bad_updates import MOST_BAD_BATCHES, BadUpdates, save_bad_batch
 from runners.training.train import run_training
-from tests.support.folders import held
+from tests.support.files.folders import held
 from tests.support.tiny_policies import tiny_rollout
 from tests.support.tiny_runs import Notes, small
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import halved
+from grpo_fn.learner import halve_batch
 from runners.errors import UserError, is_out_of_memory
 from runners.training.gradients import Gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
@@ -222,7 +222,7 @@ def test_the_budget_is_part_of_a_checkpoint(policy):
 def test_halving_is_exact_where_rows_are(policy):
     """A batch whose rows are halved twice still has every row once."""
     pieces = pieces_of(policy, 0, tokens=1000)
-    halves = [half for piece in pieces for whole in halved(piece) for half in halved(whole)]
+    halves = [half for piece in pieces for whole in halve_batch(piece) for half in halve_batch(whole)]
     counts = [sum(float(getattr(part, name)) for part in halves) for name in ("num_sequences", "num_tokens")]
     assert counts == [sum(float(getattr(p, n)) for p in pieces) for n in ("num_sequences", "num_tokens")]
     assert sum(part.mask_bt.sum().item() for part in halves) == counts[1]

@@ -11,8 +11,8 @@ from runners.errors import RewardError, UserError
 from runners.judges import keys
 from runners.quickstart import MODEL_DIR
 from runners.training.train import run_training
-from tests.support.judge_servers import answering, free_port, mlx_lm_server
 from tests.support.resuming import lines_of
+from tests.support.services.judge_servers import answering, free_port, mlx_lm_server
 from tests.support.tiny_runs import Notes, small
 
 SECRET = "sk-planted-9Xw4"

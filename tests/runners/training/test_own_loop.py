@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_fn.backends.cpu import load_blas
-from tests.support.new_process import digest_of, in_new_process
+from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
 from tests.support.tiny_runs import LETTERS, small
 
 needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no BLAS is loaded on this machine")
@@ -75,7 +75,7 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_command_line(tmp_path):
         system={"micro_batch_tokens": 10**6, "share_prompts": "never"},
     )
     (tmp_path / "small.toml").write_text(config)
-    in_new_process("from runners.cli import main; main(['run', 'small.toml'])", cwd=tmp_path)
+    in_warm_process("from runners.cli import main; main(['run', 'small.toml'])", cwd=tmp_path)
     one, two = (digest_of(tmp_path / f"out/small/checkpoint-{n}/model.safetensors") for n in (1, 2))
     assert in_new_process(OWN_LOOP, "2").strip() == two
     assert in_new_process(OWN_LOOP, "1", GRPO_FN_BLAS="none").strip() != one

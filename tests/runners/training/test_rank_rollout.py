@@ -13,7 +13,7 @@ from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
 from runners.training.setup import build_run
-from tests.support.rank_threads import as_run_ranks, on_ranks
+from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.tiny_runs import small
 
 PROMPTS, SIZE = 5, 3

@@ -33,34 +33,42 @@ class Signals(Killer):
                 signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize(
-    ("number", "what", "count", "settings"),
-    [
-        (signal.SIGTERM, "sampling", 2, []),
-        (signal.SIGINT, "step", 2, ["optim.num_iterations=2", "optim.minibatches=2"]),
-        (signal.SIGTERM, "step", 3, ["optim.num_iterations=3", "optim.gradient_accumulation_steps=2"]),
-        (signal.SIGINT, "learning", 2, ["optim.gradient_accumulation_steps=3"]),
-        (signal.SIGTERM, "step", 1, ["optim.num_iterations=2", "rollout.quantization=affine-4"]),
-        (signal.SIGINT, "step", 3, ["optim.num_iterations=2", "loss.sync_every=2"]),
-        (signal.SIGTERM, "evaluating", 2, ["eval.every=1"]),
-        (signal.SIGHUP, "step", 2, []),
-    ],
-)
-def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, number, what, count, settings):
-    """Between two updates of one rollout too, or inside an accumulation: the rest is the same."""
+STOPS = {
+    # name: settings, and the signals, each counted from where the run was resumed
+    "in a rollout, after an update, in the last evaluation": (
+        ["eval.every=1"],
+        [(signal.SIGTERM, "sampling", 2), (signal.SIGHUP, "step", 1), (signal.SIGTERM, "evaluating", 1)],
+    ),
+    "inside an accumulation": (["optim.gradient_accumulation_steps=3"], [(signal.SIGINT, "learning", 2)]),
+    "before updates of two rollouts, between them, and between those of one": (
+        ["optim.num_iterations=2", "optim.minibatches=2", "optim.gradient_accumulation_steps=2"],
+        [(signal.SIGINT, "learning", 1), (signal.SIGTERM, "step", 1), (signal.SIGINT, "step", 5)],
+    ),
+    "with quantized rollouts and late syncs": (
+        ["rollout.quantization=affine-4", "optim.num_iterations=2", "loss.sync_every=2"],
+        [(signal.SIGTERM, "step", 1), (signal.SIGINT, "step", 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, name):
+    """Again and again, at any of its steps: the rest is the same."""
+    settings, signals = STOPS[name]
     settings = [*SHORT, "checkpoint.every=0", *settings]
     straight = straight_run(*settings)
     config = config_in(tmp_path / "b", *settings)
-    with pytest.raises(Stopped) as stopped:
-        run_training(config, report=Signals(number, what, count))
-    assert stopped.value.exit_code == 128 + number
+    for place, (number, what, count) in enumerate(signals):
+        with pytest.raises(Stopped) as stopped:
+            run_training(config, report=Signals(number, what, count), resume=place > 0)
+        assert stopped.value.exit_code == 128 + number
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)
     assert outcome(resumed.folder) == outcome(straight.folder)
 
 
 def test_asked_before_the_first_step_nothing_is_saved(tmp_path):
-    """There is nothing yet; a resume begins anew and says so."""
+    """There is nothing yet; a resume starts over and says so."""
     config = config_in(tmp_path / "b", *SHORT, "eval.at_start=true")
     with pytest.raises(Stopped):
         run_training(config, report=Signals(signal.SIGINT, "evaluating", 1))
@@ -76,7 +84,7 @@ from runners.machine.signals import StopSignals
 number = getattr(signal, sys.argv[1])
 def send():
     for _ in range(2):
-        time.sleep(0.5)
+        time.sleep(0.2)
         os.kill(os.getpid(), number)
 with StopSignals() as signals:
     threading.Thread(target=send, daemon=True).start()

@@ -19,7 +19,8 @@ from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.roles import RolloutRole
 from runners.training.train import RunResult, run_training
-from tests.support.talking_runs import talking_run
+from tests.support.processes.warm_process import Popen
+from tests.support.runs.talking_runs import talking_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import LETTERS, small
 
@@ -332,8 +333,12 @@ def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "runners.cli", "run", str(path), "--set", f"run.output_dir={tmp_path}"]
-    process = subprocess.Popen(
-        [*command, "--set", "optim.max_steps=100000"],
+    long = [
+        "optim.max_steps=100000",
+        *(f"rollout.{key}" for key in ("launch=eval", "check_every=8", "max_batch=8")),
+    ]
+    process = Popen(
+        [*command, *(part for setting in long for part in ("--set", setting))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -343,7 +348,7 @@ def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
     log = tmp_path / "small" / "training_log.jsonl"
     deadline = time.monotonic() + 600
     while not (log.exists() and log.read_text().count("\n") >= 2) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from tests.support.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
+from tests.support.files.nanochat_checkpoints import SIZES, make_tensors, write_checkpoint
 from tests.support.pages import ROOT, snippets
 
 pytest.importorskip("torch", reason="of the extra `torch`")

@@ -20,7 +20,7 @@ from benchmarks.report import main as report_command
 from runners.errors import UserError
 from tests.support.benchmark_runs import check_quick_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MACHINE = {
     "cpu": "a CPU",
     "cores": 2,

@@ -6,8 +6,9 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import termios
+
+from tests.support.processes.warm_process import Popen
 
 # What of the environment rich heeds, and whatever runs the tests may have set.
 RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -70,23 +71,19 @@ class Session:
     """A program whose terminal is a new pseudo-terminal; a context manager that ends it."""
 
     def __init__(self, command: list[str], columns: int, **environment: str):
-        """Starts it with these variables added to this process's."""
+        """Starts `[sys.executable, …]` with these variables added to this process's."""
         self.columns, self.output = columns, ""
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         plain = {name: value for name, value in os.environ.items() if name not in RICH_READS}
 
-        def take_terminal() -> None:  # so that Ctrl-C typed into it becomes a signal
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        self.child = subprocess.Popen(
+        self.child = Popen(
             command,
             stdin=follower,
             stdout=follower,
             stderr=follower,
             env={**plain, "TERM": "xterm-256color", **environment},
-            preexec_fn=take_terminal,
+            terminal=True,
         )
         os.close(follower)
 

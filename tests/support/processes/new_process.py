@@ -9,12 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import warm_process
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def in_new_process(code, *arguments, cwd=ROOT, **environment):
+def in_new_process(code, *arguments, cwd=ROOT, run=subprocess.run, **environment):
     """Runs code in a Python of its own; its stdout, after it ended well."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -24,6 +26,11 @@ def in_new_process(code, *arguments, cwd=ROOT, **environment):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def in_warm_process(code, *arguments, cwd=ROOT, **environment):
+    """The same as a fork of a Python that has imported the package: for code that imports in any order."""
+    return in_new_process(code, *arguments, cwd=cwd, run=warm_process.run, **environment)
 
 
 def digest_of(file):

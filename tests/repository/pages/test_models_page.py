@@ -7,7 +7,7 @@ from benchmarks.architectures.page import row_of
 from benchmarks.architectures.small_models import modules
 from benchmarks.architectures.trial import SLOWER, Outcome
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def rows():

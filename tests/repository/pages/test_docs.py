@@ -26,6 +26,7 @@ from runners.config.sections import SYSTEM_PROMPT
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import resolve_rewards
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
+from tests.support.processes import warm_process
 
 DOCS = ROOT / "docs"
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
@@ -83,9 +84,13 @@ def test_a_python_snippet_imports_the_core_before_mlx(snippet):
 
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
-    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
+    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise.
+
+    That one starts a Python anew, as a reader does.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    new = subprocess.run if "learns" in snippet.comments else warm_process.run
+    done = new(
         [sys.executable, "-c", snippet.text],
         cwd=folder,
         env=environment,

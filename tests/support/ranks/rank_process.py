@@ -1,6 +1,6 @@
 """`grpo-run` as one rank among those that `mlx.launch` starts, for tests that have to reach into it.
 
-    mlx.launch -n 2 -- python -m tests.support.rank_process FOLDER [HOOK …] -- CONFIG [OPTION …]
+    mlx.launch -n 2 -- python -m tests.support.ranks.rank_process FOLDER [HOOK …] -- CONFIG [OPTION …]
 
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to

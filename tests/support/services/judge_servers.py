@@ -2,13 +2,14 @@
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.support.processes.warm_process import Popen
 
 
 class Requests(list):
@@ -100,7 +101,7 @@ def mlx_lm_server(model, log):
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
     with open(log, "wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream)
+        process = Popen(command, stdout=stream, stderr=stream)
         try:
             end = time.monotonic() + 120
             while True:

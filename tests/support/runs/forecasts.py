@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.memory import WITHIN
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def check_forecast(name: str) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import attrs
 
+from tests.support.processes import warm_process
+
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def free_ports(number: int) -> int:
@@ -108,7 +110,8 @@ def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **envir
     for file in (*folder.glob("*.pid"), *folder.glob("*.digests")):
         file.unlink()
     output = folder / "output.txt"
-    own = [sys.executable, "-m", "tests.support.rank_process", str(folder), *hooks, "--", *options]
+    rank = ["-m", "tests.support.ranks.rank_process", str(folder), *hooks, "--", *options]
+    own = [sys.executable, "-P", warm_process.__file__, warm_process.server(), *rank]
     with output.open("w") as stream:
         process = subprocess.Popen(
             launcher(ranks, own),
