@@ -22,7 +22,7 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.measure import interleaved, largest_error, peak_bytes, timed
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from grpo_fn.backends import disabled
-from grpo_fn.policy.gated_delta import CHUNK, chunked_gated_delta
+from grpo_fn.policy.layers.gated_delta import CHUNK, chunked_gated_delta
 
 TIME_TARGET, PEAK_TARGET = 1 / 3, 1 / 4  # of the loop, at JUDGED tokens
 JUDGED = 1024

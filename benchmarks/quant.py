@@ -19,7 +19,7 @@ from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import peak_bytes, run_once
 from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import MODELS, make_module, make_prompts, vocabulary_of
-from grpo_fn.policy.quantized_layers import unpack_rows
+from grpo_fn.policy.layers.quantized_layers import unpack_rows
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host
 from runners.config.sections import EMBEDDED

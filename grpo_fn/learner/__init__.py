@@ -7,16 +7,28 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches, take_rows
 from grpo_fn.learner.grad_step import GradStep, make_grad_step
 from grpo_fn.learner.logprob_step import make_logprob_step
+from grpo_fn.learner.logprobs.shared_prompts import can_share
+from grpo_fn.learner.logprobs.token_logprobs import (
+    Head,
+    chunk_rows,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape
-from grpo_fn.learner.rank_shares import deal, own_pieces
-from grpo_fn.learner.reduce import Collectives, MlxCollectives, all_reduce, collectives, kept_by_first, share
+from grpo_fn.learner.ranks.rank_shares import deal, own_pieces
+from grpo_fn.learner.ranks.reduce import (
+    Collectives,
+    MlxCollectives,
+    all_reduce,
+    collectives,
+    kept_by_first,
+    share,
+)
+from grpo_fn.learner.ranks.sharding import Sharding, make_sharded_update_step
 from grpo_fn.learner.routing_step import RoutingStats, chosen_experts, routing_stats
-from grpo_fn.learner.sharding import Sharding, make_sharded_update_step
-from grpo_fn.learner.shared_prompts import can_share
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
-from grpo_fn.learner.token_logprobs import Head, chunk_rows, token_logprobs, token_logprobs_and_entropy
 from grpo_fn.learner.update_step import UpdateStats, make_update_step
 from grpo_fn.rounding import stochastic_round
 

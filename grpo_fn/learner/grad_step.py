@@ -20,16 +20,16 @@ from grpo_fn.algorithm import (
 from grpo_fn.compile import Compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.completion_positions import (
+from grpo_fn.learner.logprob_step import batch_logprobs
+from grpo_fn.learner.logprobs.completion_positions import (
     hidden_and_routing_at_positions,
     hidden_at_positions,
     mask_at_positions,
     scatter_to_batch,
     targets_at_positions,
 )
-from grpo_fn.learner.logprob_step import batch_logprobs
+from grpo_fn.learner.logprobs.token_logprobs import token_logprobs_and_entropy
 from grpo_fn.learner.state import TrainState
-from grpo_fn.learner.token_logprobs import token_logprobs_and_entropy
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, arrays_of

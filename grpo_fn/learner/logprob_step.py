@@ -7,8 +7,12 @@ import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.completion_positions import hidden_at_positions, scatter_to_batch, targets_at_positions
-from grpo_fn.learner.token_logprobs import token_logprobs
+from grpo_fn.learner.logprobs.completion_positions import (
+    hidden_at_positions,
+    scatter_to_batch,
+    targets_at_positions,
+)
+from grpo_fn.learner.logprobs.token_logprobs import token_logprobs
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from grpo_fn.algorithm import expert_shares, load_balancing_loss
 from grpo_fn.learner.batch import Batch, check_vocabulary
-from grpo_fn.learner.completion_positions import hidden_and_routing_at_positions, mask_at_positions
+from grpo_fn.learner.logprobs.completion_positions import hidden_and_routing_at_positions, mask_at_positions
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree

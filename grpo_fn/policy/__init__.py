@@ -4,17 +4,18 @@ Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.policy import kv_caches
-from grpo_fn.policy.decode_programs import fits_lanes
-from grpo_fn.policy.decode_weights import decode_weights_bytes
-from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy.caches import kv_caches
+from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
+from grpo_fn.policy.decoding.decode_programs import fits_lanes
+from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.images import takes_images, use_multimodal_rope
-from grpo_fn.policy.kv_caches import plain_caches
-from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize, unpack_rows
+from grpo_fn.policy.layers.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.prefix_cache import ROOM, shares_prefix, sharing_pays
-from grpo_fn.policy.quantized_layers import QuantMode, quantize, unpack_rows
 from grpo_fn.policy.quantized_role import (
     GROUP_SIZES,
     MODES,
@@ -25,7 +26,6 @@ from grpo_fn.policy.quantized_role import (
     quantizable,
     quantized_role,
 )
-from grpo_fn.policy.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.row_logprobs import row_logprobs
 
 __all__ = [

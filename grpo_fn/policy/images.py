@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.images import ImageRows
-from grpo_fn.policy.kv_caches import Caches
-from grpo_fn.policy.patched_layers import RoPE
+from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.layers.patched_layers import RoPE
 
 
 @attrs.frozen(eq=False)

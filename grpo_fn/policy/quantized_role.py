@@ -12,10 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.checks import check_choice
-from grpo_fn.policy.decode_programs import LANE_PROGRAM
+from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM
 from grpo_fn.policy.head import HeadSplit
+from grpo_fn.policy.layers.quantized_layers import (
+    QuantMode,
+    dequantize,
+    packed_module,
+    packed_names,
+    quantize,
+)
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.quantized_layers import QuantMode, dequantize, packed_module, packed_names, quantize
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 MODES: dict[str, QuantMode] = {

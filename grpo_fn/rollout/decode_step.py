@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import find
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.policy.decode_programs import BATCH_PROGRAM
-from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.policy.caches import kv_caches as cache_rows
+from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows
+from grpo_fn.policy.decoding.decode_programs import BATCH_PROGRAM
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.prefix_cache import fork, keep_prefix_rows
 
 
 class Steps(Protocol):

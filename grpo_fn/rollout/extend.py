@@ -11,11 +11,11 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.policy.extending_cache import ExtendingCache, Pair
-from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.policy.caches import kv_caches as cache_rows
+from grpo_fn.policy.caches.extending_cache import ExtendingCache, Pair
+from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.caches.prefix_cache import Layout, PrefixCache, fork, keep_prefix_rows
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.prefix_cache import Layout, PrefixCache, fork, keep_prefix_rows
 from grpo_fn.rollout.decode_step import CacheSteps, Steps
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays

@@ -15,11 +15,11 @@ import mlx.nn as nn
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.policy.extending_cache import extends_prefix
+from grpo_fn.policy.caches import kv_caches as cache_rows
+from grpo_fn.policy.caches.extending_cache import extends_prefix
+from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows, sharing_pays
 from grpo_fn.policy.images import takes_images
 from grpo_fn.policy.policy import Policy
-from grpo_fn.policy.prefix_cache import fork, keep_prefix_rows, sharing_pays
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import find
-from grpo_fn.policy.decode_programs import LANE_PROGRAM
-from grpo_fn.policy.kv_caches import Caches
+from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import Steps
 

@@ -12,7 +12,7 @@ from grpo_fn.backends.cpu.blocked_weights import (
     blocked_products,
     takes_blocks,
 )
-from grpo_fn.policy.decode_weights import decode_weights_bytes
+from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
 

@@ -7,10 +7,11 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from grpo_fn.backends import OPERATIONS, SWITCHES, disabled, disabled_names, enabled
 from grpo_fn.learner import optimizer
-from grpo_fn.learner.token_logprobs import chunk_rows
-from grpo_fn.policy import gated_delta, gated_mlp, patched_layers, prefix_cache, quantized_layers
-from grpo_fn.policy.merged_adapters import mergeable
-from grpo_fn.policy.unpacked_layers import unpackable
+from grpo_fn.learner.logprobs.token_logprobs import chunk_rows
+from grpo_fn.policy.caches import prefix_cache
+from grpo_fn.policy.decoding.merged_adapters import mergeable
+from grpo_fn.policy.decoding.unpacked_layers import unpackable
+from grpo_fn.policy.layers import gated_delta, gated_mlp, patched_layers, quantized_layers
 from grpo_fn.rollout import decode_loop
 from tests.support.generating import EOS, RAGGED, assert_same, roll
 from tests.support.naive_learner import (

@@ -16,7 +16,7 @@ from grpo_fn.learner import (
     own_pieces,
     share,
 )
-from grpo_fn.learner.reduce import buckets
+from grpo_fn.learner.ranks.reduce import buckets
 from grpo_fn.trees import arrays_of, materialize
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.ranks.rank_threads import on_ranks

@@ -12,7 +12,7 @@ from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.algorithm import load_balancing_loss
 from grpo_fn.learner import chosen_experts, routing_stats, split_batch
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, has_routers, quantized_role
-from grpo_fn.policy.routers import recorded_routing
+from grpo_fn.policy.layers.routers import recorded_routing
 from tests.support.tiny_policies import worst_difference
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")

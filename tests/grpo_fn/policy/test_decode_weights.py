@@ -12,9 +12,9 @@ import grpo_fn as g
 from grpo_fn.backends import mechanisms, substituted
 from grpo_fn.backends.cuda import fused_projections as fusing
 from grpo_fn.backends.cuda.fused_projections import fused_projections
-from grpo_fn.policy import merged_adapters as merging
-from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes
-from grpo_fn.policy.merged_adapters import merged_adapters
+from grpo_fn.policy.decoding import merged_adapters as merging
+from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
+from grpo_fn.policy.decoding.merged_adapters import merged_adapters
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
 

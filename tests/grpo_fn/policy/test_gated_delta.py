@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.backends import disabled
-from grpo_fn.policy import gated_delta as ours
-from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.layers import gated_delta as ours
+from grpo_fn.policy.layers.patched_layers import use_own_functions
 from tests.support.tiny_policies import worst_difference
 
 NAMES = ("q", "k", "v", "g", "beta", "state")

@@ -10,9 +10,9 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
-from grpo_fn.policy import patched_layers as substitutes
-from grpo_fn.policy.gated_mlp import down_of_gated
-from grpo_fn.policy.patched_layers import use_own_functions
+from grpo_fn.policy.layers import patched_layers as substitutes
+from grpo_fn.policy.layers.gated_mlp import down_of_gated
+from grpo_fn.policy.layers.patched_layers import use_own_functions
 from tests.support.tiny_policies import worst_difference
 
 LLAMA = llama.ModelArgs("llama", 32, 1, 64, 2, 1e-5, 16)

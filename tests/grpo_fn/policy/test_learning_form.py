@@ -18,7 +18,7 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.policy import checkpoint_layers
-from grpo_fn.policy.learning_form import asks_for_training, learning_form
+from grpo_fn.policy.layers.learning_form import asks_for_training, learning_form
 from tests.support.tiny_policies import token_rows
 
 # mlx-lm's modules with kernels of their own, and the functions that lead to these.

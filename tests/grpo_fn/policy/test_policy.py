@@ -9,10 +9,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
-from grpo_fn.policy.decode_programs import LANE_PROGRAM, takes_program
-from grpo_fn.policy.kv_caches import takes_ragged
-from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.policy.prefix_cache import shares_prefix
+from grpo_fn.policy.caches.kv_caches import takes_ragged
+from grpo_fn.policy.caches.prefix_cache import shares_prefix
+from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM, takes_program
+from grpo_fn.policy.layers.patched_layers import use_own_functions
 from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import (
     lora_policy,

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models import base, qwen2
 
 from grpo_fn.backends import has_cuda
-from grpo_fn.policy import patched_layers as substitutes
+from grpo_fn.policy.layers import patched_layers as substitutes
 from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_module, worst_difference
 
 

@@ -8,13 +8,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
 from grpo_fn.backends.cpu import blocked_weights as blocking
-from grpo_fn.policy import patched_layers as substitutes
-from grpo_fn.policy import quantized_layers as packed
-from grpo_fn.policy import unpacked_layers as unpacking
-from grpo_fn.policy.decode_programs import LANE_PROGRAM, fits, takes_program
-from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes
-from grpo_fn.policy.quantized_layers import unpack_rows
-from grpo_fn.policy.unpacked_layers import unpackable, unpacked_weights
+from grpo_fn.policy.decoding import unpacked_layers as unpacking
+from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM, fits, takes_program
+from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
+from grpo_fn.policy.decoding.unpacked_layers import unpackable, unpacked_weights
+from grpo_fn.policy.layers import patched_layers as substitutes
+from grpo_fn.policy.layers import quantized_layers as packed
+from grpo_fn.policy.layers.quantized_layers import unpack_rows
 from tests.support.generating import EOS, RAGGED, assert_teacher_forced, roll
 from tests.support.tiny_policies import memory_in_use, tiny_module, token_rows, worst_difference
 

@@ -6,7 +6,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.learner import can_share
-from grpo_fn.policy.kv_caches import plain_caches
+from grpo_fn.policy.caches.kv_caches import plain_caches
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import UNUSUAL, tiny_module, tiny_policy, token_rows, worst_difference
 

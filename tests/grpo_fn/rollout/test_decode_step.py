@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.policy.prefix_cache import fork
+from grpo_fn.policy.caches.prefix_cache import fork
 from grpo_fn.rollout import decode_loop, prefill
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_fn.policy.kv_caches import keep_rows
+from grpo_fn.policy.caches.kv_caches import keep_rows
 from grpo_fn.rollout import prefill
 from tests.support.generating import assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_policy

@@ -10,7 +10,7 @@ from mlx_lm.models import nanochat
 
 import grpo_fn as g
 from grpo_fn.backends import cuda
-from grpo_fn.policy import kv_caches as cache_rows
+from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.rollout import Respond
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
@@ -130,7 +130,7 @@ def grad_peak(layers, *, shared=False, checkpointed=False):
     """
     module, shape = module_of(num_hidden_layers=layers)
     if checkpointed:
-        from grpo_fn.policy.gradient_checkpointing import checkpoint_layers
+        from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
 
         checkpoint_layers(module)
     policy = g.Policy.from_module(module)

@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.policy import kv_caches as cache_rows
-from grpo_fn.policy.prefix_cache import PrefixCache, fork
+from grpo_fn.policy.caches import kv_caches as cache_rows
+from grpo_fn.policy.caches.prefix_cache import PrefixCache, fork
 from grpo_fn.rollout import decode_step
 from grpo_fn.rollout.prefill import prefill, prefill_once
 from runners.config.sections import RolloutConfig

@@ -14,8 +14,8 @@ import mlx.nn as nn
 
 from grpo_fn.backends import enabled, number
 from grpo_fn.layers import NamedLayers, is_packed, replaced_layers
-from grpo_fn.policy.patched_layers import use_own_functions
-from grpo_fn.policy.quantized_layers import QuantMode, dequantize
+from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize
 from grpo_fn.trees import named_leaves
 
 MOST_BYTES = 256e6  # of all unpacked weights of a model

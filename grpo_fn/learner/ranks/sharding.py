@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.optimizer import Optimizer
-from grpo_fn.learner.reduce import BUCKET_BYTES, Collectives, buckets, cut
+from grpo_fn.learner.ranks.reduce import BUCKET_BYTES, Collectives, buckets, cut
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.learner.update_step import UpdateStats
 from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize

@@ -17,10 +17,10 @@ import mlx.nn as nn
 from grpo_fn.backends import enabled, find, offers
 from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
 from grpo_fn.layers import is_one_token, with_globals
-from grpo_fn.policy.gated_delta import gated_delta_update
-from grpo_fn.policy.gated_mlp import down_of_gated
-from grpo_fn.policy.model_fixes import fix_known_faults
-from grpo_fn.policy.quantized_layers import QuantMode, unpack_rows, unpacked_product
+from grpo_fn.policy.layers.gated_delta import gated_delta_update
+from grpo_fn.policy.layers.gated_mlp import down_of_gated
+from grpo_fn.policy.layers.model_fixes import fix_known_faults
+from grpo_fn.policy.layers.quantized_layers import QuantMode, unpack_rows, unpacked_product
 
 
 def use_own_functions(module: nn.Module) -> int:

@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from grpo_fn.backends.elementwise import softmax
 from grpo_fn.layers import CANNOT_CALL
-from grpo_fn.policy.kv_caches import plain_caches
-from grpo_fn.policy.prefix_cache import Layout
+from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.policy.caches.prefix_cache import Layout
 
 Pair = tuple[mx.array, mx.array]  # keys and values
 

@@ -4,8 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import find
-from grpo_fn.policy.kv_caches import plain_caches
-from grpo_fn.policy.unpacked_layers import unpacked_weights
+from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.policy.decoding.unpacked_layers import unpacked_weights
 
 BATCH_PROGRAM = "kernel_steps"  # for all rows together
 LANE_PROGRAM = "grid_steps"  # for row lanes

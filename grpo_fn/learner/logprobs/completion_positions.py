@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch
-from grpo_fn.learner.shared_prompts import hidden_after_shared_prompts
+from grpo_fn.learner.logprobs.shared_prompts import hidden_after_shared_prompts
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 

@@ -1,0 +1,1 @@
+"""What several ranks do together: gradients summed, rows dealt out, the optimizer in parts."""

@@ -1,0 +1,1 @@
+"""Keys and values of rows: shared prompts, the rows' own tokens, tokens that are given later."""
