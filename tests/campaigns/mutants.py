@@ -328,14 +328,14 @@ MUTANTS = [
     ),
     Mutant(
         "keys-from-nowhere",
-        "policy/prefix_cache",
+        "policy/caches/prefix_cache",
         "all(cache.attended for cache in forked)",
         "True",
         ("unusual_models",),
     ),
     Mutant(
         "ragged-always",
-        "policy/kv_caches",
+        "policy/caches/kv_caches",
         "not shares_keys(model) or _ragged_is_right(model)",
         "True",
         ("unusual_models",),
@@ -349,27 +349,31 @@ MUTANTS = [
     ),
     Mutant(
         "shared-keys-shared",
-        "learner/shared_prompts",
+        "learner/logprobs/shared_prompts",
         "plain and not shares_keys(module)",
         "plain",
         ("unusual_models",),
     ),
     Mutant(
         "unpacked-kept",
-        "policy/quantized_layers",
+        "policy/layers/quantized_layers",
         "_unpacked(recomputed(packed, cotangent),",
         "_unpacked(packed,",
         ("unpacking",),
     ),
     Mutant(
         "unpacked-first-part",
-        "policy/quantized_layers",
+        "policy/layers/quantized_layers",
         "gradient, start = gradient + cotangent",
         "gradient, start = cotangent",
         ("unpacking",),
     ),
     Mutant(
-        "unpacked-held", "policy/decode_weights", "if id(layer) not in present:", "if False:", ("unpacking",)
+        "unpacked-held",
+        "policy/decoding/decode_weights",
+        "if id(layer) not in present:",
+        "if False:",
+        ("unpacking",),
     ),
     Mutant(
         "lanes-that-unpack",
@@ -387,7 +391,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared-usual-scale",
-        "policy/prefix_cache",
+        "policy/caches/prefix_cache",
         "(queries * scale)",
         "(queries * queries.shape[-1] ** -0.5)",
         ("grid_steps",),

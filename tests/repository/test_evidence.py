@@ -69,7 +69,10 @@ def test_a_process_is_ended_when_the_time_is_over(tmp_path):
     assert time.monotonic() - started < 20
     state = Path(f"/proc/{(tmp_path / 'long.txt').read_text().strip()}/stat")
     if sys.platform == "linux":
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+        latest = time.monotonic() + 20  # a busy machine lets a killed process live on for a moment
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            assert time.monotonic() < latest
+            time.sleep(0.01)
     assert found == {
         "long": "long: ended before it was done: the time is over",
         "next": "next: not started: the time is over",

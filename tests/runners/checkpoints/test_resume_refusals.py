@@ -201,7 +201,9 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
     config, folder = config_in(tmp_path / "b", *SHORT, "run.overwrite=true"), tmp_path / "b" / "tiny"
     killed(config, "sampling", 3)
     before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError, match=r"tiny holds an interrupted run \(checkpoint-2\); --resume goes on "):
+    with pytest.raises(
+        UserError, match=r"tiny holds an interrupted run \(checkpoint-2\); --resume continues it"
+    ):
         run_training(config, report=Quiet())
     assert sorted(folder.rglob("*")) == before
     result = run_training(config, report=Quiet(), resume=True)

@@ -59,7 +59,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
         session.type(CTRL_C)
         code, screen = session.finish()
     lines = [line for line in screen.lines if line]
-    assert code == 130 and screen.cursor_shown
+    assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
     assert blocks(lines) == [8]
     assert "Saving after this step. Press Ctrl-C again to quit now." in lines
     assert any(line.startswith("interrupted: saved") for line in lines)
@@ -88,7 +88,7 @@ def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start)
         session.read_until("╰")
         session.type(CTRL_C)
         code, screen = session.finish()
-    assert code == 130 and screen.cursor_shown
+    assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
     assert blocks(screen.lines) == [8] and screen.lines[-1] == ""
 
 
