@@ -54,13 +54,9 @@ ELEMENTWISE = ("exp", "sigmoid", "logsumexp", "softmax", "swiglu", "swiglu_gradi
 MECHANISMS = (
     Mechanism("shared prompts", ("shared_prefix",)),
     Mechanism("row compaction", ("row_compaction",)),
-    Mechanism("row lanes", overrides=("rollout.launch=eval",)),
-    Mechanism("blocked weights", ("blocked_weights",)),
-    Mechanism("grid steps", ("grid_steps",)),
     Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA,)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
-    Mechanism("decode measurement", overrides=("optim.max_steps=1000000",), adds=True),
     Mechanism("log-probs in chunks", ("logit_chunks",)),
     Mechanism("head at completions", ("counted_positions",)),
     Mechanism("shared prompts of the learner", overrides=("system.share_prompts=never",)),

@@ -226,7 +226,7 @@ def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
     """Time over the ways to launch, the steps between looks, and the rows decoded together."""
     policy = g.Policy.from_module(module)
     prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
-    grid: list[Options] = [launch_keywords(launch) for launch in ("eval", "async", "split")]
+    grid: list[Options] = [launch_keywords(launch) for launch in ("eval", "async")]
     grid += [{"check_every": value} for value in (1, 4, 16, 64)]
     grid += [{"share_prefix": value} for value in (False, True)]
     grid += [{"max_batch": case.generations}] if case.prompts > 1 else []

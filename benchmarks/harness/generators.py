@@ -12,7 +12,7 @@ import mlx.nn as nn
 import grpo_fn as g
 from grpo_fn.rollout import FindStop
 from runners.machine import startup
-from runners.machine.launch_modes import usual_launch_keywords
+from runners.machine.launch_modes import launch_keywords, usual_launch
 
 Prompts = list[list[int]]
 Options = dict[str, Any]  # keywords of `Decoding`
@@ -44,7 +44,7 @@ class Case:
 
 def as_a_run() -> Options:
     """The options of `Decoding` that a run would use here."""
-    return usual_launch_keywords(startup.prepare())
+    return launch_keywords(usual_launch(startup.prepare()))
 
 
 def ours(

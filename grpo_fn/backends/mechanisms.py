@@ -37,11 +37,7 @@ OPERATIONS = {
     "adamw": "(param, m, v): AdamW's update of one leaf",
     "decode_blocks": "(): DecodeForm; blocks of a decoder as one kernel each",
     "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
-    "blocked_weights": "(): DecodeForm; weights in blocks that one core multiplies by itself",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
-    "grid_steps": "(): DecodeProgram; over one copy of each prompt, rows in a grid: for row lanes",
-    "shared_prompts": "(): keys and values of prompts as `grid_steps` holds them",
-    "copied_length": "(): to which length `grid_steps` copies short prompts into each row",
 }
 # What other folders do for speed or memory, unless it is turned off: they ask `enabled`.
 SWITCHES = {
@@ -90,7 +86,6 @@ class DecodeProgram(NamedTuple):
     steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
     forward: Callable[..., Any]  # what the policy compiles for them; its first argument is `Policy.bound`
     takes: Callable[[nn.Module, list[Any]], bool]  # whether a model with such caches can be called like this
-    fits: Callable[[nn.Module, mx.Dtype | None], bool]  # whether it is small enough, by the shapes
 
 
 def backend() -> str:

@@ -17,7 +17,7 @@ from grpo_fn.compile import Compiled, compiled
 from grpo_fn.images import ImageRows
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
-from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM, programs_for
+from grpo_fn.policy.decoding.decode_programs import takes_program
 from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.images import WholeRows, forward_with_images
@@ -43,7 +43,7 @@ class Policy:
     split: HeadSplit  # how hidden states and head come apart in this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
-    programs: frozenset[str]  # the backend's compiled decoding steps that take it: see `decode_programs`
+    takes_program: bool  # whether the backend's compiled decoding steps take it: see `decode_programs`
     joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     compiled_programs: dict[str, Compiled] = attrs.field(
@@ -78,7 +78,7 @@ class Policy:
             split=split_head(module, tuple(trainable)),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            programs=programs_for(module, compute_dtype) if shares else frozenset(),
+            takes_program=shares and takes_program(module, compute_dtype),
             vocabulary=_embedding_rows(module),
         )
 
@@ -96,7 +96,7 @@ class Policy:
             split=split_head(module, ()),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            programs=programs_for(module) if shares else frozenset(),
+            takes_program=shares and takes_program(module),
             vocabulary=_embedding_rows(module),
         )
 
@@ -108,11 +108,6 @@ class Policy:
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
-
-    @property
-    def takes_lanes(self) -> bool:
-        """Whether completions can be decoded in row lanes."""
-        return LANE_PROGRAM in self.programs
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
         """A backend's forward of that name over this policy, compiled; made once."""
@@ -128,13 +123,13 @@ class Policy:
             yield module
 
     @contextmanager
-    def sampling(self, params: Tree, *, lanes: bool = False) -> Iterator[nn.Module]:
+    def sampling(self, params: Tree) -> Iterator[nn.Module]:
         """`bound` for decoding, with `decode_weights` where the policy `joins_weights`."""
         with self.bound(params) as module:
             if not self.joins_weights:
                 yield module
                 return
-            with decode_weights(module, lanes=lanes):
+            with decode_weights(module):
                 yield module
 
     @contextmanager

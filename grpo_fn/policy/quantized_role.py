@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.checks import check_choice
-from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.layers.quantized_layers import (
     QuantMode,
@@ -98,8 +97,6 @@ def quantized_role(
             role,
             module=module,
             split=_packed_split(policy.split, names, mode),
-            # Each lane would unpack all weights for itself: half to a third of the speed.
-            programs=policy.programs - {LANE_PROGRAM} if unpack_rows else policy.programs,
         )
     return QuantizedRole(role, transform, names, tuple(name for name in wanted if name not in names))
 

@@ -9,7 +9,6 @@ from grpo_fn.rollout.decode_loop import Decoding, FindStop
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.extend import EXTEND_TOKENS, LEAST_EXTENSION
 from grpo_fn.rollout.generation import generate
-from grpo_fn.rollout.lanes import Lane, LaneSteps, Stream, copied_prompt, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
 from grpo_fn.rollout.sampler import Sampler, draw_words, drawing, mark_seen, penalize, sample, seen_tokens
 from grpo_fn.rollout.turns import Replies, Respond
@@ -22,19 +21,13 @@ __all__ = [
     "CacheSteps",
     "Decoding",
     "FindStop",
-    "Lane",
-    "LaneSteps",
     "Replies",
     "Respond",
     "Sampler",
     "Steps",
-    "Stream",
-    "copied_prompt",
     "draw_words",
     "drawing",
     "generate",
-    "grid_lanes",
-    "lane_stream",
     "mark_seen",
     "penalize",
     "sample",

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from grpo_fn.backends import enabled
 from grpo_fn.completions import Rollout
-from grpo_fn.rollout.lanes import Lane
+from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampler import Sampler, drawing, mark_seen, penalize
 from grpo_fn.rollout.turns import Transcript, Turns
 from grpo_fn.trees import on_host
@@ -28,8 +28,6 @@ class Decoding:
         check_every: steps between looks at which rows have ended; a look waits for the device.
         pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
             costs a copy of the cache).
-        lanes: parts of the rows that are decoded side by side, each on a core of its own, where that can be
-            (on a CPU, over shared prefixes, at most 256 MB of plain float32 weights).
         share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
             on CPU and CUDA.
         compact: drop rows that have ended from the batch once a quarter of it has.
@@ -41,7 +39,6 @@ class Decoding:
     max_batch: int = 0
     check_every: int = 8
     pipelined: bool = False
-    lanes: int = 1
     share_prefix: bool | None = None
     compact: bool = True
     turns_together: bool = True
@@ -63,11 +60,11 @@ class Columns:
             drawn["entropy"] = mx.zeros((rows, width))
         return cls(drawn, [width] * rows, [False] * rows)
 
-    def store(self, lane: Lane, stacked: dict[str, mx.array], start: int) -> None:
-        """The lane's tokens from `start` on."""
-        index = mx.array(lane.rows, mx.int32)
+    def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
+        """The batch's tokens from `start` on."""
+        index = mx.array(batch.rows, mx.int32)
         for name, columns in stacked.items():
-            self.drawn[name][index, start : lane.count] = columns
+            self.drawn[name][index, start : batch.count] = columns
 
     def end(self, row: int, length: int, finished: bool) -> None:
         """The row has ended after so many tokens."""
@@ -111,78 +108,78 @@ class Decoder:
         self._launch = mx.async_eval if decoding.pipelined else mx.eval
         self._compact = decoding.compact and enabled("row_compaction")
 
-    def run(self, lanes: list[Lane], whole: Columns | Transcript, turns: Turns | None = None) -> None:
+    def run(self, batches: list[RowBatch], whole: Columns | Transcript, turns: Turns | None = None) -> None:
         """Decode until every row has ended; with `turns`, until every conversation has."""
-        texts: dict[int, list[int]] = {row: [] for lane in lanes for row in lane.rows}  # of the present turn
+        texts: dict[int, list[int]] = {
+            row: [] for batch in batches for row in batch.rows
+        }  # of the present turn
         steps = 0
-        while lanes:
-            for lane in lanes:
-                with mx.stream(lane.stream):
-                    lane.drawn.append(self._drawn(lane, lane.count))
-                lane.count += 1
-            self._launch([lane.drawn[-1] for lane in lanes])
+        while batches:
+            for batch in batches:
+                batch.drawn.append(self._drawn(batch, batch.count))
+                batch.count += 1
+            self._launch([batch.drawn[-1] for batch in batches])
             steps += 1
-            tokens = [lane.drawn[-1]["tokens"] for lane in lanes]
-            look = steps % self._check_every == 0 or any(lane.is_full for lane in lanes)
+            tokens = [batch.drawn[-1]["tokens"] for batch in batches]
+            look = steps % self._check_every == 0 or any(batch.is_full for batch in batches)
             if look or (turns is not None and turns.sees_each_step):
-                for lane in lanes:
-                    self._collect(lane, texts, whole, turns)
-            for lane, token_b in zip(lanes, tokens, strict=True):
-                if lane.alive and not lane.is_full:
-                    with mx.stream(lane.stream):
-                        places = self._places_to_keep(lane) if look else None
-                        if places is not None:
-                            lane.keep_rows(places)
-                            token_b = token_b[mx.array(places)]
-                        lane.logits_bv = lane.steps(token_b)
-            lanes = [lane for lane in lanes if lane.alive and not lane.is_full]
-            if turns is not None and (look or not lanes):
-                joined = turns.resumed(decoding=bool(lanes))
-                while not lanes and not joined and turns.waits:
+                for batch in batches:
+                    self._collect(batch, texts, whole, turns)
+            for batch, token_b in zip(batches, tokens, strict=True):
+                if batch.alive and not batch.is_full:
+                    places = self._places_to_keep(batch) if look else None
+                    if places is not None:
+                        batch.keep_rows(places)
+                        token_b = token_b[mx.array(places)]
+                    batch.logits_bv = batch.steps(token_b)
+            batches = [batch for batch in batches if batch.alive and not batch.is_full]
+            if turns is not None and (look or not batches):
+                joined = turns.resumed(decoding=bool(batches))
+                while not batches and not joined and turns.waits:
                     joined = turns.resumed(decoding=False)
-                texts |= {row: [] for lane in joined for row in lane.rows}
-                lanes += joined
+                texts |= {row: [] for batch in joined for row in batch.rows}
+                batches += joined
 
-    def _drawn(self, lane: Lane, n: int) -> dict[str, mx.array]:
+    def _drawn(self, batch: RowBatch, n: int) -> dict[str, mx.array]:
         """The n-th token of each row."""
-        if lane.seen_bv is not None:
-            lane.logits_bv = penalize(lane.logits_bv, lane.seen_bv, self._penalty)
-        drawn = self._draw(lane.logits_bv, lane.words_nbw[n])
-        if lane.seen_bv is not None:
-            lane.seen_bv = mark_seen(lane.seen_bv, drawn["tokens"])
+        if batch.seen_bv is not None:
+            batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, self._penalty)
+        drawn = self._draw(batch.logits_bv, batch.words_nbw[n])
+        if batch.seen_bv is not None:
+            batch.seen_bv = mark_seen(batch.seen_bv, drawn["tokens"])
         return drawn
 
-    def _places_to_keep(self, lane: Lane) -> list[int] | None:
+    def _places_to_keep(self, batch: RowBatch) -> list[int] | None:
         """Places of the rows to go on with, where enough have ended; None: all."""
         if not self._compact:
             return None
-        places = lane.steps.rows_to_keep([row in lane.alive for row in lane.rows])
-        return places if len(places) <= (1 - COMPACT_SHARE) * len(lane.rows) else None
+        places = batch.steps.rows_to_keep([row in batch.alive for row in batch.rows])
+        return places if len(places) <= (1 - COMPACT_SHARE) * len(batch.rows) else None
 
     def _collect(
-        self, lane: Lane, texts: dict[int, list[int]], whole: Columns | Transcript, turns: Turns | None
+        self, batch: RowBatch, texts: dict[int, list[int]], whole: Columns | Transcript, turns: Turns | None
     ) -> None:
-        """Store the lane's tokens since the last look and find the rows that go on."""
-        start = lane.count - len(lane.drawn)
-        stacked = {name: mx.stack([step[name] for step in lane.drawn], axis=1) for name in lane.drawn[0]}
-        lane.drawn = []
-        whole.store(lane, stacked, start)
+        """Store the batch's tokens since the last look and find the rows that go on."""
+        start = batch.count - len(batch.drawn)
+        stacked = {name: mx.stack([step[name] for step in batch.drawn], axis=1) for name in batch.drawn[0]}
+        batch.drawn = []
+        whole.store(batch, stacked, start)
         ends = []
-        for place, (row, tokens) in enumerate(zip(lane.rows, on_host(stacked["tokens"]), strict=True)):
-            if row not in lane.alive:
+        for place, (row, tokens) in enumerate(zip(batch.rows, on_host(stacked["tokens"]), strict=True)):
+            if row not in batch.alive:
                 continue
             texts[row].extend(tokens)
             room = None if turns is None else turns.room(row)
             end = self._end_of(texts[row][:room], start)
             if end is not None:
-                lane.alive.remove(row)
+                batch.alive.remove(row)
                 whole.end(row, end, True)
                 ends.append((place, row, end))
             elif room is not None and len(texts[row]) >= room:
-                lane.alive.remove(row)
+                batch.alive.remove(row)
                 whole.end(row, room, False)
         if turns is not None and ends:
-            turns.ended(lane, ends)
+            turns.ended(batch, ends)
 
     def _end_of(self, tokens: list[int], start: int) -> int | None:
         """Tokens to keep if the completion has ended at or after `start`, else None."""

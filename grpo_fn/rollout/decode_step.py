@@ -1,7 +1,7 @@
 """One decoding step of a batch: a token of each row goes in, the logits after it come out.
 
 `CacheSteps` call the model as it is, over any caches. A backend may have a compiled program for steps over
-one copy of each prompt: `shared_steps` takes one for all rows together, `lanes` one for rows in lanes.
+one copy of each prompt, which `shared_steps` takes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from grpo_fn.backends import find
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
 from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows
-from grpo_fn.policy.decoding.decode_programs import BATCH_PROGRAM
+from grpo_fn.policy.decoding.decode_programs import PROGRAM
 from grpo_fn.policy.policy import Policy
 
 
@@ -67,7 +67,6 @@ def shared_steps(
     num_generations: int,
     *,
     room: int,
-    drawn: int = 0,
 ) -> Steps:
     """Steps over one copy of each prompt; a backend's program where the policy takes it.
 
@@ -77,13 +76,9 @@ def shared_steps(
         lengths: tokens of each prompt.
         num_generations: rows of each prompt.
         room: tokens that a row may be fed.
-        drawn: go on as if so many zeros had been fed.
     """
-    program = find(BATCH_PROGRAM) if BATCH_PROGRAM in policy.programs else None
+    program = find(PROGRAM) if policy.takes_program else None
     if program is not None:
-        step = policy.program(BATCH_PROGRAM, program.forward)
-        return program.steps(step, model.parameters(), caches, lengths, num_generations, room, drawn=drawn)
-    forked = fork(caches, list(lengths), num_generations)
-    for cache in forked if drawn else ():
-        cache.skip(drawn)
-    return CacheSteps(model, forked, keep_prefix_rows)
+        step = policy.program(PROGRAM, program.forward)
+        return program.steps(step, model.parameters(), caches, lengths, num_generations, room)
+    return CacheSteps(model, fork(caches, list(lengths), num_generations), keep_prefix_rows)

@@ -23,10 +23,10 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop
-from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
+from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.extend import CopiedPromptRows, SharedPromptRows
-from grpo_fn.rollout.lanes import Lane, LaneSteps, can_split, grid_lanes, lane_stream
 from grpo_fn.rollout.prefill import prefill, prefill_once
+from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampler import Sampler, draw_words, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
@@ -64,10 +64,10 @@ def generate(
         prompt_numbers: p of each prompt, where these are a part of more; None: 0, 1, 2, …
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
-            n-th token that is sampled of a conversation draws as above. Conversations are decoded in one
-            lane, and without a backend's compiled steps, which cannot be extended by several tokens.
+            n-th token that is sampled of a conversation draws as above. Conversations are decoded without a
+            backend's compiled steps, which cannot be extended by several tokens.
         images: those of each prompt, None where it has none; None: no prompt has any. Such completions are
-            decoded over one copy of each prompt, in one lane, and without a backend's compiled steps.
+            decoded over one copy of each prompt, and without a backend's compiled steps.
 
     Raises:
         ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
@@ -102,15 +102,7 @@ def generate(
         whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     else:
         whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
-    many = (
-        replies is None
-        and images is None
-        and can_split(policy)
-        and share_prefix
-        and len(prompts) * num_generations > 1
-    )
-    lanes = decoding.lanes if many else 1
-    with policy.sampling(params, lanes=lanes > 1) as model:
+    with policy.sampling(params) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
         for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
@@ -123,25 +115,21 @@ def generate(
             extender = None
             if images is not None:
                 shown = [images[p] for p in part]
-                logits_pv, divided = _prefilled_with_images(policy, model, these, shown, num_generations)
+                logits_pv, steps = _prefilled_with_images(policy, model, these, shown, num_generations)
             elif replies is None:
-                logits_pv, divided = _prefilled(
-                    policy, model, these, num_generations, max_new_tokens, lanes, share_prefix
+                logits_pv, steps = _prefilled(
+                    policy, model, these, num_generations, max_new_tokens, share_prefix
                 )
             else:
                 logits_pv, extender = _extendable(policy, model, these, rows, share_prefix)
-                divided = [(extender.first, list(range(len(rows))), lane_stream(0))]
-            seen_pv = None
+                steps = extender.first
+            index = mx.array([place // num_generations for place in range(len(rows))])
+            seen_bv = None
             if sampler.repetition_penalty != 1:
-                seen_pv = seen_tokens(these, logits_pv.shape[-1])
-            begun = []
-            for steps, places, stream in divided:
-                index = mx.array([place // num_generations for place in places])
-                seen_bv = None if seen_pv is None else seen_pv[index]
-                mine = [rows[place] for place in places]
-                # All at once on the device: a number that the host hands over at each step is waited for.
-                words_nbw = draw_words(keys_b2[mx.array(places)], 0, max_new_tokens)
-                begun.append(Lane(steps, logits_pv[index], words_nbw, mine, stream, seen_bv))
+                seen_bv = seen_tokens(these, logits_pv.shape[-1])[index]
+            # All at once on the device: a number that the host hands over at each step is waited for.
+            words_nbw = draw_words(keys_b2, 0, max_new_tokens)
+            batch = RowBatch(steps, logits_pv[index], words_nbw, rows, seen_bv)
             turns = None
             if replies is not None and extender is not None and isinstance(whole, Transcript):
                 turns = Turns(
@@ -149,14 +137,13 @@ def generate(
                     extender,
                     whole,
                     prompts={row: prompts[row // num_generations] for row in rows},
-                    words_nbw=begun[0].words_nbw,
+                    words_nbw=words_nbw,
                     limit=max_new_tokens,
                     together=decoding.turns_together,
                     vocabulary=policy.vocabulary,
                     penalizes=sampler.repetition_penalty != 1,
-                    stream=lane_stream(0),
                 )
-            decoder.run(begun, whole, turns)
+            decoder.run([batch], whole, turns)
     rollout = whole.rollout(prompts, num_generations)
     kept = None if images is None else tuple(images)
     return attrs.evolve(rollout, vocabulary=policy.vocabulary, images=kept)
@@ -168,21 +155,17 @@ def _prefilled(
     prompts: Sequence[Sequence[int]],
     num_generations: int,
     room: int,
-    lanes: int,
     share_prefix: bool,
-) -> tuple[mx.array, list[LaneSteps]]:
+) -> tuple[mx.array, Steps]:
     """Logits [P,V] after the prompts, and what decodes their completions from there."""
-    lengths = [len(prompt) for prompt in prompts]
-    places = list(range(len(prompts) * num_generations))
     if not share_prefix:
         logits_pv, caches = prefill(model, prompts)
-        cache_rows.keep_rows(caches, [place // num_generations for place in places])
-        return logits_pv, [(CacheSteps(model, caches), places, lane_stream(0))]
+        copies = [p for p in range(len(prompts)) for _ in range(num_generations)]
+        cache_rows.keep_rows(caches, copies)
+        return logits_pv, CacheSteps(model, caches)
     logits_pv, caches = prefill_once(policy, model, prompts)
-    if lanes > 1:
-        return logits_pv, grid_lanes(policy, model, caches, lengths, num_generations, lanes, room=room)
-    steps = shared_steps(policy, model, caches, lengths, num_generations, room=room)
-    return logits_pv, [(steps, places, lane_stream(0))]
+    lengths = [len(prompt) for prompt in prompts]
+    return logits_pv, shared_steps(policy, model, caches, lengths, num_generations, room=room)
 
 
 def _prefilled_with_images(
@@ -191,14 +174,13 @@ def _prefilled_with_images(
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None],
     num_generations: int,
-) -> tuple[mx.array, list[LaneSteps]]:
+) -> tuple[mx.array, Steps]:
     """`_prefilled` of prompts with images, over one copy of each."""
     some = images if any(each is not None for each in images) else None
     logits_pv, caches = prefill_once(policy, model, prompts, some)
     shifts = [0 if each is None else each.shift for each in images]
     forked = fork(caches, [len(prompt) for prompt in prompts], num_generations, shifts)
-    places = list(range(len(prompts) * num_generations))
-    return logits_pv, [(CacheSteps(model, forked, keep_prefix_rows), places, lane_stream(0))]
+    return logits_pv, CacheSteps(model, forked, keep_prefix_rows)
 
 
 def _check_images(

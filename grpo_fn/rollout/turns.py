@@ -15,7 +15,7 @@ import mlx.core as mx
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.extend import Extender
-from grpo_fn.rollout.lanes import Lane, Stream
+from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampler import seen_tokens
 from grpo_fn.trees import on_host
 
@@ -92,11 +92,11 @@ class Transcript:
         names = ("logp", "entropy") if with_entropy else ("logp",)
         self.rows = [_Said(drawn={name: [] for name in names}) for _ in range(rows)]
 
-    def store(self, lane: Lane, stacked: dict[str, mx.array], start: int) -> None:
-        """The lane's tokens since the last look, of rows that have not ended."""
+    def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
+        """The batch's tokens since the last look, of rows that have not ended."""
         columns = {name: on_host(array) for name, array in stacked.items()}
-        for place, row in enumerate(lane.rows):
-            if row in lane.alive:
+        for place, row in enumerate(batch.rows):
+            if row in batch.alive:
                 said = self.rows[row]
                 said.tokens += columns["tokens"][place]
                 said.sampled += [True] * len(columns["tokens"][place])
@@ -146,7 +146,6 @@ class Turns:
         together: bool,
         vocabulary: int | None,
         penalizes: bool,
-        stream: Stream,
     ) -> None:
         """Before the first turn.
 
@@ -162,7 +161,6 @@ class Turns:
         self._prompts, self._words_nbw, self._limit = prompts, words_nbw, limit
         self._place = {row: place for place, row in enumerate(prompts)}
         self._together, self._vocabulary, self._penalizes = together, vocabulary, penalizes
-        self._stream = stream
         self._waiting: set[int] = set()
         self.sees_each_step = extender.sees_each_step
 
@@ -175,8 +173,8 @@ class Turns:
         """Tokens that the row's present turn may have."""
         return self._limit - self._transcript.rows[row].turn
 
-    def ended(self, lane: Lane, ends: Sequence[tuple[int, int, int]]) -> None:
-        """Turns of a lane have ended: (place, row, tokens of the turn) each. Those that go on are parked."""
+    def ended(self, batch: RowBatch, ends: Sequence[tuple[int, int, int]]) -> None:
+        """Turns of a batch have ended: (place, row, tokens of the turn) each. Those that go on are parked."""
         going = []
         for place, row, length in ends:
             said = self._transcript.rows[row]
@@ -190,11 +188,11 @@ class Turns:
             places, rows, lengths = (list(column) for column in zip(*going, strict=True))
             # A turn's last token was drawn, but not fed.
             fed = [length - 1 for length in lengths]
-            self._extender.park(lane.steps, places, rows, fed, lane.count - 1)
+            self._extender.park(batch.steps, places, rows, fed, batch.count - 1)
             self._waiting.update(rows)
 
-    def resumed(self, decoding: bool) -> list[Lane]:
-        """The rows whose replies have come, as row lanes that are ready to be drawn from.
+    def resumed(self, decoding: bool) -> list[RowBatch]:
+        """The rows whose replies have come, as batches that are ready to be drawn from.
 
         Raises ValueError where replies are of other rows than asked for, or token ids are out of range.
         """
@@ -224,12 +222,10 @@ class Turns:
                 said.finished = False
         if not given:
             return []
-        lanes = []
+        batches = []
         for steps, rows, logits_bv in self._extender.resume(given):
-            lanes.append(
-                Lane(steps, logits_bv, self._words(rows), rows, self._stream, self._seen(rows, logits_bv))
-            )
-        return lanes
+            batches.append(RowBatch(steps, logits_bv, self._words(rows), rows, self._seen(rows, logits_bv)))
+        return batches
 
     def _words(self, rows: Sequence[int]) -> mx.array:
         """The random bits [N,B,W] of draws to come: a row's n-th sampled token takes the n-th ones."""

@@ -52,7 +52,7 @@ QuantizationMode = Literal[
 ]
 RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
-Launch = Literal["auto", "eval", "async", "split"]
+Launch = Literal["auto", "eval", "async"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
 Scale = Literal["group", "batch", "none"]
@@ -151,9 +151,9 @@ class RolloutConfig:
     quantize_head: bool = False  # embeddings and head too
     mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
     auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
-    launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: measured
-    check_every: int = field(default=0, validator=rules.at_least(0))  # steps; 0: measured
-    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: measured
+    launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: by the backend
+    check_every: int = field(default=8, validator=rules.at_least(1))  # steps
+    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: what fits
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)

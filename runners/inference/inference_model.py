@@ -16,7 +16,7 @@ from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.images.families import check_family
 from runners.images.tower import VisionPart, prepare_vision
-from runners.machine.launch_modes import launch_modes
+from runners.machine.launch_modes import usual_launch
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, check_experts, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
@@ -100,7 +100,7 @@ def load_inference(
         path=path,
         adapter=adapters,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
-        launch=launch_modes(platform)[0],
+        launch=usual_launch(platform),
         prompt=prompt,
         notices=(*notes, *notices),
         vision=vision,

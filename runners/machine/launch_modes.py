@@ -2,7 +2,6 @@
 
 eval     wait for each step
 async    hand it over and prepare the next
-split    two halves of the rows side by side, a core each: on a CPU
 """
 
 from __future__ import annotations
@@ -11,25 +10,12 @@ from typing import Any
 
 from runners.machine.startup import Platform
 
-LANES = 2
-# With more cores a BLAS has more of them for a step's products, and the halves only two: then it is measured.
-MOST_CORES = 4
 
-
-def launch_modes(platform: Platform) -> tuple[str, ...]:
-    """Those that may pay on this machine; the usual one first."""
-    if platform.backend != "cpu":
-        return "async", "eval"
-    if platform.cores < LANES:
-        return "eval", "async"
-    return ("split", "eval", "async") if platform.cores <= MOST_CORES else ("eval", "split", "async")
-
-
-def usual_launch_keywords(platform: Platform) -> dict[str, Any]:
-    """The keywords of `Decoding` where nothing has been measured."""
-    return launch_keywords(launch_modes(platform)[0])
+def usual_launch(platform: Platform) -> str:
+    """What "auto" is: a CPU has no launch to hide, and pipelining copies the caches."""
+    return "eval" if platform.backend == "cpu" else "async"
 
 
 def launch_keywords(launch: str) -> dict[str, Any]:
     """The keywords of `Decoding`."""
-    return {"pipelined": launch == "async", "lanes": LANES if launch == "split" else 1}
+    return {"pipelined": launch == "async"}

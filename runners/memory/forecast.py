@@ -9,7 +9,6 @@ import attrs
 
 from grpo_fn.learner import Packer, Row
 from grpo_fn.policy import ROOM
-from grpo_fn.rollout import copied_prompt
 from runners.config.loading import Config
 from runners.config.sections import SHIPPED
 from runners.data.datasets import load_rows
@@ -197,9 +196,6 @@ def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
     """With the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
-    copied = copied_prompt(sampling.prompt) if sizes.lanes and not sampling.turns else None
-    if copied is not None:
-        return attrs.evolve(sampling, prompt=copied, step=16)
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
 
 

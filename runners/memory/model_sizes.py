@@ -18,7 +18,6 @@ from grpo_fn.learner import can_share
 from grpo_fn.policy import (
     QuantMode,
     decode_weights_bytes,
-    fits_lanes,
     quant_mode,
     quantizable,
     quantize,
@@ -32,7 +31,6 @@ from runners.config.sections import SHIPPED, ModelConfig
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
-from runners.machine.launch_modes import launch_modes
 from runners.machine.startup import Platform
 from runners.memory.footprint import Weights
 from runners.memory.passes import ModelShape, model_shape
@@ -50,7 +48,6 @@ class ModelSizes:
     weights: Weights
     shares_prompts: bool  # whether a group's prompt can be computed once in the learner
     shares_prefix: bool  # whether it is kept once while its completions are decoded
-    lanes: bool = False  # whether they may be decoded in lanes
 
 
 def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | None = None) -> ModelSizes:
@@ -74,13 +71,9 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
     ]
-    wish = config.rollout.launch
     # Prompts with images are always kept once.
     shares = (sharing_pays() or bool(config.data.image)) and shares_prefix(module)
-    split = "split" in (launch_modes(platform) if wish == "auto" else [wish])
     packing = _rollout_packing(config)
-    lanes = split and platform.backend == "cpu" and shares and fits_lanes(module, compute)
-    lanes = lanes and not packing and not config.env.answers and not config.data.image
     return ModelSizes(
         shape=shape,
         weights=Weights(
@@ -93,11 +86,10 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
             rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
             reference=_reference_bytes(config, module, trained, compute, master),
             embedding=max(embeddings, default=0),
-            sampling=0 if packing else decode_weights_bytes(module, compute, lanes=lanes),
+            sampling=0 if packing else decode_weights_bytes(module, compute),
         ),
         shares_prompts=can_share(module),
         shares_prefix=shares,
-        lanes=lanes,
     )
 
 

@@ -155,11 +155,8 @@ def build_run(
         config, choice = resolve_decoding(
             config,
             Workload.of(_of_one_rank(config, ranks), learner.role.policy, state.old_params, data.train),
-            model_config=loaded.config,
             state=state,
-            batch_steps=length.batch_steps,
             platform=platform,
-            say=say,
         )
     return Run(
         config=config,
@@ -196,7 +193,7 @@ def _image_notices(config: Config, examples: Sequence[Example]) -> tuple[str, ..
     seen = sum(bool(example.images) for example in examples)
     return (
         f"{seen:,} of {len(examples):,} prompts to train on have images: completions are decoded over one "
-        "copy of their prompt, without row lanes and compiled steps",
+        "copy of their prompt, without compiled steps",
     )
 
 

@@ -22,7 +22,7 @@ from grpo_fn.prng import QUANTIZATION_TRIAL, stream_key
 from grpo_fn.trees import Tree, arrays_of
 from runners.config.loading import Config
 from runners.errors import UserError
-from runners.machine.launch_modes import usual_launch_keywords
+from runners.machine.launch_modes import launch_keywords, usual_launch
 from runners.machine.memory_readings import read_memory
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
@@ -106,7 +106,7 @@ def _measure_all(
     end = clock() + TRIAL_SECONDS
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
-    bench = _Bench(config, prompts[:1], 1, usual_launch_keywords(machine), clock)
+    bench = _Bench(config, prompts[:1], 1, launch_keywords(usual_launch(machine)), clock)
     bench.sample(policy, params, 1, 2)  # loads and compiles what all candidates share
     started = clock()
     _, probe = bench.sample(policy, params, 1, 2)

@@ -16,7 +16,7 @@ from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.machine.startup import Platform
 from runners.tuning.model_comparison import Checked, Way, compare
-from runners.tuning.saved_answers import cache_file, recall_answer, remember_answer
+from runners.tuning.saved_answers import cache_file, recall, remember
 
 
 def check_model(
@@ -48,7 +48,7 @@ def check_model(
         return Checked(way)
     facts = _facts(config, policy, way, model_config, platform, role)
     file = cache_file()
-    kept, fault = recall_answer(file, facts)
+    kept, fault = recall(file, facts)
     found = None if kept is None else _read(kept, way)
     if found is None:
         say("checking that the model decodes what it learns")
@@ -61,7 +61,7 @@ def check_model(
             recomputes=config.system.grad_checkpoint,
         )
         answer = attrs.asdict(found.way) | {"notices": list(found.notices)}
-        fault = remember_answer(file, facts, answer) or fault
+        fault = remember(file, facts, answer) or fault
     return attrs.evolve(found, notices=(*found.notices, *([fault] if fault else [])))
 
 
@@ -88,18 +88,16 @@ def _facts(
         "quantization": [config.rollout.quantization, config.rollout.storage],
         "grad_checkpoint": config.system.grad_checkpoint,
         "disabled": list(disabled_names()),
-        "offered": attrs.asdict(way) | {"programs": list(way.programs)},
+        "offered": attrs.asdict(way),
     }
 
 
 def _read(kept: dict[str, Any], offered: Way) -> Checked | None:
     """A kept answer; None where it is damaged."""
     notices = kept.get("notices")
-    values: dict[str, Any] = {name: kept.get(name) for name in attrs.fields_dict(Way) if name != "programs"}
-    programs = kept.get("programs")
-    if not isinstance(programs, list) or not all(isinstance(value, bool) for value in values.values()):
+    values: dict[str, Any] = {name: kept.get(name) for name in attrs.fields_dict(Way)}
+    if not all(isinstance(value, bool) for value in values.values()):
         return None
     if not isinstance(notices, list) or not all(isinstance(line, str) for line in notices):
         return None
-    known = tuple(name for name in offered.programs if name in programs)
-    return Checked(Way(programs=known, **values), tuple(notices))
+    return Checked(Way(**values), tuple(notices))

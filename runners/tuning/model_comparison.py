@@ -32,7 +32,7 @@ EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits 
 class Way:
     """How a model is decoded and trained: which of the faster paths are taken."""
 
-    programs: tuple[str, ...]  # compiled decoding steps of the backend
+    takes_program: bool  # the backend's compiled decoding steps
     shares_prefix: bool  # completions over one copy of their prompt
     takes_ragged: bool  # rows of different lengths together
     joins_weights: bool  # adapters merged, projections fused
@@ -44,7 +44,7 @@ class Way:
     def of(cls, policy: g.Policy, *, share_prompts: bool, compile: bool) -> Way:
         """What the policy offers."""
         return cls(
-            tuple(sorted(policy.programs)),
+            policy.takes_program,
             policy.shares_prefix,
             policy.takes_ragged,
             policy.joins_weights,
@@ -57,7 +57,7 @@ class Way:
         """The policy on this way."""
         return attrs.evolve(
             policy,
-            programs=policy.programs & frozenset(self.programs),
+            takes_program=policy.takes_program and self.takes_program,
             shares_prefix=policy.shares_prefix and self.shares_prefix,
             takes_ragged=policy.takes_ragged and self.takes_ragged,
             joins_weights=self.joins_weights,
@@ -67,8 +67,8 @@ class Way:
 
 # What is given up in turn, and the line's words for it.
 PLAINER: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"programs": ()}, "without compiled decoding steps"),
-    ({"shares_prefix": False, "programs": ()}, "with a copy of the prompt for each completion"),
+    ({"takes_program": False}, "without compiled decoding steps"),
+    ({"shares_prefix": False, "takes_program": False}, "with a copy of the prompt for each completion"),
     ({"takes_ragged": False}, "with prompts of one length in a batch"),
     ({"joins_weights": False}, "with the weights as they are trained"),
     ({"over_caches": True}, "and the learner computes over caches, as decoding does"),
@@ -120,27 +120,24 @@ def decoding_fault(
     policy: g.Policy, params: Tree, prompts: Sequence[Sequence[int]], limit: float
 ) -> tuple[g.Rollout | None, str]:
     """A rollout of a few tokens, and how it differs from the forward of its rows; "": it does not."""
-    rollout = None
-    for lanes in (1, 2) if policy.takes_lanes else (1,):
-        try:
-            rollout = g.generate(
-                policy,
-                params,
-                prompts,
-                key=mx.random.key(0),
-                num_generations=GENERATIONS,
-                max_new_tokens=NEW_TOKENS,
-                decoding=g.Decoding(lanes=lanes),
-            )
-            for row, completion in enumerate(rollout.completions()):
-                want_t = row_logprobs(policy, params, prompts[row // GENERATIONS], completion)
-                fault = _difference(rollout.logp_bt[row, : len(completion)], want_t, limit)
-                if fault:
-                    return rollout, fault
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return None, f"it ends with {error_line(error)}"
+    try:
+        rollout = g.generate(
+            policy,
+            params,
+            prompts,
+            key=mx.random.key(0),
+            num_generations=GENERATIONS,
+            max_new_tokens=NEW_TOKENS,
+        )
+        for row, completion in enumerate(rollout.completions()):
+            want_t = row_logprobs(policy, params, prompts[row // GENERATIONS], completion)
+            fault = _difference(rollout.logp_bt[row, : len(completion)], want_t, limit)
+            if fault:
+                return rollout, fault
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None, f"it ends with {error_line(error)}"
     return rollout, ""
 
 

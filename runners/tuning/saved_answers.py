@@ -8,22 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from runners.files.cache_folder import cache_folder
 from runners.files.durable import save_text
 
-CACHE_FORMAT = 2  # a new one forgets everything: for changes to decoding or to its measurement
+CACHE_FORMAT = 3  # a new one forgets everything: for changes to what is compared
 MOST_ANSWERS = 200  # answers; the oldest go first
-
-
-@attrs.frozen
-class DecodeChoice:
-    """How completions are decoded; see `grpo_fn.generate`."""
-
-    launch: str  # as in `machine.launch_modes`
-    check_every: int  # steps between looks at which rows have ended
-    max_batch: int  # rows together; 0: all
 
 
 def cache_file() -> Path:
@@ -31,29 +20,11 @@ def cache_file() -> Path:
     return cache_folder() / "tuning.json"
 
 
-def recall(file: Path, facts: Mapping[str, Any]) -> tuple[DecodeChoice | None, str | None]:
-    """The answer for these facts, if there is one; and what is wrong with the file, if something is."""
-    found, fault = recall_answer(file, facts)
-    if found is None:
-        return None, fault
-    try:
-        answer = DecodeChoice(**found)
-    except TypeError:
-        return None, f"{file}: an answer in it is damaged; it is measured again"
-    whole = isinstance(answer.check_every, int) and isinstance(answer.max_batch, int)
-    known = answer.launch in ("eval", "async", "split")
-    if not known or not whole or answer.check_every < 1 or answer.max_batch < 0:
-        return None, f"{file}: an answer in it is damaged; it is measured again"
-    return answer, None
+def recall(file: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """The answer for these facts, if there is one; and what is wrong with the file, if something is.
 
-
-def remember(file: Path, facts: Mapping[str, Any], answer: DecodeChoice) -> str | None:
-    """Keeps an answer; returns why it could not be kept, or None."""
-    return remember_answer(file, facts, attrs.asdict(answer))
-
-
-def recall_answer(file: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """`recall` of an answer of any kind, as an object of JSON that its reader has to check."""
+    An object of JSON, which its reader has to check.
+    """
     answers, fault = _read(file)
     entry = answers.get(_name(facts))
     if entry is None:
@@ -63,8 +34,8 @@ def recall_answer(file: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any] 
     return entry["answer"], None
 
 
-def remember_answer(file: Path, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
-    """`remember` of an answer of any kind."""
+def remember(file: Path, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
+    """Keeps an answer, an object of JSON; returns why it could not be kept, or None."""
     answers, _ = _read(file)
     answers.pop(_name(facts), None)
     answers[_name(facts)] = {"facts": dict(facts), "answer": dict(answer)}

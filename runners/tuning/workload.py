@@ -8,7 +8,7 @@ import attrs
 
 import grpo_fn as g
 from grpo_fn.policy import sharing_pays
-from grpo_fn.trees import Tree, arrays_of
+from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.prompts import Example
 from runners.data.stream import PromptStream
@@ -36,7 +36,6 @@ class Workload:
     num_generations: int
     max_new_tokens: int
     sampler: g.Sampler
-    converses: bool = False  # turns are answered, or prompts have images: all rows are decoded in one lane
 
     @classmethod
     def of(cls, config: Config, policy: g.Policy, params: Tree, examples: Sequence[Example]) -> Workload:
@@ -49,7 +48,6 @@ class Workload:
             num_generations=config.rollout.num_generations,
             max_new_tokens=config.rollout.max_new_tokens,
             sampler=sampler_of(config),
-            converses=config.env.answers or bool(config.data.image),
         )
 
     @property
@@ -61,14 +59,3 @@ class Workload:
     def shares_prefix(self) -> bool:
         """Whether `generate` keeps a prompt once for its completions, by its own rule."""
         return self.policy.shares_prefix and sharing_pays()
-
-    @property
-    def takes_lanes(self) -> bool:
-        """Whether `generate` decodes in lanes where it is asked to, by its own rule."""
-        return self.policy.takes_lanes and self.shares_prefix and self.rows > 1 and not self.converses
-
-    @property
-    def step_flops(self) -> float:
-        """Operations of one decoding step of all rows, at two for a weight."""
-        weights = sum(leaf.size for tree in (self.params, self.policy.frozen) for leaf in arrays_of(tree))
-        return 2.0 * weights * self.rows

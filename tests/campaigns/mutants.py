@@ -376,32 +376,18 @@ MUTANTS = [
         ("unpacking",),
     ),
     Mutant(
-        "lanes-that-unpack",
-        "backends/cpu/blocked_weights",
-        'if number("unpack_rows") and any(',
-        "if False and any(",
-        ("unpacking",),
-    ),
-    Mutant(
-        "lanes-usual-scale",
-        "backends/cpu/grid_cache",
-        "(queries * scale)",
-        "(queries * queries.shape[-1] ** -0.5)",
-        ("grid_steps",),
-    ),
-    Mutant(
         "shared-usual-scale",
         "policy/caches/prefix_cache",
         "(queries * scale)",
         "(queries * queries.shape[-1] ** -0.5)",
-        ("grid_steps",),
+        ("decode_step",),
     ),
     Mutant(
         "copies-usual-scale",
         "backends/cpu/attention",
         "q = (queries * scale)",
         "q = (queries * queries.shape[-1] ** -0.5)",
-        ("grid_steps",),
+        ("decode_step",),
     ),
 ]
 

@@ -21,10 +21,6 @@ MECHANISMS = {
     "attention": ("attention", "attention", "on_cpu"),
     "weighted_values": ("attention", "weighted_values", ""),
     "add_at": ("elementwise", "add_at", ""),
-    "blocked_weights": ("blocked_weights", "FORM", ""),
-    "grid_steps": ("grid_steps", "PROGRAM", ""),
-    "shared_prompts": ("grid_cache", "shared_prompts", ""),
-    "copied_length": ("grid_cache", "copied_length", ""),
 }
 NUMBERS = {
     "unpack_rows": 4,

@@ -36,8 +36,6 @@ class KernelSteps:
         lengths: Sequence[int],
         group_size: int,
         room: int,
-        *,
-        drawn: int = 0,
     ) -> None:
         """After a prefill.
 
@@ -48,7 +46,6 @@ class KernelSteps:
             lengths: tokens of each prompt.
             group_size: rows of each prompt.
             room: tokens that a row may be fed.
-            drawn: go on as if so many zeros had been fed.
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
@@ -62,7 +59,7 @@ class KernelSteps:
         )
         self._first_rows = len(prompt_of)
         self._most = room
-        self._used = drawn
+        self._used = 0
         self._own: list[tuple[mx.array, mx.array]] = []
         self._grow()
 
@@ -189,4 +186,4 @@ def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     return True
 
 
-PROGRAM = DecodeProgram(KernelSteps, kernel_forward, takes_steps, lambda module, compute: True)
+PROGRAM = DecodeProgram(KernelSteps, kernel_forward, takes_steps)

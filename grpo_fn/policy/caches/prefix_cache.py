@@ -106,12 +106,6 @@ class PrefixCache(OneTokenCache):
         """Append a token to each row's own part, and return that part."""
         return self._own.update_and_fetch(keys, values)
 
-    def skip(self, tokens: int) -> None:
-        """Append so many zeros to each row's own part."""
-        rows = len(self._layout.prompt_of)
-        zeros = [mx.zeros((rows, a.shape[1], tokens, a.shape[3]), a.dtype) for a in self._prompt]
-        self._own.update_and_fetch(*zeros)
-
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] of one token a row over its prompt and its own tokens."""
         self.attended = True

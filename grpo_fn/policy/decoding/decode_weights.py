@@ -2,7 +2,7 @@
 
 unpacked_layers     packed weights in full size, where they are small
 merged_adapters     LoRA's and DoRA's adapters as part of the weights that they adapt
-forms of a backend  such as a block as one kernel, and for row lanes weights in blocks
+forms of a backend  such as a block as one kernel
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,10 @@ from grpo_fn.policy.decoding.unpacked_layers import unpacked_weights
 from grpo_fn.policy.parameters import empty
 
 FORMS = ("decode_blocks", "fused_projections")
-LANE_FORMS = ("blocked_weights",)  # for rows that are decoded in lanes
 
 
 @contextmanager
-def decode_weights(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Module]:
+def decode_weights(module: nn.Module) -> Iterator[nn.Module]:
     """The module with these weights, until the end of the `with` block."""
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
@@ -31,14 +30,14 @@ def decode_weights(module: nn.Module, *, lanes: bool = False) -> Iterator[nn.Mod
             if id(layer) not in present:  # merged: the layer with adapters is held until it is put back
                 empty(layer, {"weight": layer["weight"]})
         mx.eval([layer.parameters() for layer in plain])
-        for name in FORMS + LANE_FORMS * lanes:
+        for name in FORMS:
             form = find(name)
             if form is not None:
                 stack.enter_context(form.form(module))
         yield module
 
 
-def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, lanes: bool = False) -> int:
+def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
     """Bytes that these weights take beside the module's own, of a model that computes in this dtype.
 
     None: in the dtype that each weight has. Nothing is computed: it follows from shapes.
@@ -47,7 +46,7 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None, *, 
         layers = [layer.linear for _, layer in mergeable(module, compute)]
         merged = {id(layer) for layer in layers}
         layers += [layer for layer in plain if id(layer) not in merged]
-        for name in FORMS + LANE_FORMS * lanes:
+        for name in FORMS:
             form = find(name)
             layers += [layer for _, layer in form.layers(module, compute)] if form is not None else []
         return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)

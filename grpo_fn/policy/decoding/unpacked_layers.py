@@ -1,8 +1,7 @@
 """Packed weights in full size, for as long as a model samples, where they are small enough.
 
 A decoding step has tens of rows: too many for products with packed weights, too few to be worth unpacking
-every weight anew. Unpacked once a rollout they are plain layers: adapters can be merged into them, and lanes
-multiply by blocks of them.
+every weight anew. Unpacked once a rollout they are plain layers, and adapters can be merged into them.
 """
 
 from collections.abc import Iterator

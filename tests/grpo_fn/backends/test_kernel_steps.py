@@ -35,17 +35,17 @@ def kernel(monkeypatch):
 
 def with_kernel(name="llama"):
     """A tiny policy that takes the kernel."""
-    return attrs.evolve(tiny_policy(name), programs=frozenset({"kernel_steps"}))
+    return attrs.evolve(tiny_policy(name), takes_program=True)
 
 
 def both_steps(policy, prompts, generations, **options):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     made = []
-    for programs in (policy.programs, frozenset()):
+    for takes_program in (policy.takes_program, False):
         _, caches = prefill_once(policy, policy.module, prompts)
         made.append(
             shared_steps(
-                attrs.evolve(policy, programs=programs),
+                attrs.evolve(policy, takes_program=takes_program),
                 policy.module,
                 caches,
                 [len(prompt) for prompt in prompts],
@@ -138,14 +138,6 @@ def test_a_prompt_may_lose_all_its_rows(kernel):
     """Those of the others go on; the numbers of the prompts stay."""
     ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=6)
     assert_step_for_step(ours, theirs, token_rows(6, 6), {2: [4, 5]})
-
-
-@pytest.mark.parametrize("drawn", [3, 4, 9])
-def test_steps_may_begin_as_if_zeros_had_been_fed(drawn, kernel):
-    """Below the first room, at it and above it."""
-    ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=16, drawn=drawn)
-    assert_step_for_step(ours, theirs, token_rows(6, 5))
-    assert kernel.calls[0][2] == drawn
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_device_without_a_folder_has_the_composed_forms(monkeypatch):
     for device in ("metal", "deleted"):
         monkeypatch.setattr(mechanisms, "backend", lambda device=device: device)
         monkeypatch.setattr(mechanisms, "_FOLDERS", ("cpu", "cuda", "deleted"))
-        assert find("softmax", x) is None and not offers("grid_steps") and number("unpack_rows") == 0
+        assert find("softmax", x) is None and not offers("decode_blocks") and number("unpack_rows") == 0
     mechanisms._folder.cache_clear()
     mechanisms.load.cache_clear()
 
@@ -93,18 +93,17 @@ def test_a_predicate_decides_by_the_arguments():
 @pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat", "cohere"])
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_a_rollout_is_the_same_without_any_mechanism(name, prompts):
-    """Tokens, ends and log-probs to rounding, in lanes and in one batch."""
+    """Tokens, ends and log-probs to rounding."""
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
     policy = tiny_policy(name)
-    ours = [roll(policy, prompts, lanes=lanes, sampler=g.Sampler(min_p=1e-6), **options) for lanes in (1, 2)]
+    ours = roll(policy, prompts, sampler=g.Sampler(min_p=1e-6), **options)
     with disabled(*OPERATIONS):
         plain = tiny_policy(name)
-        assert not plain.programs and type(plain.module) is type(policy.module)
+        assert not plain.takes_program and type(plain.module) is type(policy.module)
         # Another sampler that draws the same: each value of `Sampler` is compiled once a process.
         composed = roll(plain, prompts, sampler=g.Sampler(min_p=2e-6), **options)
         assert_teacher_forced(plain, composed)
-    for rollout in ours:
-        assert_same(rollout, composed)
+    assert_same(ours, composed)
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -1,7 +1,5 @@
 """Policy: a module as a pure function of its parameters, and the module left as it was."""
 
-from functools import partial
-
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,9 +7,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
-from grpo_fn.policy.caches.kv_caches import takes_ragged
+from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
-from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM, takes_program
 from grpo_fn.policy.layers.patched_layers import use_own_functions
 from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import (
@@ -244,10 +242,16 @@ def module_for_probes(error=None):
     return module
 
 
+@pytest.fixture(autouse=True)
+def _no_kernel(monkeypatch):
+    """Decoding steps are described without CUDA's kernel."""
+    monkeypatch.setattr(kernel_steps, "append_and_attend", lambda queries, *_: queries)
+
+
 PROBES = {
     "takes_ragged": takes_ragged,
     "shares_prefix": shares_prefix,
-    "takes_program": partial(takes_program, LANE_PROGRAM),
+    "takes_steps": lambda module: kernel_steps.takes_steps(module, plain_caches(module)),
 }
 
 

@@ -115,17 +115,6 @@ def test_a_role_samples_and_the_learner_is_untouched(storage):
     assert {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())} == held
 
 
-def test_roles_that_unpack_decode_in_one_lane():
-    """Each lane would unpack all weights for itself."""
-    policy = wide_policy()
-    taken = {
-        (storage, rows): quantized_role(policy, "affine-4", storage, unpack_rows=rows).policy.takes_lanes
-        for storage in ("packed", "dequantized")
-        for rows in (0, 4)
-    }
-    assert policy.takes_lanes and [key for key, takes in taken.items() if not takes] == [("packed", 4)]
-
-
 def test_a_packed_role_is_small():
     """Its weights take 4 bits and a scale and bias for each 64, and its module holds none of its own."""
     policy = tiny_policy("llama-untied", hidden_size=128, intermediate_size=256, num_hidden_layers=4)

@@ -7,9 +7,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn.backends.cpu import blocked_weights as blocking
 from grpo_fn.policy.decoding import unpacked_layers as unpacking
-from grpo_fn.policy.decoding.decode_programs import LANE_PROGRAM, fits, takes_program
 from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
 from grpo_fn.policy.decoding.unpacked_layers import unpackable, unpacked_weights
 from grpo_fn.policy.layers import patched_layers as substitutes
@@ -146,12 +144,11 @@ def test_the_backward_pass_keeps_no_unpacked_weights(compile):
     assert mx.get_peak_memory() - before < 8 * 2**22
 
 
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"share_prefix": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"share_prefix": False}], ids=str)
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
-    """Weights are unpacked once: adapters are merged into them, lanes decode; the draws are the learner's."""
+    """Weights are unpacked once: adapters are merged into them; the draws are the learner's."""
     policy = g.Policy.from_module(packed_module(name))
-    assert policy.takes_lanes == (mx.default_device() == mx.cpu)
     with policy.sampling(policy.params) as module:
         assert not {"_QuantizedLinear", "_QuantizedEmbedding", "LoRALinear"} & kinds(module)
     drawn = roll(policy, RAGGED, generations=4, eos_ids=EOS, check_every=2, **options)
@@ -177,7 +174,7 @@ def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
 
 
 def test_what_sampling_holds_is_counted():
-    """The unpacked weights, with adapters in them or not, and the blocks beside them: as much as is made."""
+    """The unpacked weights, with adapters in them or not: as much as is made."""
     module = packed_module()
     substitutes.use_own_functions(module)
     with unpacked_weights(module) as layers:
@@ -189,26 +186,20 @@ def test_what_sampling_holds_is_counted():
         held = memory_in_use() - before
     assert 0 <= held - unpacked < 2000, "MLX rounds sizes up"
     assert decode_weights_bytes(module, mx.bfloat16) == unpacked / 2
-    assert decode_weights_bytes(module, lanes=True) > decode_weights_bytes(module)
     assert kinds(module) >= {"_QuantizedLinear"}
 
 
 def test_large_packed_weights_stay_packed(monkeypatch):
-    """Each product unpacks them then; in lanes each lane would do so for itself."""
+    """Each product unpacks them then."""
     module = packed_module()
     policy = g.Policy.from_module(module)
-    usual = roll(policy, RAGGED, lanes=2)
+    usual = roll(policy, RAGGED)
     monkeypatch.setattr(unpacking, "MOST_BYTES", 10)
-    assert (
-        unpackable(module) == []
-        and not takes_program(LANE_PROGRAM, module)
-        and not fits(LANE_PROGRAM, module)
-        and not blocking.takes_blocks(module)
-    )
+    assert unpackable(module) == []
     policy = g.Policy.from_module(module)
     with policy.sampling(policy.params) as inside:
         assert {"_QuantizedLinear", "LoRALinear"} <= kinds(inside)
-    drawn = roll(policy, RAGGED, lanes=2)
+    drawn = roll(policy, RAGGED)
     assert drawn.completions() == usual.completions()
     assert mx.abs(drawn.logp_bt - usual.logp_bt).max().item() < 1e-4
 

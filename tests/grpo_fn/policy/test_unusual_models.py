@@ -34,8 +34,8 @@ def test_rollouts_are_the_learner_s(name, prompts):
     policy = tiny_policy(name)
     drawn = roll(policy, prompts, eos_ids=EOS, check_every=2)
     assert_teacher_forced(policy, drawn)
-    assert not policy.shares_prefix and not policy.takes_lanes
-    assert_same(drawn, roll(policy, prompts, eos_ids=EOS, check_every=2, share_prefix=True, lanes=2))
+    assert not policy.shares_prefix
+    assert_same(drawn, roll(policy, prompts, eos_ids=EOS, check_every=2, share_prefix=True))
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

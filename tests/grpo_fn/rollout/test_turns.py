@@ -112,7 +112,6 @@ def usual_conversations(name):
         {"turns_together": False, "share_prefix": False, "check_every": 2},
         {"compact": False},
         {"pipelined": True},
-        {"lanes": 2},
     ],
     ids=str,
 )

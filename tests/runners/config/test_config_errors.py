@@ -302,9 +302,9 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
         ),
         ("loss.ref_sync_every = 2", (), "train.toml: loss.ref_sync_every: found 2 with loss.beta = 0"),
         (
-            "system.disable = ['grid_step']",
+            "system.disable = ['shared_prefi']",
             (),
-            "train.toml: system.disable: no mechanism 'grid_step'; the nearest name is 'grid_steps'",
+            "train.toml: system.disable: no mechanism 'shared_prefi'; the nearest name is 'shared_prefix'",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_defaults_are_the_documented_ones(load):
             "mismatch_limit": 0.5,
             "auto_kl_limit": 0.01,
             "launch": "auto",
-            "check_every": 0,
+            "check_every": 8,
             "max_batch": 0,
         },
         "reward": {

@@ -103,7 +103,7 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert found.weights.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
     params = state.old_params if learner.role.transform else state.params
-    assert found.weights.sampling == made_to_sample(learner.role.policy, params, lanes=False)
+    assert found.weights.sampling == made_to_sample(learner.role.policy, params)
 
 
 class Peer:
@@ -267,32 +267,10 @@ def test_the_forecast_is_within_its_bound_of_a_real_step():
     check_forecast("quickstart")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "cores", "lanes"),
-    [
-        ([], 2, True),
-        ([], 1, False),
-        (['rollout.launch="eval"'], 2, False),
-        (['model.tune="lora"'], 2, True),
-        (['rollout.quantization="affine-4"', 'rollout.storage="packed"'], 2, False),
-    ],
-    ids=str,
-)
-def test_weights_in_blocks_are_counted_where_a_run_may_split_its_rows(config, overrides, cores, lanes):
-    """Twice with LoRA: its merged weights, and their blocks."""
-    checked = config(*overrides)
-    machine = startup.Platform("cpu", cores=cores)
-    found = model_sizes(checked, machine)
-    assert found.lanes == lanes
-    loaded = load_model(checked.model, machine)
-    learner = build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), machine)
-    assert found.weights.sampling == made_to_sample(learner.policy, learner.state.params, lanes=lanes)
-
-
-def made_to_sample(policy, params, *, lanes):
+def made_to_sample(policy, params):
     """Bytes of the leaves that a policy's module gets while it samples."""
     with policy.bound(params) as module:
         before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
-        with decode_weights(module, lanes=lanes):
+        with decode_weights(module):
             after = named_leaves(module.parameters()).values()
             return nbytes([leaf for leaf in after if id(leaf) not in before])

@@ -9,10 +9,10 @@ import pytest
 
 from runners.files import durable
 from runners.tuning import saved_answers
-from runners.tuning.saved_answers import DecodeChoice, cache_file, recall, remember
+from runners.tuning.saved_answers import cache_file, recall, remember
 
 FACTS = {"device": "one", "prompts": 4}
-ANSWER = DecodeChoice("async", 16, 24)
+ANSWER = {"shares_prefix": True, "notices": ["a line"]}
 
 
 def test_an_answer_comes_back(tmp_path):
@@ -20,15 +20,15 @@ def test_an_answer_comes_back(tmp_path):
     file = tmp_path / "deep" / "tuning.json"
     assert recall(file, FACTS) == (None, None)
     assert remember(file, FACTS, ANSWER) is None
-    assert remember(file, {**FACTS, "prompts": 8}, DecodeChoice("eval", 4, 0)) is None
+    assert remember(file, {**FACTS, "prompts": 8}, {"shares_prefix": False}) is None
     assert recall(file, FACTS) == (ANSWER, None)
     assert recall(file, {**FACTS, "device": "two"}) == (None, None)
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
 
 
-def answers(**changed):
-    """The text of a file with one answer for FACTS, changed."""
-    entry = {"facts": FACTS, "answer": {"launch": "async", "check_every": 16, "max_batch": 24, **changed}}
+def answers(answer=ANSWER):
+    """The text of a file with one answer for FACTS."""
+    entry = {"facts": FACTS, "answer": answer}
     return json.dumps({"format": saved_answers.CACHE_FORMAT, "answers": {saved_answers._name(FACTS): entry}})
 
 
@@ -41,11 +41,8 @@ def answers(**changed):
         "{}",
         f'{{"format": {saved_answers.CACHE_FORMAT}}}',
         f'{{"format": {saved_answers.CACHE_FORMAT}, "answers": {{"a": 3}}}}',
-        answers(launch="later"),
-        answers(check_every=0),
-        answers(check_every="8"),
-        answers(max_batch=-1),
-        answers(more=1),
+        answers(3),
+        answers(None),
         b"\xff\xfe",
     ],
     ids=lambda content: repr(content)[-40:],
@@ -89,9 +86,9 @@ def test_the_oldest_answers_go(tmp_path, monkeypatch):
     monkeypatch.setattr(saved_answers, "MOST_ANSWERS", 2)
     file = tmp_path / "tuning.json"
     for number in (1, 2, 1, 3):
-        remember(file, {"n": number}, DecodeChoice("eval", number, 0))
+        remember(file, {"n": number}, {"value": number})
     found = [recall(file, {"n": number})[0] for number in (1, 2, 3)]
-    assert [answer and answer.check_every for answer in found] == [1, None, 3]
+    assert [answer and answer["value"] for answer in found] == [1, None, 3]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
