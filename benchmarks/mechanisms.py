@@ -9,6 +9,7 @@ timed.
 16 × 8, LoRA     the same with adapters
 16 × 8, packed   the same with adapters on a base of four bits
 quickstart       the packaged config on the embedded model, 16 × 8 too
+2 × 2, large     few short completions of a model with 8 blocks of 768: memory is weights, gradients, moments
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from benchmarks.peers import write_data
 from runners.errors import UserError, did_you_mean
 
 FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", "quickstart"
-SHAPES = (FULL, LORA, PACKED, QUICKSTART)
+LARGE = "2 × 2, large"
+SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
 
 
@@ -65,7 +67,7 @@ MECHANISMS = (
     Mechanism("recomputed gates", ("recomputed_gates",)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("layout of weight gradients", ("gradient_layout",)),
-    Mechanism("update leaf by leaf", ("leafwise_update",)),
+    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE)),
     Mechanism("attention on a CPU", ("attention", "weighted_values")),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("patched layers", ("own_functions",)),
@@ -112,6 +114,13 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
             max_steps = 100
             """,
             encoding="utf-8",
+        )
+    if shape == LARGE:
+        write_folder(work / "large", "tiny" if quick else "qwen2-8x768")
+        return step_side.Side(
+            config=str(work / "train.toml"),
+            overrides=[*common, *small, f"model.path={work / 'large'}"],
+            disable=[],
         )
     tune = [] if shape == FULL else ["model.tune=lora"]
     if shape == PACKED:

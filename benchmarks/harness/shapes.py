@@ -53,6 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
         "tie_word_embeddings": True,
     },
+    "qwen2-8x768": {  # 57 M parameters, none of whose arrays is most of it
+        **_QWEN,
+        "hidden_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "intermediate_size": 2048,
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+    },
     "tiny": {  # for --quick
         **_QWEN,
         "hidden_size": 64,
