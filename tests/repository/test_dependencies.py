@@ -1,6 +1,7 @@
 """Dependencies: imports are declared, declarations are pinned, a version outside its range gets a line."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -30,23 +31,30 @@ def declared(*extras):
     return {canonicalize_name(requirement.name): requirement for requirement in requirements}
 
 
+@functools.cache
+def imports_of(folder):
+    """(file's name, distribution, whether it is outside of functions) of all that a folder's files import."""
+    found = set()
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        outside = set(ast.iter_child_nodes(tree))
+        for node in ast.walk(tree):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for module in modules:
+                name = module.split(".")[0]
+                if name not in OURS | sys.stdlib_module_names:
+                    found.add((file.name, canonicalize_name(NAMES.get(name, name)), node in outside))
+    return found
+
+
 def imported(*folders, at_top=False):
     """The distributions that these folders' files import, as keys; `at_top`: outside of functions alone."""
-    found = {}
-    for folder in folders:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            for node in ast.iter_child_nodes(tree) if at_top else ast.walk(tree):
-                modules = []
-                if isinstance(node, ast.Import):
-                    modules = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    modules = [node.module or ""]
-                for module in modules:
-                    name = module.split(".")[0]
-                    if name not in OURS | sys.stdlib_module_names:
-                        found[canonicalize_name(NAMES.get(name, name))] = file.name
-    return found
+    found = {each for folder in folders for each in imports_of(folder)}
+    return {name: file for file, name, outside in sorted(found) if outside or not at_top}
 
 
 @pytest.mark.parametrize(

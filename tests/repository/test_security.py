@@ -27,16 +27,27 @@ SOURCES = [
 PLANTED = "hf_planted4Zq8wTest"
 
 
-def names_of(node):
-    """A called function as it is written: `torch.load`, `eval`."""
-    return ast.unparse(node.func)
+def name_of(node):
+    """A function that is called, about as it is written: `torch.load`, `eval`, `open().read`."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return f"{name_of(node.func)}()"
+    return f"{name_of(node.value)}[]" if isinstance(node, ast.Subscript) else "?"
+
+
+def written(node):
+    """An argument's value as it is written; "None" where it is left out."""
+    return "None" if node is None else ast.unparse(node)
 
 
 def dangerous(tree):
     """(line, what) for everything that runs, or may run, what a file says."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name, keywords = names_of(node), {word.arg: word.value for word in node.keywords}
+            name, keywords = name_of(node.func), {word.arg: word.value for word in node.keywords}
             if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
                 yield node.lineno, name
             if name.split(".")[-1] in ("load", "loads") and name.split(".")[0] in (
@@ -46,16 +57,13 @@ def dangerous(tree):
                 "shelve",
             ):
                 yield node.lineno, name
-            if (
-                name == "torch.load"
-                and ast.unparse(keywords.get("weights_only", ast.Constant(None))) != "True"
-            ):
+            if name == "torch.load" and written(keywords.get("weights_only")) != "True":
                 yield node.lineno, "torch.load without weights_only"
             if name in ("np.load", "numpy.load") and "allow_pickle" in keywords:
                 yield node.lineno, "numpy.load with allow_pickle"
-            if ast.unparse(keywords.get("trust_remote_code", ast.Constant(None))) == "True":
+            if written(keywords.get("trust_remote_code")) == "True":
                 yield node.lineno, "trust_remote_code=True"
-            if ast.unparse(keywords.get("shell", ast.Constant(None))) == "True":
+            if written(keywords.get("shell")) == "True":
                 yield node.lineno, "a shell"
         if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal"):
             yield node.lineno, f"names out of {node.module}"

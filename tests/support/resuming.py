@@ -25,7 +25,7 @@ system_prompt = ""
 max_samples = 18
 [rollout]
 num_generations = 4
-max_new_tokens = 7
+max_new_tokens = 4
 temperature = 1.5
 launch = "eval"
 [reward]
@@ -36,7 +36,7 @@ batch_size = 4
 max_steps = 6
 [eval]
 every = 2
-samples = 4
+samples = 2
 [checkpoint]
 every = 1
 keep_last = 0

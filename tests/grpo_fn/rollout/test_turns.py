@@ -59,6 +59,17 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
     return tokens, sampled
 
 
+@functools.cache
+def each_alone(name, group, limit):
+    """A policy of this architecture, and each of its conversations by whole forwards with its log-probs."""
+    policy, found = tiny_policy(name), []
+    for row in range(group * len(RAGGED)):
+        prompt = RAGGED[row // group]
+        want = alone(policy, prompt, mx.random.key(0), row, group, limit=limit, ends=ENDS, turns=3)
+        found.append((want, teacher_forced(policy, prompt, want[0])[0]))
+    return policy, found
+
+
 @pytest.mark.parametrize(
     ("name", "share"),
     [
@@ -73,21 +84,20 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
 )
 def test_a_conversation_is_that_of_whole_forwards(name, share):
     """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
-    policy, group = tiny_policy(name), 2
+    group, limit = 2, 24
+    policy, wanted = each_alone(name, group, limit)
     rollout = roll(
         policy,
         generations=group,
-        limit=24,
+        limit=limit,
         eos_ids=ENDS,
         replies=answers(),
         share_prefix=share,
         check_every=3,
     )
     rows = list(zip(rollout.completions(), rollout.sampled(), strict=True))
-    for row, (tokens, sampled) in enumerate(rows):
-        want = alone(policy, RAGGED[row // group], mx.random.key(0), row, group, limit=24, ends=ENDS, turns=3)
+    for row, ((tokens, sampled), (want, logp)) in enumerate(zip(rows, wanted, strict=True)):
         assert (tokens, sampled) == want, f"row {row}"
-        logp, _ = teacher_forced(policy, RAGGED[row // group], tokens)
         got = np.array(rollout.logp_bt[row])[: len(tokens)]
         assert np.abs(np.where(sampled, got - logp, 0)).max() < 1e-4
         assert not got[~np.array(sampled)].any()

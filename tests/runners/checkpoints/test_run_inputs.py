@@ -49,16 +49,18 @@ def finished(tmp_path_factory):
             checkpoint={"every": 1},
         )
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train()
+    shutil.rmtree(folder / "out/small/checkpoint-3")
     return folder
 
 
 @pytest.fixture
 def place(finished, tmp_path, monkeypatch):
-    """A copy of that folder, which is the current one; the run's folder in it is `place.run`."""
+    """A copy of that folder, which is the current one."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    train()
-    shutil.rmtree(tmp_path / "out/small/checkpoint-3")
     return tmp_path
 
 

@@ -59,11 +59,10 @@ SMALL = (  # what makes any preset a step of seconds; its algorithm stays
     "data.max_prompt_length=1000",
     "data.max_samples=40",
     "rollout.num_generations=4",
-    "rollout.max_new_tokens=20",
     "rollout.max_batch=0",
     "optim.max_steps=1",
     "optim.batch_size=2",
-    "eval.samples=2",
+    "eval.samples=1",
     "loss.overlong.buffer=0",
     "model.lora.layers=-1",
     'reward.functions=["letters.py:letters"]',
@@ -96,10 +95,10 @@ def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatc
 
     monkeypatch.setattr(model_sizes, "_fetched_config", fetched)
     config = load_config(name).check()
-    computed = []
+    prompt, computed = longest_prompt(config), []
     for backend in ("metal", "cpu"):
         monkeypatch.setattr(model_sizes, "sharing_pays", lambda backend=backend: backend == "cpu")
-        plan = forecast(config, Platform(backend), 1 << 50, prompt=longest_prompt(config))
+        plan = forecast(config, Platform(backend), 1 << 50, prompt=prompt)
         computed.append(math.ceil(plan.peak.total / 1e8) / 10)
     assert [float(number) for number in found] == computed
 
@@ -127,8 +126,9 @@ def test_a_preset_runs_for_a_step(name, tmp_path, monkeypatch):
     config = load_config(name)
     model = model_of(name, config, tmp_path)
     accumulation = f"optim.gradient_accumulation_steps={min(config.optim.gradient_accumulation_steps, 2)}"
+    tokens = f"rollout.max_new_tokens={20 if model in SHIPPED else 8}"  # the shipped one begins in one way
     own = ["data.source=train.jsonl", "data.eval_split=train"] if config.data.image else []
-    config = load_config(name, [*SMALL, accumulation, f"model.path={model}", *own])
+    config = load_config(name, [*SMALL, tokens, accumulation, f"model.path={model}", *own])
     result = run_training(config, report=Quiet())
     lines = map(json.loads, (result.folder / "training_log.jsonl").read_text().splitlines())
     updates = [line for line in lines if "loss" in line]

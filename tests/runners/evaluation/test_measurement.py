@@ -37,13 +37,15 @@ from runners.rewards.functions import resolve_rewards
 from runners.telemetry.report import Quiet
 from runners.tokenization.text import TextDecoder
 from runners.training.train import run_training
+from tests.support.tiny_runs import PROBLEMS
 
 CPU = Platform(backend="cpu")
+FEW = (f"data.source={PROBLEMS}", "data.eval_split=valid")
 
 
 def config_of(*overrides):
     """The quickstart's config with little to do."""
-    return load_config("quickstart", ["eval.samples=12", "eval.max_new_tokens=40", *overrides])
+    return load_config("quickstart", [*FEW, "eval.samples=12", "eval.max_new_tokens=40", *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +187,7 @@ def test_the_rows_of_a_file_are_all_problems(tmp_path):
     """With --data nothing of a file is held back; without, the problems are those that training holds out."""
     lines = (DATA_DIR / "test.jsonl").read_text().splitlines()[:30]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    config = config_of(f"data.source={tmp_path / 'p.jsonl'}")
+    config = config_of(f"data.source={tmp_path / 'p.jsonl'}", "data.eval_split=test")
     assert len(eval_rows(config, whole=True)) == len(load_split(config.data, "any")) == 30
     assert eval_rows(config, whole=False) == load_rows(config.data)[1] and len(load_rows(config.data)[1]) == 3
 
@@ -234,7 +236,10 @@ def test_the_command_compares_two_models(grpo_eval, tmp_path):
     from runners.quickstart import MODEL_DIR
 
     (tmp_path / "copy").symlink_to(MODEL_DIR)
-    result = grpo_eval("embedded", "copy", "--config", "quickstart", "--samples", "4", "--max-tokens", "30")
+    data = (f"--set={setting}" for setting in FEW)
+    result = grpo_eval(
+        "embedded", "copy", "--config", "quickstart", "--samples", "4", "--max-tokens", "30", *data
+    )
     assert result.exit_code == 0, result.stderr
     row = [cell.strip() for cell in result.stdout.splitlines()[2].split("|")[1:-1]]
     assert row[0] == "exact match" and row[1] == row[2] and row[3].startswith("+0.0 %") and row[4] == "1"
@@ -321,7 +326,7 @@ def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run,
 def test_what_is_given_replaces_a_part_of_the_run_s_config(grpo_eval, run, tmp_path):
     """--data, --samples and --set win; the prompts stay."""
     result = grpo_eval(
-        str(run), "--data", "embedded", "--split", "valid", "--samples", "2", "--set", "data.nudge=12",
+        str(run), "--data", str(PROBLEMS), "--split", "valid", "--samples", "2", "--set", "data.nudge=12",
         "--out", "rows.jsonl",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
@@ -333,7 +338,7 @@ def test_what_is_given_replaces_a_part_of_the_run_s_config(grpo_eval, run, tmp_p
 def test_a_moved_model_is_asked_as_in_training(grpo_eval, run, tmp_path):
     """grpo_prompt.json alone says the prompts and limits; data and rewards are the command's."""
     shutil.copytree(run / "final", tmp_path / "moved")
-    arguments = ("--data", "embedded", "--samples", "2", "--out", "rows.jsonl")
+    arguments = ("--data", str(PROBLEMS), "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
     result = grpo_eval("embedded", "moved", *arguments)
     assert result.exit_code == 0, result.stderr
     assert "asked as in training (moved: grpo_prompt.json)" in result.stderr

@@ -1,5 +1,6 @@
 """The Hub path, run and not assumed: commands in processes of their own, with a Hub on this machine."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ import pytest
 
 from runners.config.reading import PRESET_FOLDER
 from runners.files.hub import hub_or_cache
+from tests.support.processes import warm_process
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = PRESET_FOLDER.parent
-NAME = "someone/tiny-llama"
+NAME, PLANNED = "someone/tiny-llama", "someone/planned-llama"
 CONFIG = f"""
 [model]
 path = "{NAME}"
@@ -39,6 +41,7 @@ def hub(tmp_path_factory):
     (folder / "pytorch_model.bin").write_bytes(b"never fetched")
     with serving() as found:
         found.add(NAME, folder)
+        found.add(PLANNED, folder)
         found.add("someone/broken", folder)
         del found.repos["someone/broken"]["tokenizer.json"]
         yield found
@@ -51,11 +54,16 @@ def home(tmp_path_factory):
 
 
 def grpo(hub, home, cwd, *arguments, **environment):
-    """`grpo …` in a process of its own that knows this Hub alone."""
-    return subprocess.run(
+    """`grpo …` in a process of its own that knows this Hub alone.
+
+    The libraries read the variables when they are imported: with more of them in a new Python.
+    """
+    given = hub.environment(home) | environment
+    run = subprocess.run if environment else functools.partial(warm_process.run, imported=given)
+    return run(
         [sys.executable, "-m", "runners.cli", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(home), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **given},
         capture_output=True,
         text=True,
         timeout=600,
@@ -76,11 +84,11 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
     assert len(hub.requests) == before
 
 
-def test_plan_and_check_fetch_no_weights(hub, tmp_path):
+def test_plan_and_check_fetch_no_weights(hub, home, tmp_path):
     """The memory is predicted from config.json alone."""
-    (tmp_path / "train.toml").write_text(CONFIG)
+    (tmp_path / "train.toml").write_text(CONFIG.replace(NAME, PLANNED))
     before = len(hub.requests)
-    done = grpo(hub, tmp_path / "hf", tmp_path, "plan", "train.toml")
+    done = grpo(hub, home, tmp_path, "plan", "train.toml")
     assert done.returncode == 0, done.stderr
     fetched = {line.rpartition("/")[2] for line in hub.requests[before:] if line.startswith("GET /someone")}
     assert fetched == {"config.json"}

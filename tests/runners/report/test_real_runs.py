@@ -17,24 +17,32 @@ from runners.config.loading import load_config
 from runners.report import RunRecord, write_report
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import Popen
 from tests.support.services.browsing import opened, quiet
+from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
-SHORT = ("optim.batch_size=2", "eval.samples=4", "eval.every=2")
+SHORT = (
+    f"data.source={PROBLEMS}",
+    "data.eval_split=valid",
+    "optim.batch_size=2",
+    "eval.samples=4",
+    "eval.every=2",
+)
 LIMIT = 300  # seconds: for what hangs
 
 
 def started(folder, *settings):
     """`grpo-run quickstart --watch` in a session of its own, as in a terminal; and the page's address."""
     sets = [word for each in (f"run.output_dir={folder}", *SHORT, *settings) for word in ("--set", each)]
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-m", "runners.cli", "run", "quickstart", "--watch", *sets],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        session=True,
     )
     for line in process.stdout:
         if line.startswith("live page: "):

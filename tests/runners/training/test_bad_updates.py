@@ -25,7 +25,7 @@ from tests.support.tiny_policies import tiny_rollout
 from tests.support.tiny_runs import Notes, small
 
 CONFIG = small(
-    rollout={"max_new_tokens": 16}, optim={"learning_rate": 2e-4, "max_steps": 4}, eval={"samples": 4}
+    rollout={"max_new_tokens": 8}, optim={"learning_rate": 2e-4, "max_steps": 4}, eval={"samples": 1}
 )
 
 

@@ -16,11 +16,13 @@ from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.quantization_choice import MeasuredFormat, choose_format
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import Notes, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
 CPU = Platform(backend="cpu")
 CONFIG = small(
-    rollout={"quantization": "auto", "max_new_tokens": 12}, optim={"learning_rate": 1e-6, "max_steps": 1}
+    rollout={"quantization": "auto", "max_new_tokens": 6},
+    reward=BY_LETTERS,
+    optim={"learning_rate": 1e-6, "max_steps": 1},
 )
 
 
@@ -28,6 +30,7 @@ CONFIG = small(
 def _config(tmp_path):
     def load(*overrides):
         (tmp_path / "train.toml").write_text(CONFIG)
+        (tmp_path / "letters.py").write_text(LETTERS)
         return load_config(str(tmp_path / "train.toml"), [f"run.output_dir={tmp_path / 'out'}", *overrides])
 
     return load
@@ -182,13 +185,13 @@ def test_a_lucky_timing_does_not_decide(config, tiny, monkeypatch):
     assert seen[-4:] == ["none", "packed", "packed", "none"]
 
 
-def test_the_choice_goes_on_as_if_it_had_been_written(config, monkeypatch):
+def test_the_choice_goes_on_as_if_it_had_been_written(config, tiny, monkeypatch):
     """The run samples with it, warns about the correction, shows the table and keeps the choice on disk."""
     monkeypatch.setattr(
         auto._Bench, "rate", lambda bench, policy, params: 2000.0 if "scales" in str(params) else 1000.0
     )
     shown = Notes()
-    result = run_training(config("rollout.auto_kl_limit=100"), report=shown)
+    result = run_training(config("rollout.auto_kl_limit=100", f"model.path={tiny}"), report=shown)
     ((title, columns, rows),) = shown.tables
     assert 'rollout.quantization = "auto" takes affine-8' in title
     assert [line[0] for line in rows][:2] == ["none", "affine-8"] and columns[1] == "tokens/s"
@@ -199,15 +202,16 @@ def test_the_choice_goes_on_as_if_it_had_been_written(config, monkeypatch):
     assert any("loss.correction" in line for line in shown.lines)
 
 
-def test_measuring_leaves_the_run_as_it_was(config):
+def test_measuring_leaves_the_run_as_it_was(config, tiny):
     """With the same choice the run is the one that a written config gives: prompts, keys and weights."""
     rewards = []
     for more in (["rollout.auto_kl_limit=1e-9"], ["rollout.quantization=none"]):
-        result = run_training(config("optim.learning_rate=1e-4", "run.overwrite=true", *more), report=Quiet())
+        fixed = ("optim.learning_rate=1e-4", "run.overwrite=true", f"model.path={tiny}")
+        result = run_training(config(*fixed, *more), report=Quiet())
         log = (Path(result.folder) / "training_log.jsonl").read_text().splitlines()
         rewards.append((json.loads(log[0])["reward"], json.loads(log[0])["grad_norm"]))
         assert (
             json.loads((result.folder / "config.resolved.json").read_text())["rollout"]["quantization"]
             == "none"
         )
-    assert rewards[0] == rewards[1]
+    assert rewards[0] == rewards[1] and rewards[0][1] > 0

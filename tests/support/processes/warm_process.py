@@ -31,12 +31,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @functools.cache
-def server() -> str:
-    """The socket of the server of this process's tests, which is started now and ends with this process."""
+def server(*variables: tuple[str, str]) -> str:
+    """The socket of the server of this process's tests, which is started now and ends with this process.
+
+    `variables` of its environment, which the libraries read as it imports them, make a server of its own.
+    """
     folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")  # a socket's path has to be short
     path = f"{folder}/socket"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.processes.warm_server", path], cwd=ROOT, stdin=subprocess.PIPE
+        [sys.executable, "-m", "tests.support.processes.warm_server", path],
+        cwd=ROOT,
+        env={**os.environ, **dict(variables)},
+        stdin=subprocess.PIPE,
     )
     latest = time.monotonic() + 300
     while not os.path.exists(path):
@@ -60,6 +66,7 @@ def ask(
     folder: str,
     environment: dict[str, str],
     terminal: bool = False,
+    session: bool = False,
 ) -> tuple[int, socket.socket]:
     """A new process with these arguments of Python: its number, and the connection that reports its end."""
     request = {
@@ -67,6 +74,7 @@ def ask(
         "folder": folder,
         "environment": environment,
         "terminal": terminal,
+        "session": session or terminal,
     }
     connection = socket.socket(socket.AF_UNIX)
     for _ in range(1000):  # the file is there a moment before the server listens
@@ -96,13 +104,23 @@ def _line(connection: socket.socket) -> bytes:
 class Popen(subprocess.Popen):
     """A `subprocess.Popen` of `[sys.executable, "-m" or "-c", …]` whose process is a fork of the server's.
 
-    With `terminal` standard input becomes its controlling terminal.
+    With `session` it leads one of its own, and with `terminal` standard input is that one's terminal.
+    `imported`: variables of the environment for what the server has imported (see `server`).
     """
 
-    def __init__(self, arguments: Sequence[Any], *, terminal: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[Any],
+        *,
+        terminal: bool = False,
+        session: bool = False,
+        imported: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         """`options`: those of subprocess's, without a preexec_fn."""
         assert arguments[0] == sys.executable and arguments[1] in ("-m", "-c"), arguments
-        self._terminal, self._connection = terminal, None
+        self._how, self._connection = {"terminal": terminal, "session": session}, None
+        self._server = server(*sorted((imported or {}).items()))
         super().__init__(arguments, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -110,12 +128,12 @@ class Popen(subprocess.Popen):
         pipes = given[10:16]  # of each stream two ends
         inner = [pipes[0], pipes[3], pipes[5]]
         self.pid, self._connection = ask(
-            server(),
+            self._server,
             [os.fspath(part) for part in arguments[1:]],
             streams=[place if number == -1 else number for place, number in enumerate(inner)],
             folder=os.fspath(folder or os.getcwd()),
             environment=dict(os.environ if environment is None else environment),
-            terminal=self._terminal,
+            **self._how,
         )
         self._child_created = True
         self._close_pipe_fds(*pipes)

@@ -103,11 +103,12 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
             os.close(number)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["session"]:
+        os.setsid()
     if request["terminal"]:  # so that Ctrl-C typed into it becomes a signal
         import fcntl
         import termios
 
-        os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
