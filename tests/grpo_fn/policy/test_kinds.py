@@ -1,4 +1,4 @@
-"""A dozen kinds of architectures against mlx-lm's own models: what decodes, what learns, what it takes."""
+"""Kinds of architectures against mlx-lm's own models: what decodes, what learns, what it takes."""
 
 import itertools
 
@@ -18,7 +18,6 @@ KINDS = {
     "gpt_oss": "attention sinks",
     "cohere2": "a scaled head, tied",
     "gemma4_text": "embeddings for each layer, and shared keys",
-    "lfm2": "convolutions",
     "dbrx": "steps that cannot be compiled",
 }
 
@@ -28,6 +27,7 @@ MORE = {  # what is also in one of the others, for tests/campaigns
     "qwen3_moe": "experts",
     "mamba2": "a recurrent state",
     "gemma2": "soft caps",
+    "lfm2": "convolutions",  # their states are kept as jamba's are, beside attention's
 }
 
 

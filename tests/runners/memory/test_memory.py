@@ -62,7 +62,7 @@ def run_of(shape, **changes):
     return {phase.name: phase for phase in phases(shape, given.pop("weights", weights), **given)}
 
 
-@pytest.mark.parametrize("new", [5, 257, 300])
+@pytest.mark.parametrize("new", [5, 257])
 def test_keys_and_values_are_those_of_the_caches(new):
     """After a prompt, its fork and `new` tokens the caches hold exactly the bytes predicted."""
     module, shape = module_of()
@@ -84,12 +84,12 @@ def test_conversations_take_no_more_than_the_forecast(schedule):
     """Turns with many given tokens: rows that wait and grow are within the bound, and beyond one turn's."""
     module, shape = module_of()
     policy = g.Policy.from_module(module)
-    prompts, rows, new = [[1] * 40, [2] * 40], 64, 300
+    prompts, rows, new = [[1] * 40, [2] * 40], 64, 200
 
     def respond(row, turn):
-        return [3 + row % 7] * (120 if schedule == "together" else 60 + row)
+        return [3 + row % 7] * (80 if schedule == "together" else 40 + row)
 
-    def play():
+    def play(new=new):
         return g.generate(
             policy,
             policy.params,
@@ -102,12 +102,12 @@ def test_conversations_take_no_more_than_the_forecast(schedule):
             replies=Respond(respond),
         )
 
-    play()
+    play(new=100)  # what is made once is there
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     lengths = play().lengths_b
-    assert max(lengths.tolist()) > 250
+    assert max(lengths.tolist()) > 160
     peak = mx.get_peak_memory() - before
     weights = Weights(trained=0, master=4, compute=4, embedding=0)
     sampling = SampledRows(

@@ -22,7 +22,7 @@ TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])  # longer th
 CONFIG = small(
     run={"name": "two", "output_dir": "."},
     model={"path": "model"},
-    rollout={"max_new_tokens": 12},
+    rollout={"max_new_tokens": 8},
     reward=BY_LETTERS,
 )
 
@@ -73,7 +73,7 @@ def test_an_architecture_from_end_to_end(folder):
             "--temperature",
             "0",
             "--max-tokens",
-            "12",
+            "8",
             "--num",
             "2",
             "--no-prompt-file",
@@ -84,7 +84,7 @@ def test_an_architecture_from_end_to_end(folder):
     tokens = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
     )
-    want = greedy(module, tokens, 12, loaded.eos_ids)
+    want = greedy(module, tokens, 8, loaded.eos_ids)
     assert [row["tokens"] for row in rows] == [len(want)] * 2
     assert rows[0]["completion"] == rows[1]["completion"]
     assert rows[0]["completion"] == TextDecoder(loaded.tokenizer).decode(want)

@@ -78,7 +78,7 @@ def write(tmp_path, monkeypatch) -> Path:
                 data={"source": str(tmp_path), "nudge": ""},
                 env={"factory": factory, "max_turns": 3, "workers": 1},
                 rollout={
-                    "num_generations": SIZE, "max_new_tokens": 40, "temperature": 2.0, "launch": "eval",
+                    "num_generations": SIZE, "max_new_tokens": 28, "temperature": 2.0, "launch": "eval",
                     "stop": [] if factory == "calculator" else list("e1=37"), "max_batch": 64,
                 },
                 reward={"functions": ["correctness_reward_func"]},
