@@ -1,22 +1,21 @@
 """What a resume does not take as it is: damage, another config, other data, a folder in use."""
 
 import json
-import multiprocessing
 import re
 import shutil
-import time
-from pathlib import Path
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
 
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
 from runners.checkpoints.resume import find_origin
-from runners.checkpoints.run_folder import locked
 from runners.checkpoints.snapshot import LATEST
 from runners.errors import UserError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, killed, lines_of, outcome
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
@@ -304,26 +303,26 @@ def test_a_log_that_is_shorter_than_the_checkpoint_says_is_gone_on_with(copy):
     assert [line["update"] for line in lines_of(copy.folder / "training_log.jsonl")] == [1, 2, 3, 3]
 
 
-def hold(folder, ready):
-    """Another process in the folder."""
-    with locked(Path(folder), "run.name"):
-        ready.set()
-        time.sleep(600)
+HOLDS = """
+import sys, time
+from pathlib import Path
+from runners.checkpoints.run_folder import locked
+with locked(Path(sys.argv[1]), "run.name"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
 
 
 def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     """A live owner is named by its number; after SIGKILL its folder is free at once."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    other = context.Process(target=hold, args=(str(copy.folder), ready))
-    other.start()
+    other = Popen([sys.executable, "-c", HOLDS, str(copy.folder)], stdout=subprocess.PIPE, text=True)
     try:
-        assert ready.wait(240)
+        assert other.stdout.readline() == "ready\n"
         with pytest.raises(UserError, match=f"tiny is in use by process {other.pid}"):
             run_training(copy("run.overwrite=true"), report=Quiet())
     finally:
         other.kill()
-        other.join()
+        other.communicate()
     assert (copy.folder / ".lock").exists()
     run_training(copy(), report=Quiet(), resume=True)
     assert not (copy.folder / ".lock").exists()

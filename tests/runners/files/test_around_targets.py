@@ -29,6 +29,18 @@ def sources(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module")
+def pages(sources, tmp_path_factory):
+    """How many pages of a disk each of them takes."""
+    folder = tmp_path_factory.mktemp("whole")
+    for command, words in sources.items():
+        assert grpo(*words, folder / command).exit_code == 0
+    return {
+        command: sum(-(-file.stat().st_size // PAGE) for file in (folder / command).iterdir())
+        for command in sources
+    }
+
+
 def grpo(*arguments):
     """A command in this process."""
     return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
@@ -85,11 +97,9 @@ def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
 
 @pytest.mark.parametrize("command", ["convert", "export", "fuse"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.8, 0.9])
-def test_a_full_disk_is_one_line_and_leaves_nothing(sources, tmp_path, command, share):
+def test_a_full_disk_is_one_line_and_leaves_nothing(sources, pages, tmp_path, command, share):
     """A tmpfs with room for a part: exit code 2, the target as it was, nothing beside it."""
-    assert grpo(*sources[command], tmp_path / "whole").exit_code == 0
-    pages = sum(-(-file.stat().st_size // PAGE) for file in (tmp_path / "whole").iterdir())
-    with small_disk(tmp_path / "disk", PAGE * (2 + int(pages * share))) as disk:
+    with small_disk(tmp_path / "disk", PAGE * (2 + int(pages[command] * share))) as disk:
         (disk / "out").mkdir()
         (disk / "out" / "old").touch()
         result = grpo(*sources[command], disk / "out", "--force")

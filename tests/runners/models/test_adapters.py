@@ -1,5 +1,6 @@
 """LoRA, DoRA and full training from end to end, on plain and quantized bases; the reference costs nothing."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -48,13 +49,24 @@ def log_of(result):
 CASES = [("full", None), ("lora", None), ("dora", None), ("lora", QUANTIZED), ("dora", QUANTIZED)]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The config, the base's folder and the result of a run of each case: once."""
+
+    @functools.cache
+    def train(tune, packed):
+        config, folder = config_of(tmp_path_factory.mktemp(tune), tune, QUANTIZED if packed else None)
+        return config, folder, run_training(config, report=Quiet())
+
+    return lambda tune, quantize: train(tune, quantize is not None)
+
+
 @pytest.mark.parametrize(("tune", "quantize"), CASES)
-def test_what_was_trained_opens_in_mlx_lm(tmp_path, tune, quantize):
+def test_what_was_trained_opens_in_mlx_lm(trained, tune, quantize):
     """final/ as a model, and its adapters over the base, both compute what the learner ended with."""
     from mlx_lm import load
 
-    config, folder = config_of(tmp_path, tune, quantize)
-    result = run_training(config, report=Quiet())
+    config, folder, result = trained(tune, quantize)
     log = log_of(result)
     assert all(line["grad_norm"] > 0 for line in log) and log[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert log[-1]["kl"] > 1e-7
@@ -94,10 +106,9 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
 
 
 @pytest.mark.parametrize("tune", ["lora", "dora"])
-def test_the_reference_stays_where_it_was(tmp_path, tune):
+def test_the_reference_stays_where_it_was(trained, tune):
     """After training it still is the first adapters, in arrays of the adapters' size and no more."""
-    config, _ = config_of(tmp_path, tune, None)
-    result = run_training(config, report=Quiet())
+    config, _, result = trained(tune, None)
     first = load_model(config.model, CPU, seed=config.run.seed)
     start = named_leaves(first.module.trainable_parameters())
     reference = named_leaves(result.state.ref_params)

@@ -118,4 +118,4 @@ print(state.update_step.item())
 
 def test_reloading_every_module_leaves_steps_usable():
     """importlib.reload, in the imports' order and another: functions made before go on, on new values."""
-    assert in_new_process(RELOADED) == "3\n"
+    assert in_warm_process(RELOADED) == "3\n"

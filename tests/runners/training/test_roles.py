@@ -125,7 +125,7 @@ def overflowing_folder(path: Path) -> Path:
 
 
 RUN = small(
-    rollout={"max_new_tokens": 12, "group_size": 32},
+    rollout={"max_new_tokens": 8, "group_size": 32},
     reward=BY_LETTERS,
     optim={"max_steps": 3},
     checkpoint={"every": 3},
@@ -145,11 +145,18 @@ def run(tmp_path: Path, *overrides: str):
     return [line for line in map(json.loads, log) if "loss" in line], notes.lines, result
 
 
+@pytest.fixture(scope="module")
+def unquantized(tmp_path_factory):
+    """The settings of such a model, and its run without a quantized sampler: its log's updates and lines."""
+    place = tmp_path_factory.mktemp("unquantized")
+    model = [f"model.path={overflowing_folder(place / 'model')}", "model.dtype=float16"]
+    return model, *run(place, *model)[:2]
+
+
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
+def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, storage):
     """NaN logits in the sampler: no crash, no endless loop; the first rollout already is a good one."""
-    folder = overflowing_folder(tmp_path / "model")
-    model = [f"model.path={folder}", "model.dtype=float16"]
+    model, full, full_lines = unquantized
     log, lines, result = run(tmp_path, *model, "rollout.quantization=affine-3", f"rollout.storage={storage}")
     assert len(log) == 3
     for line in log:
@@ -159,9 +166,8 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
     assert sum("sampled again" in line for line in lines) == 1
     (saved,) = result.folder.glob("checkpoint-*/trainer_state.json")
     assert "not finite" in json.loads(saved.read_text())["rollout_fallback"]
-    full, lines, _ = run(tmp_path, *model)
     assert [line["reward"] for line in full] == [line["reward"] for line in log]
-    assert "rollout/quantization" not in full[0] and not any("sampled again" in line for line in lines)
+    assert "rollout/quantization" not in full[0] and not any("sampled again" in line for line in full_lines)
 
 
 @pytest.mark.parametrize("more", [[], ["loss.sync_every=2"]])
