@@ -446,7 +446,7 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(episodes.Session, "_hear", hear)
     (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
     text = small(
-        rollout={"max_new_tokens": 64, "stop": ["1", "2", "e", "="]},
+        rollout={"max_new_tokens": 40, "stop": ["1", "2", "e", "="]},
         optim={"learning_rate": 1e-3, "batch_size": 2, "max_steps": 2},
         reward={"functions": ["talks.py:by_length"]},
         env={"factory": "talks.py:Talks", "max_turns": 3},
@@ -477,7 +477,7 @@ def test_conversations_that_are_drawn_again_begin_anew(
     """Where the quantized sampler's numbers fail, the second draw does not go on with the first."""
     faults: list[str | None] = ["its log-probs are not finite"]
     monkeypatch.setattr(RolloutRole, "_fault", lambda self, rollout: faults.pop() if faults else None)
-    folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8"})
+    folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8", "max_new_tokens": 40})
     lines = (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
     turns = [
         sum(message["role"] == "assistant" for message in json.loads(line)["messages"]) for line in lines
