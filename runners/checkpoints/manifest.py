@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -113,6 +114,7 @@ def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
         raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+@functools.cache  # reading what is installed takes as long as a small file's digest
 def _versions() -> dict[str, str]:
     installed = {name: version(name) for name in ("mlx", "mlx-lm")}
     return {"grpo_fn": runners.__version__, **installed, "python": platform.python_version()}

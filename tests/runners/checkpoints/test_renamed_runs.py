@@ -111,13 +111,13 @@ def test_a_folder_that_is_swapped_at_any_moment_of_a_save(llama, tmp_path, monke
     other = tmp_path / "other"
     for step in (1, 2, 3):
         save_checkpoint(other, step, make_state(llama, seed=7), llama, {})
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "before", step, state, llama, {})
     while True:
         at += 1
         folder, moved, notes, seen = tmp_path / f"run-{at}", tmp_path / f"moved-{at}", [], []
-        folder.mkdir()
+        shutil.copytree(tmp_path / "before", folder)
         (folder / "log").write_text("")
-        for step in (1, 2):
-            save_checkpoint(folder, step, state, llama, {})
 
         def swap(folder=folder, moved=moved, seen=seen):
             os.rename(folder, moved)

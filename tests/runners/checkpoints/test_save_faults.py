@@ -95,10 +95,10 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
         save_checkpoint(tmp_path / "dry", step, new, llama, {})
         save_checkpoint(tmp_path / "dry", step, new, llama, {})
     calls, silent = count[0] // 2 + 2, []
+    save_checkpoint(tmp_path / "before", 5, old, llama, {})
     for at in range(1, calls + 1):
         run, code = tmp_path / str(at), codes[at % len(codes)]
-        run.mkdir()
-        save_checkpoint(run, 5, old, llama, {})
+        shutil.copytree(tmp_path / "before", run)
         with faulty(monkeypatch, code, at) as count:
             try:
                 save_checkpoint(run, step, new, llama, {})
@@ -297,11 +297,12 @@ def test_a_folder_that_vanishes_is_told_and_the_model_saved(tmp_path):
 def test_a_folder_that_vanishes_at_any_moment_of_a_save_is_one_line(llama, tmp_path, monkeypatch):
     """Before each of the disk's calls in turn: told once, nothing half-written, the next save whole."""
     state, folder, at = make_state(llama, seed=1), tmp_path / "run", 0
+    save_checkpoint(tmp_path / "before", 1, state, llama, {})
     while True:
         at += 1
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "before", folder)
         (folder / "log").write_text("")
-        save_checkpoint(folder, 1, state, llama, {})
         notes = []
 
         def vanish(folder=folder, gone=tmp_path / f"gone-{at}"):
