@@ -12,7 +12,7 @@ from runners.errors import UserError
 
 FRONT = Path(__file__).resolve().parents[2] / "README.md"
 TRANSCRIPT = "quickstart.txt"
-_PATHS = re.compile(r"(run|writes to|log) .*|model .*/.*")  # lines that name this machine's folders
+_PATHS = re.compile(r"(run|writes to|log|report) .*|model .*/.*")  # lines that name this machine's folders
 Line = Callable[[Record], str]
 
 
