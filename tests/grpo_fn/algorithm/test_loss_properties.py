@@ -305,7 +305,9 @@ def test_half_precision_inputs_are_computed_in_float32(case, dtype):
     rounded = changed(case, lambda a: np.array(mx.array(a).astype(dtype).astype(mx.float32)))
     half, full = run_library(rounded, dtype=dtype), run_library(rounded)
     assert half.loss == full.loss and half.stats == full.stats
-    np.testing.assert_allclose(half.grad, full.grad, rtol=1e-2, atol=1e-6)  # the gradient has logp's dtype
+    # The gradient has logp's dtype, and float16 ends at 65,504.
+    grads = [np.clip(run.grad, -6e4, 6e4) for run in (half, full)]
+    np.testing.assert_allclose(*grads, rtol=1e-2, atol=1e-6)
 
 
 @settings(max_examples=examples(10))
