@@ -42,8 +42,8 @@ HARMLESS_OF_JUDGES = (
     "api_key_env", "concurrency", "timeout", "batch_timeout", "retries", "cache", "price_in", "price_out",
     "batch_tokens",
 )  # fmt: skip
-# What the config may leave to a measurement, and a resumed run takes over from the first one.
-MEASURED = ("quantization", "storage", "launch", "check_every", "max_batch")
+# What the config may leave to the machine, and a resumed run takes over from the first one.
+DECIDED = ("quantization", "storage", "launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # what such a key holds, and one that the model or the machine decides
 Note = Callable[[str], None]
 
@@ -147,15 +147,15 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
     """What an earlier process measured for this config; None where [rollout] has changed in that."""
     asked = origin.table("config").get("rollout")
-    if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in MEASURED):
+    if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in DECIDED):
         return None
     found = origin.table("decided")
-    return {name: found[name] for name in MEASURED if name in found}
+    return {name: found[name] for name in DECIDED if name in found}
 
 
 def decisions(config: Config) -> dict[str, Any]:
     """What `earlier_decisions` gives back: of a config in which nothing is left open."""
-    return {name: getattr(config.rollout, name) for name in MEASURED}
+    return {name: getattr(config.rollout, name) for name in DECIDED}
 
 
 def data_digest(examples: Sequence[Example]) -> str:

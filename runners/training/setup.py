@@ -42,7 +42,7 @@ from runners.training.rollout import Collector
 from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.decode_settings import resolve_decoding
 from runners.tuning.quantization_choice import Trial
-from runners.tuning.workload import Workload, sampler_of
+from runners.tuning.row_memory import Workload
 
 Say = Callable[[str], None]
 
@@ -221,6 +221,18 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
     if not config.data.answer:
         notices.append('data.answer = "": no exact match is taken')
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
+
+
+def sampler_of(config: Config) -> g.Sampler:
+    """How the run draws tokens."""
+    rollout = config.rollout
+    return g.Sampler(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        with_entropy=config.loss.top_entropy_quantile < 1,
+    )
 
 
 def _collector(

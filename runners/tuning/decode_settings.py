@@ -13,8 +13,7 @@ from runners.config.loading import Config
 from runners.machine.launch_modes import usual_launch
 from runners.machine.memory_readings import free_memory
 from runners.machine.startup import Platform
-from runners.tuning.row_memory import cast_bytes, groups_that_fit
-from runners.tuning.workload import Workload
+from runners.tuning.row_memory import Workload, cast_bytes, groups_that_fit
 
 
 def resolve_decoding(

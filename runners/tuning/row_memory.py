@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy import plain_caches
-from grpo_fn.trees import arrays_of, named_leaves, nbytes
-from runners.tuning.workload import Workload
+import grpo_fn as g
+from grpo_fn.policy import plain_caches, sharing_pays
+from grpo_fn.trees import Tree, arrays_of, named_leaves, nbytes
+from runners.config.loading import Config
+from runners.data.prompts import Example
+from runners.data.stream import PromptStream
 
 USABLE = 0.8  # share of the free memory that decoding may fill; the rest is the allocator's and the prefill's
 _COPIES = 2  # a KV buffer is copied whole as it grows, and each step where steps are pipelined
 _SAMPLING = 3  # float32 arrays of a row's vocabulary that the sampler holds at once
 _ROOM = 256  # tokens by which a KV buffer grows at most
 _SEEN = 2  # tokens of the call that the caches' bytes are read from
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Workload:
+    """One batch step's decoding, without the prompts' contents, which cost nothing."""
+
+    policy: g.Policy
+    params: Tree  # what samples
+    lengths: tuple[int, ...]  # tokens of each prompt of the first batch step
+    num_generations: int
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, config: Config, policy: g.Policy, params: Tree, examples: Sequence[Example]) -> Workload:
+        """A run's first batch step; `examples` are all that it trains on."""
+        first = PromptStream(examples, config.run.seed).take(config.optim.batch_size)
+        return cls(
+            policy=policy,
+            params=params,
+            lengths=tuple(len(example.tokens) for example in first),
+            num_generations=config.rollout.num_generations,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Completions of a batch step."""
+        return len(self.lengths) * self.num_generations
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether `generate` keeps a prompt once for its completions, by its own rule."""
+        return self.policy.shares_prefix and sharing_pays()
 
 
 def row_bytes(work: Workload, model: nn.Module) -> int:

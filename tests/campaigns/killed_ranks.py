@@ -40,7 +40,6 @@ SETTINGS = [
     "log.report=false",
     "reward.on_error=raise",
     "system.compile=false",  # a process lives for a few steps only
-    "rollout.launch=eval",  # nothing is measured
     "rollout.check_every=8",
     "rollout.max_batch=64",
     f"system.collective_timeout={TIMEOUT}",

@@ -10,7 +10,7 @@ from runners.machine.launch_modes import launch_keywords
 from runners.machine.startup import Platform
 from runners.tuning import decode_settings
 from runners.tuning.decode_settings import resolve_decoding
-from runners.tuning.workload import Workload
+from runners.tuning.row_memory import Workload
 from tests.support.tiny_policies import tiny_policy
 from tests.support.tiny_runs import small
 
@@ -28,7 +28,6 @@ def fill(tmp_path, *overrides, backend="cpu"):
         lengths=tuple(map(len, PROMPTS)),
         num_generations=config.rollout.num_generations,
         max_new_tokens=config.rollout.max_new_tokens,
-        sampler=g.Sampler(),
     )
     filled, lines = resolve_decoding(
         config, work, state=policy.params, platform=Platform(backend, device="a device")

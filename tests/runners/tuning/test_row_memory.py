@@ -7,13 +7,13 @@ import grpo_fn as g
 from grpo_fn.trees import nbytes
 from runners.machine import memory_readings
 from runners.tuning import row_memory
-from runners.tuning.workload import Workload
+from runners.tuning.row_memory import Workload
 from tests.support.tiny_policies import VOCAB, tiny_module, tiny_policy
 
 
 def work_of(policy, **changes):
     """Three prompts of 5, 9 and 3 tokens, two completions of 300 each."""
-    values = {"lengths": (5, 9, 3), "num_generations": 2, "max_new_tokens": 300, "sampler": g.Sampler()}
+    values = {"lengths": (5, 9, 3), "num_generations": 2, "max_new_tokens": 300}
     return Workload(policy=policy, params=policy.params, **(values | changes))
 
 
