@@ -50,7 +50,7 @@ GPU_CASES = {
             at_least=(0.9,),
         )
         for model, name in (("nanochat-d20", "d20"), ("qwen2.5-0.5b", "0.5B"))
-        for prompts, generations in ((16, 8), (8, 16), (64, 8))
+        for prompts, generations in ((16, 8), (8, 16), (64, 8), *(((128, 8),) if name == "0.5B" else ()))
     },
     "qwen2.5-0.5b": Case(kind="peers", model="qwen2.5-0.5b", prompt=128, new=128, generations=128),
 }

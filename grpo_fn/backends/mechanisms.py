@@ -78,6 +78,7 @@ class DecodeForm(NamedTuple):
 
     form: Callable[[nn.Module], AbstractContextManager[None]]  # the module in that form
     layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # whose weights it holds once more
+    most_rows: int = 2**31  # with more at a time it is slower than the forms after it
 
 
 class DecodeProgram(NamedTuple):

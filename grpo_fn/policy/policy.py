@@ -123,13 +123,13 @@ class Policy:
             yield module
 
     @contextmanager
-    def sampling(self, params: Tree) -> Iterator[nn.Module]:
-        """`bound` for decoding, with `decode_weights` where the policy `joins_weights`."""
+    def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
+        """`bound` for decoding so many rows, with `decode_weights` where the policy `joins_weights`."""
         with self.bound(params) as module:
             if not self.joins_weights:
                 yield module
                 return
-            with decode_weights(module):
+            with decode_weights(module, rows):
                 yield module
 
     @contextmanager

@@ -102,7 +102,10 @@ def generate(
         whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     else:
         whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
-    with policy.sampling(params) as model:
+    rows_at_once = len(prompts) * num_generations
+    if decoding.max_batch:
+        rows_at_once = min(rows_at_once, max(decoding.max_batch, num_generations))
+    with policy.sampling(params, rows_at_once) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
         for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]

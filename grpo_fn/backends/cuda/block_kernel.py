@@ -13,16 +13,16 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends.cuda.attention_source import HEAD_WIDTHS, MMA, MOST_SHARING, warps_of_row
 from grpo_fn.backends.cuda.block_source import SOURCE
 from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
 from grpo_fn.backends.mechanisms import has_cuda
 
 MOST_ROWS = 512
 MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
-_THREADS, _GROUP = 512, 128  # of a block, and of those that attend for one row
+_THREADS = 512  # of a block
 _STAGE = (128 + 64) * 128  # bytes of a stage of the ring
 _MOST_STAGES, _LEAST_STAGES = 6, 3
-_MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}
 
 
 @attrs.frozen
@@ -53,10 +53,10 @@ class BlockShape:
                 return f"{name} of {size}: wanted a multiple of 64"
         if self.width > MOST_WIDTH:
             return f"width of {self.width}: wanted at most {MOST_WIDTH}"
-        if self.head_width not in (64, 128):
+        if self.head_width not in HEAD_WIDTHS:
             return f"heads of {self.head_width}: wanted 64 or 128"
-        if self.heads % self.shared or self.heads // self.shared > 8:
-            return f"{self.heads} query heads over {self.shared}: wanted at most 8 to share keys"
+        if self.heads % self.shared or self.heads // self.shared > MOST_SHARING:
+            return f"{self.heads} query heads over {self.shared}: wanted at most {MOST_SHARING} to share keys"
         return None
 
 
@@ -104,7 +104,7 @@ def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
         and (limits := device_limits()) is not None
         and _stages(limits) >= _LEAST_STAGES
         and len(dtypes) == 1
-        and dtypes <= set(_MMA)
+        and dtypes <= set(MMA)
         and rows <= MOST_ROWS
         and shape.fault() is None
     )
@@ -139,7 +139,7 @@ def block_step(
     inputs = [x, *(weight for _, weight in present), turns, *prompt, *own]
     inputs += [prompt_of_b, lengths_p, own_length, barrier]
     source = SOURCE.replace("EPSILON", literal(shape.eps)).replace("SCALE", literal(shape.scale))
-    source = source.replace("MMA", _MMA[x.dtype])
+    source = source.replace("MMA", MMA[x.dtype])
     for name in _NAMES[_REQUIRED:]:
         there = name if name in names else "((const T*)nullptr)"
         source = re.sub(rf"\b{name.upper()}\b", there, source)
@@ -168,7 +168,7 @@ def block_step(
             ("HEAD_NORMS", shape.head_norms),
             ("MOST_SUMS", most_sums),
             *splits.items(),
-            ("GROUP", _GROUP),
+            ("GROUP", 32 * warps_of_row(rows * shape.shared, groups * _THREADS // 32)),
             ("THREADS", _THREADS),
             ("STAGES", stages),
             ("RING", stages * _STAGE),

@@ -6,13 +6,15 @@ run at a time, and no two launches with one barrier may overlap.
 
 Products: tiles of 128 rows × 64 columns, 64 numbers of K at a time through a ring of stages in shared memory,
 on tensor cores (mma.m16n8k16). Where there are fewer tiles than multiprocessors K is cut, and whatever reads
-the product adds up its parts, always in the same order: a row's numbers do not depend on the other rows.
-Attention: as in `prefix_attention`, by groups of threads, each for up to four query heads of a row.
+the product adds up its parts, always in the same order: no row's products depend on the other rows.
+Attention: `attention_source`, by a group of warps for each row and head of keys.
 
 Names in capitals are constants of the shape, or weights that a block may lack: `block_kernel` puts them in.
 """
 
-SOURCE = """
+from grpo_fn.backends.cuda.attention_source import ATTENTION, PRODUCT
+
+_SOURCE = """
     constexpr int NQ = HEADS * HD, NKV = SHARED * HD, NALL = NQ + 2 * NKV, WARPS = THREADS / 32;
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ float of_warps[WARPS];
@@ -48,6 +50,7 @@ SOURCE = """
         }
         __syncthreads();
     };
+PRODUCT
     auto cold = [](const float* from) {
         float x;
         asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
@@ -114,57 +117,58 @@ SOURCE = """
         }
     };
 
-    // Attention of one row, one head of keys, and RR of the R query heads that share it: by GROUP threads.
+    // Attention of one row and one head of keys, with all query heads that share it: by GROUP threads.
+    constexpr int R = HEADS / SHARED;
+ATTENTION
     auto attend = [&]() {
-        constexpr int R = HEADS / SHARED, PARTS = (R + 3) / 4, RR = (R + PARTS - 1) / PARTS;
-        constexpr int LANES = HD / 8, SLOTS = GROUP / LANES, GROUP_WARPS = GROUP / 32;
-        constexpr int FLOATS = (RR + 2) * HD + RR * GROUP_WARPS * (HD + 2);
-        static_assert(FLOATS * 4 * (THREADS / GROUP) <= RING, "shared memory of attention");
+        constexpr int ATTENDING = GROUP / 32, ALL = R * ATTENDING * HD;
+        constexpr int FLOATS = 2 * R * ATTENDING + (ALL > (R + 2) * HD ? ALL : (R + 2) * HD);
+        static_assert(FLOATS * 4 * (THREADS / GROUP) <= RING && FLOATS % 2 == 0, "of shared memory");
         const int group = me / GROUP, t = me % GROUP, group_warp = t / 32;
-        const int key_lane = t % LANES, slot = t / LANES;
-        float* own_floats = reinterpret_cast<float*>(ring) + group * FLOATS;
-        float (*heads)[HD] = reinterpret_cast<float (*)[HD]>(own_floats);  // RR queries, the key, the value
-        float* tops = own_floats + (RR + 2) * HD;                          // [RR][GROUP_WARPS]
-        float* totals = tops + RR * GROUP_WARPS;
-        float* parts = totals + RR * GROUP_WARPS;                          // [RR][GROUP_WARPS][HD]
-        auto together = [&]() { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory"); };
+        float* parts = reinterpret_cast<float*>(ring) + group * FLOATS;    // [R][ATTENDING][HD], and before:
+        float (*heads)[HD] = reinterpret_cast<float (*)[HD]>(parts);       // R queries, the key, the value
+        float* tops = parts + FLOATS - 2 * R * ATTENDING;                  // [R][ATTENDING]
+        float* totals = tops + R * ATTENDING;
+        auto together = [&]() {
+            if (GROUP == 32) __syncwarp();
+            else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
+        };
         const int own = own_length[0];
 
-        for (int item = blockIdx.x * (THREADS / GROUP) + group; item < rows * SHARED * PARTS;
+        for (int item = blockIdx.x * (THREADS / GROUP) + group; item < rows * SHARED;
              item += gridDim.x * (THREADS / GROUP)) {
-            const int row = item / (SHARED * PARTS), head = item / PARTS % SHARED, part = item % PARTS;
-            const int first_head = head * R + part * RR, number = min(RR, R - part * RR);
+            const int row = item / SHARED, head = item % SHARED;
             together();
-            for (int at = t; at < (RR + 2) * HD; at += GROUP) {
+            for (int at = t; at < (R + 2) * HD; at += GROUP) {
                 const int which = at / HD, d = at % HD;
-                const int column = which < RR ? (first_head + min(which, number - 1)) * HD + d
-                                 : which == RR ? NQ + head * HD + d : NQ + NKV + head * HD + d;
+                const int column = which < R ? (head * R + which) * HD + d
+                                 : which == R ? NQ + head * HD + d : NQ + NKV + head * HD + d;
                 float sum = 0;
                 #pragma unroll
                 for (int s = 0; s < SPLIT_QKV; s++)
                     sum += cold(sums_at + ((size_t)s * rows + row) * NALL + column);
-                if (BIASED && which < RR) sum += float(BQ[column]);
-                if (BIASED && which == RR) sum += float(BK[column - NQ]);
-                if (BIASED && which > RR) sum += float(BV[column - NQ - NKV]);
+                if (BIASED && which < R) sum += float(BQ[column]);
+                if (BIASED && which == R) sum += float(BK[column - NQ]);
+                if (BIASED && which > R) sum += float(BV[column - NQ - NKV]);
                 heads[which][d] = float(T(sum));
             }
             together();
             auto normalise = [&]() {
-                for (int which = group_warp; which < RR + 1; which += GROUP_WARPS) {
+                for (int which = group_warp; which < R + 1; which += ATTENDING) {
                     float squares = 0;
                     for (int d = lane; d < HD; d += 32) squares += heads[which][d] * heads[which][d];
                     for (int step = 16; step > 0; step /= 2)
                         squares += __shfl_xor_sync(0xffffffff, squares, step);
                     const float inverse = rsqrtf(squares / HD + EPSILON);
                     for (int d = lane; d < HD; d += 32) {
-                        const float weight = HEAD_NORMS == 2 ? 1.0f : float(which < RR ? QN[d] : KN[d]);
+                        const float weight = HEAD_NORMS == 2 ? 1.0f : float(which < R ? QN[d] : KN[d]);
                         heads[which][d] = float(T(heads[which][d] * inverse * weight));
                     }
                 }
                 together();
             };
             if (HEAD_NORMS == 1) normalise();
-            for (int at = t; at < (RR + 1) * (HD / 2); at += GROUP) {
+            for (int at = t; at < (R + 1) * (HD / 2); at += GROUP) {
                 const int which = at / (HD / 2), d = at % (HD / 2);
                 const float one = heads[which][d], two = heads[which][d + HD / 2];
                 const float c = turns[row * HD + d], s = turns[row * HD + HD / 2 + d];
@@ -175,91 +179,31 @@ SOURCE = """
             if (HEAD_NORMS == 2) normalise();
 
             const int prompt = prompt_of[row], prompt_length = lengths[prompt];
-            const int length = prompt_length + own + 1;
             const size_t at = (size_t)(prompt * SHARED + head) * prompt_keys_shape[2] * HD;
             const size_t own_at = (size_t)(row * SHARED + head) * own_keys_shape[2] * HD;
             for (int d = t; d < HD; d += GROUP) {
-                const_cast<T*>(own_keys)[own_at + (size_t)own * HD + d] = T(heads[RR][d]);
-                const_cast<T*>(own_values)[own_at + (size_t)own * HD + d] = T(heads[RR + 1][d]);
+                const_cast<T*>(own_keys)[own_at + (size_t)own * HD + d] = T(heads[R][d]);
+                const_cast<T*>(own_values)[own_at + (size_t)own * HD + d] = T(heads[R + 1][d]);
             }
             together();  // the new key and value are read as the others are
-
-            float q[RR][8], sums[RR][8], top[RR], total[RR];
-            #pragma unroll
-            for (int r = 0; r < RR; r++) {
-                top[r] = -INFINITY;
-                total[r] = 0;
+            auto query = [&](int r, int at, unsigned int (&to)[4]) {
+                Numbers eight;
                 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    q[r][i] = heads[r][key_lane * 8 + i] * SCALE;
-                    sums[r][i] = 0;
-                }
-            }
-            auto read = [&](Numbers& k, Numbers& v, int j) {
-                const bool shared = j < prompt_length;
-                const size_t key = shared ? at + (size_t)j * HD : own_at + (size_t)(j - prompt_length) * HD;
-                const size_t place = key + key_lane * 8;
-                k = *reinterpret_cast<const Numbers*>((shared ? prompt_keys : own_keys) + place);
-                v = *reinterpret_cast<const Numbers*>((shared ? prompt_values : own_values) + place);
+                for (int i = 0; i < 8; i++) eight.at[i] = T(heads[r][at + i]);
+                #pragma unroll
+                for (int i = 0; i < 4; i++) to[i] = reinterpret_cast<const unsigned int*>(&eight)[i];
             };
-            Numbers k, v, next_k, next_v;
-            if (slot < length) read(k, v, slot);
-            #pragma unroll 1
-            for (int first = 0; first < length; first += SLOTS) {
-                const bool there = first + slot < length;
-                if (first + SLOTS + slot < length) read(next_k, next_v, first + SLOTS + slot);
-                #pragma unroll
-                for (int r = 0; r < RR; r++) {
-                    float score = 0;
-                    if (there)
-                        for (int i = 0; i < 8; i++) score += q[r][i] * float(k.at[i]);
-                    for (int step = LANES / 2; step > 0; step /= 2)
-                        score += __shfl_xor_sync(0xffffffff, score, step);
-                    if (there) {
-                        const float higher = fmaxf(top[r], score);
-                        const float shrink = __expf(top[r] - higher), weight = __expf(score - higher);
-                        top[r] = higher;
-                        total[r] = total[r] * shrink + weight;
-                        for (int i = 0; i < 8; i++)
-                            sums[r][i] = sums[r][i] * shrink + weight * float(v.at[i]);
-                    }
-                }
-                k = next_k;
-                v = next_v;
-            }
-            #pragma unroll
-            for (int r = 0; r < RR; r++) {
-                float highest = top[r];
-                for (int step = LANES; step < 32; step *= 2)
-                    highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, step));
-                const float share = top[r] == -INFINITY ? 0.0f : __expf(top[r] - highest);
-                total[r] *= share;
-                for (int step = LANES; step < 32; step *= 2)
-                    total[r] += __shfl_xor_sync(0xffffffff, total[r], step);
-                for (int i = 0; i < 8; i++) {
-                    sums[r][i] *= share;
-                    for (int step = LANES; step < 32; step *= 2)
-                        sums[r][i] += __shfl_xor_sync(0xffffffff, sums[r][i], step);
-                    if (lane < LANES)
-                        parts[(r * GROUP_WARPS + group_warp) * HD + key_lane * 8 + i] = sums[r][i];
-                }
-                if (lane == 0) {
-                    tops[r * GROUP_WARPS + group_warp] = highest;
-                    totals[r * GROUP_WARPS + group_warp] = total[r];
-                }
-            }
+            auto find = [&](int j, const T*& key, const T*& value) {
+                const bool shared = j < prompt_length;
+                const size_t place = shared ? at + (size_t)j * HD : own_at + (size_t)(j - prompt_length) * HD;
+                key = (shared ? prompt_keys : own_keys) + place;
+                value = (shared ? prompt_values : own_values) + place;
+            };
+            const int length = prompt_length + own + 1;
+            attend_over(query, find, length, group_warp, ATTENDING, together, tops, totals, parts);
             together();
-            for (int n = t; n < number * HD; n += GROUP) {
-                const int r = n / HD * GROUP_WARPS;
-                float highest = -INFINITY, sum = 0, whole = 0;
-                for (int w = 0; w < GROUP_WARPS; w++) highest = fmaxf(highest, tops[r + w]);
-                for (int w = 0; w < GROUP_WARPS; w++) {
-                    const float share = tops[r + w] == -INFINITY ? 0.0f : __expf(tops[r + w] - highest);
-                    whole += share * totals[r + w];
-                    sum += share * parts[(r + w) * HD + n % HD];
-                }
-                a_at[(size_t)row * NQ + first_head * HD + n] = T(sum / whole);
-            }
+            for (int n = t; n < R * HD; n += GROUP)
+                a_at[(size_t)row * NQ + head * R * HD + n] = combined(n, ATTENDING, tops, totals, parts);
         }
     };
 
@@ -339,13 +283,7 @@ SOURCE = """
                     for (int m = 0; m < 2; m++)
                         #pragma unroll
                         for (int n = 0; n < 4; n++)
-                            asm volatile(
-                                "mma.sync.aligned.m16n8k16.row.col.f32.MMA.MMA.f32 "
-                                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                                : "+f"(sums[m][n][0]), "+f"(sums[m][n][1]),
-                                  "+f"(sums[m][n][2]), "+f"(sums[m][n][3])
-                                : "r"(a[m][0]), "r"(a[m][1]), "r"(a[m][2]), "r"(a[m][3]),
-                                  "r"(b[n / 2][n % 2 * 2]), "r"(b[n / 2][n % 2 * 2 + 1]));
+                            mma(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
                 }
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
                 free = free + 1 == STAGES ? 0 : free + 1;
@@ -398,3 +336,4 @@ SOURCE = """
     }
     finish_rows(h_at, true, SPLIT_DOWN, y, nullptr, nullptr);
 """
+SOURCE = _SOURCE.replace("PRODUCT", PRODUCT).replace("ATTENTION", ATTENTION)

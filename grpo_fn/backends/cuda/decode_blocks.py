@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, block_step, takes_block
+from grpo_fn.backends.cuda.block_kernel import MOST_ROWS, BlockShape, Weights, block_step, takes_block
 from grpo_fn.backends.cuda.kernel_steps import KernelCache
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
@@ -277,4 +277,4 @@ def known_blocks(module: nn.Module) -> NamedLayers:
     return found
 
 
-FORM = DecodeForm(decode_blocks, lambda module, compute: [])  # nothing is in memory twice
+FORM = DecodeForm(decode_blocks, lambda module, compute: [], MOST_ROWS)  # nothing is in memory twice

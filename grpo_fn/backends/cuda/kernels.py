@@ -221,7 +221,8 @@ def compiled_source(source: str, architecture: str) -> bytes:
     if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
         raise RuntimeError("NVRTC could not begin a program")
     try:
-        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+        words = f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"
+        options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
         if call("nvrtcCompileProgram", program, len(options), options):
             said = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{said}")

@@ -1,9 +1,10 @@
 """One CUDA kernel for attention over a shared prompt and a row's own tokens, which takes in the newest.
 
-A block computes one row and one head of keys, with all the query heads that share it. Groups of lanes take
-keys in turn, 8 numbers of each a lane, the next ones being read meanwhile, and keep a running softmax
-(Milakov and Gimelshein, arXiv 1805.02867); at the end the groups' sums are combined. The rows of a prompt
-read the same keys, mostly out of the cache.
+A block computes one row and one head of keys, with all the query heads that share it: numbers of 16 bits on
+tensor cores (`attention_source`). Others, and narrow heads, go without: groups of lanes take keys in turn, 8
+numbers of each a lane, the next ones being read meanwhile, and keep a running softmax (Milakov and
+Gimelshein, arXiv 1805.02867); at the end the groups' sums are combined. The rows of a prompt read the same
+keys, mostly out of the cache.
 
 The new key and value are written into the row's own buffers, which are inputs: MLX knows nothing of it. Right
 only where whoever calls holds these buffers alone and lets no two steps overlap; a step's tokens depend on
@@ -12,35 +13,65 @@ those of the step before, which orders them.
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.kernels import cuda_kernel, literal
+from grpo_fn.backends.cuda.attention_source import (
+    ATTENTION,
+    HEAD_WIDTHS,
+    MMA,
+    MOST_SHARING,
+    PRODUCT,
+    warps_of_row,
+)
+from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, device_limits, literal
 
-_SOURCE = """
-    constexpr int LANES = D / 8;              // that share a key, 8 of its numbers each
-    constexpr int SLOTS = THREADS / LANES;    // keys at a time
+_ROW = """
     constexpr int WARPS = THREADS / 32;
-    const int row = blockIdx.x / HEADS, head = blockIdx.x % HEADS;
-    const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES, warp = threadIdx.x / 32;
+    const int row = blockIdx.x / HEADS, head = blockIdx.x % HEADS, warp = threadIdx.x / 32;
     const int prompt = prompt_of[row], own = own_length[0];
     const int prompt_length = lengths[prompt], length = prompt_length + own + 1;
-    const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * D;
-    const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * D;
-    const size_t new_at = (size_t)(row * HEADS + head) * D;
-
-    struct alignas(16) Numbers { T at[8]; };
-    auto read = [&](Numbers& k, Numbers& v, int j) {  // the j-th of the prompt's, the row's own, the new one
-        const T *keys, *values;
-        if (j < prompt_length) {
-            keys = prompt_keys + at + (size_t)j * D;
-            values = prompt_values + at + (size_t)j * D;
-        } else if (j < prompt_length + own) {
-            keys = own_keys + own_at + (size_t)(j - prompt_length) * D;
-            values = own_values + own_at + (size_t)(j - prompt_length) * D;
-        } else {
-            keys = new_keys + new_at;
-            values = new_values + new_at;
+    const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * HD;
+    const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * HD;
+    const size_t new_at = (size_t)(row * HEADS + head) * HD;
+    // The j-th of the prompt's, the row's own, the new one.
+    auto find = [&](int j, const T*& key, const T*& value) {
+        const bool shared = j < prompt_length, mine = j < prompt_length + own;
+        const size_t place = shared ? at + (size_t)j * HD
+                           : mine ? own_at + (size_t)(j - prompt_length) * HD : new_at;
+        key = (shared ? prompt_keys : mine ? own_keys : new_keys) + place;
+        value = (shared ? prompt_values : mine ? own_values : new_values) + place;
+    };
+    auto keep_the_new = [&]() {
+        const size_t kept_at = own_at + (size_t)own * HD;
+        for (int i = threadIdx.x; i < HD; i += THREADS) {
+            const_cast<T*>(own_keys)[kept_at + i] = new_keys[new_at + i];
+            const_cast<T*>(own_values)[kept_at + i] = new_values[new_at + i];
         }
-        k = *reinterpret_cast<const Numbers*>(keys + lane * 8);
-        v = *reinterpret_cast<const Numbers*>(values + lane * 8);
+    };
+"""
+
+_ON_TENSOR_CORES = """
+    __shared__ float tops[R * WARPS], totals[R * WARPS], parts[R * WARPS * HD];
+    auto query = [&](int r, int at, unsigned int (&to)[4]) {
+        const uint4 words = *reinterpret_cast<const uint4*>(
+            queries + ((size_t)(row * HEADS + head) * R + r) * HD + at);
+        to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+    };
+    attend_over(query, find, length, warp, WARPS, []() {}, tops, totals, parts);
+    keep_the_new();
+    __syncthreads();
+    for (int n = threadIdx.x; n < R * HD; n += THREADS)
+        out[(size_t)(row * HEADS + head) * R * HD + n] = combined(n, WARPS, tops, totals, parts);
+"""
+
+_PLAIN = """
+    constexpr int LANES = HD / 8;             // that share a key, 8 of its numbers each
+    constexpr int SLOTS = THREADS / LANES;    // keys at a time
+    const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+    struct alignas(16) Numbers { T at[8]; };
+    auto read = [&](Numbers& k, Numbers& v, int j) {
+        const T *key, *value;
+        find(j, key, value);
+        k = *reinterpret_cast<const Numbers*>(key + lane * 8);
+        v = *reinterpret_cast<const Numbers*>(value + lane * 8);
     };
     Numbers k, v;
     if (slot < length) read(k, v, slot);  // on its way while the queries are read
@@ -50,7 +81,7 @@ _SOURCE = """
         top[r] = -INFINITY;
         total[r] = 0;
         const Numbers query = *reinterpret_cast<const Numbers*>(
-            queries + ((size_t)(row * HEADS + head) * R + r) * D + lane * 8);
+            queries + ((size_t)(row * HEADS + head) * R + r) * HD + lane * 8);
         for (int i = 0; i < 8; i++) {
             q[r][i] = float(query.at[i]) * SCALE;
             sums[r][i] = 0;
@@ -78,14 +109,10 @@ _SOURCE = """
         k = next_k;
         v = next_v;
     }
-    const size_t kept_at = own_at + (size_t)own * D;
-    for (int i = threadIdx.x; i < D; i += THREADS) {
-        const_cast<T*>(own_keys)[kept_at + i] = new_keys[new_at + i];
-        const_cast<T*>(own_values)[kept_at + i] = new_values[new_at + i];
-    }
+    keep_the_new();
 
     // Slots of a warp by shuffles, then warps by shared memory. A slot without a key has the weight 0.
-    __shared__ float tops[R][WARPS], totals[R][WARPS], parts[R][WARPS][D];
+    __shared__ float tops[R][WARPS], totals[R][WARPS], parts[R][WARPS][HD];
     for (int r = 0; r < R; r++) {
         float highest = top[r];
         for (int step = LANES; step < 32; step *= 2)
@@ -105,20 +132,21 @@ _SOURCE = """
         }
     }
     __syncthreads();
-    for (int n = threadIdx.x; n < R * D; n += THREADS) {
-        const int r = n / D;
+    for (int n = threadIdx.x; n < R * HD; n += THREADS) {
+        const int r = n / HD;
         float highest = -INFINITY, sum = 0, whole = 0;
         for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, tops[r][w]);
         for (int w = 0; w < WARPS; w++) {
             const float share = tops[r][w] == -INFINITY ? 0.0f : __expf(tops[r][w] - highest);
             whole += share * totals[r][w];
-            sum += share * parts[r][w][n % D];
+            sum += share * parts[r][w][n % HD];
         }
-        out[(size_t)(row * HEADS + head) * R * D + n] = T(sum / whole);
+        out[(size_t)(row * HEADS + head) * R * HD + n] = T(sum / whole);
     }
 """
 
 
+_WARPS_AT_A_TIME = {64: 20, 128: 12}  # of a multiprocessor, for heads of so many numbers: by their registers
 _INPUTS = (
     "queries",
     "new_keys",
@@ -164,16 +192,21 @@ def append_and_attend(
     dtypes = {a.dtype for a in (queries, new_keys, new_values, own_keys, own_values, prompt_keys)}
     if width not in (32, 64, 128) or own_keys.shape[-1] != width or own_values.shape[-1] != width:
         raise ValueError(f"heads of {width}: wanted 32, 64 or 128 numbers in queries, keys and values")
-    if heads // shared > 8:
-        raise ValueError(f"{heads // shared} query heads share keys: wanted at most 8")
+    if heads // shared > MOST_SHARING:
+        raise ValueError(f"{heads // shared} query heads share keys: wanted at most {MOST_SHARING}")
     if len(dtypes) > 1 or queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: wanted one, of 16 or 32 bits")
-    threads = (
-        512 if heads // shared <= 2 else 256
-    )  # more would not fit into the registers of one multiprocessor
-    kernel = cuda_kernel(
-        "attention_over_a_shared_prompt", _INPUTS, ("out",), _SOURCE.replace("SCALE", literal(scale))
-    )
+    group = heads // shared
+    if queries.dtype in MMA and width in HEAD_WIDTHS and compiles("sm_80"):
+        device = device_limits()
+        room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
+        threads = 32 * warps_of_row(rows * shared, room)
+        name, source = "attention_on_tensor_cores", _ROW + PRODUCT + ATTENTION + _ON_TENSOR_CORES
+        source = source.replace("MMA", MMA[queries.dtype])
+    else:
+        threads = 512 if group <= 2 else 256  # more would not fit into the registers of one multiprocessor
+        name, source = "attention_over_a_shared_prompt", _ROW + _PLAIN
+    kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
         inputs=[
             queries,
@@ -189,8 +222,8 @@ def append_and_attend(
         ],
         template=[
             ("T", queries.dtype),
-            ("D", width),
-            ("R", heads // shared),
+            ("HD", width),
+            ("R", group),
             ("HEADS", shared),
             ("THREADS", threads),
         ],

@@ -20,8 +20,8 @@ FORMS = ("decode_blocks", "fused_projections")
 
 
 @contextmanager
-def decode_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """The module with these weights, until the end of the `with` block."""
+def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
+    """The module with these weights for that many rows at a time, until the end of the `with` block."""
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
         stack.enter_context(merged_adapters(module))
@@ -32,7 +32,7 @@ def decode_weights(module: nn.Module) -> Iterator[nn.Module]:
         mx.eval([layer.parameters() for layer in plain])
         for name in FORMS:
             form = find(name)
-            if form is not None:
+            if form is not None and rows <= form.most_rows:
                 stack.enter_context(form.form(module))
         yield module
 

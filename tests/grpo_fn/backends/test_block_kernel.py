@@ -8,7 +8,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.backends import disabled
-from grpo_fn.backends.cuda import decode_blocks
+from grpo_fn.backends.cuda import block_kernel, decode_blocks
 from grpo_fn.backends.cuda.block_kernel import BlockShape
 from grpo_fn.backends.cuda.decode_blocks import DecodeBlock, composed_block, known_blocks, parts_of
 from grpo_fn.backends.cuda.kernel_steps import KernelCache
@@ -157,9 +157,10 @@ def test_more_rows_than_it_takes_go_through_the_block(monkeypatch):
 @pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("generations", [1, 5, 70])
-def test_decoding_with_it(name, dtype, generations):
+@pytest.mark.parametrize("generations, warps", [(1, 8), (5, 1), (70, 2)])
+def test_decoding_with_it(name, dtype, generations, warps, monkeypatch):
     """As near to float32 as without it; the same each time; and no row depends on the others."""
+    monkeypatch.setattr(block_kernel, "warps_of_row", lambda items, room: warps)
     prompts = [[5, 9, 11, 3], [7, 2], [4] * 30]
     exact = g.Policy.from_module(module_of(name, dtype=dtype), compute_dtype=mx.float32)
 

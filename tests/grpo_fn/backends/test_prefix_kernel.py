@@ -7,6 +7,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.backends import has_cuda
 from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.backends.cuda.attention_source import warps_of_row
 from grpo_fn.backends.cuda.prefix_attention import append_and_attend
 from tests.support.kernels.in_place_kernel import attention
 from tests.support.tiny_policies import tiny_policy
@@ -16,8 +17,16 @@ PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], 5
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
 
 
+@pytest.mark.parametrize("items, wanted", [(6, 8), (256, 8), (640, 2), (1280, 1), (9999, 1)])
+def test_warps_of_a_row(items, wanted):
+    """As many as run at a time, 16 on each of 132 multiprocessors; one where there are more rows."""
+    assert warps_of_row(items, 132 * 16) == wanted
+
+
 @needs_cuda
-@pytest.mark.parametrize("width, heads, shared", [(64, 4, 2), (128, 2, 2), (64, 7, 1), (32, 4, 4)])
+@pytest.mark.parametrize(
+    "width, heads, shared", [(64, 4, 2), (128, 2, 2), (128, 8, 1), (64, 7, 1), (32, 4, 4)]
+)
 @pytest.mark.parametrize(
     "dtype, tolerance", [(mx.float32, 1e-5), (mx.float16, 3e-3), (mx.bfloat16, 2e-2)], ids=str
 )
