@@ -76,9 +76,8 @@ _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
 class DecodeForm(NamedTuple):
     """A form of a model's weights that decodes faster."""
 
-    form: Callable[[nn.Module], AbstractContextManager[None]]  # the module in that form
+    form: Callable[[nn.Module, int], AbstractContextManager[None]]  # the module in that form, for rows
     layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # whose weights it holds once more
-    most_rows: int = 2**31  # with more at a time it is slower than the forms after it
 
 
 class DecodeProgram(NamedTuple):

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from grpo_fn.backends.cuda.block_kernel import MOST_ROWS, BlockShape, Weights, block_step, takes_block
+from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, block_step, takes_block
 from grpo_fn.backends.cuda.kernel_steps import KernelCache
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
@@ -244,9 +244,12 @@ class DecodeBlock(nn.Module):
 
 
 @contextmanager
-def decode_blocks(module: nn.Module) -> Iterator[None]:
-    """The module with its blocks in this form, until the end of the `with` block; on CUDA."""
-    found = known_blocks(module)
+def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
+    """The module with its blocks in this form, for so many rows, until the end of the `with` block; on CUDA.
+
+    Where these are more than the kernel takes, the blocks stay as they are, and other forms may serve.
+    """
+    found = known_blocks(module, rows)
     barrier = mx.zeros((64,), mx.uint32)
     rotations = [_rotation(parts_of(block)) for _, block in found]
     mx.eval(barrier, rotations)
@@ -265,16 +268,16 @@ def _rotation(parts: Parts | None) -> mx.array:
     return mx.concatenate([turns_at(parts.rope, width, 1, 4, first) for first in (0, 5000)], axis=1)
 
 
-def known_blocks(module: nn.Module) -> NamedLayers:
-    """The blocks that the kernel can compute, with their paths."""
+def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
+    """The blocks that the kernel can compute for so many rows, with their paths."""
     found: NamedLayers = []
     for name, block in module.named_modules():
         parts = parts_of(block) if "mlp" in block else None
-        if parts is None or not takes_block(*parts[:2], 1):
+        if parts is None or not takes_block(*parts[:2], rows):
             continue
         if _is_composed(type(block), parts.shape, parts.weights.q.dtype, _ById(block)):
             found.append((name, block))
     return found
 
 
-FORM = DecodeForm(decode_blocks, lambda module, compute: [], MOST_ROWS)  # nothing is in memory twice
+FORM = DecodeForm(decode_blocks, lambda module, compute: [])  # nothing is in memory twice

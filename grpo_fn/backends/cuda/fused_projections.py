@@ -50,8 +50,11 @@ class FusedPart(nn.Module):
 
 
 @contextmanager
-def fused_projections(module: nn.Module) -> Iterator[None]:
-    """The module with sibling layers of one shape fused, until the end of the `with` block; on CUDA."""
+def fused_projections(module: nn.Module, rows: int = 1) -> Iterator[None]:
+    """The module with sibling layers of one shape fused, until the end of the `with` block; on CUDA.
+
+    They serve any number of `rows`.
+    """
     found = fusable(module)
     parts = []
     for group in found:

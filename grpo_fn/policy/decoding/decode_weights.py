@@ -32,8 +32,8 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
         mx.eval([layer.parameters() for layer in plain])
         for name in FORMS:
             form = find(name)
-            if form is not None and rows <= form.most_rows:
-                stack.enter_context(form.form(module))
+            if form is not None:
+                stack.enter_context(form.form(module, rows))
         yield module
 
 

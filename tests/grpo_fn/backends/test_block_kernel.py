@@ -9,9 +9,10 @@ import pytest
 import grpo_fn as g
 from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda import block_kernel, decode_blocks
-from grpo_fn.backends.cuda.block_kernel import BlockShape
+from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, takes_block
 from grpo_fn.backends.cuda.decode_blocks import DecodeBlock, composed_block, known_blocks, parts_of
 from grpo_fn.backends.cuda.kernel_steps import KernelCache
+from grpo_fn.backends.cuda.kernels import DeviceLimits
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import tiny_module, worst_difference
 
@@ -101,6 +102,29 @@ def test_shapes(change, message):
     assert BlockShape(**shape, **rest).fault() == message
 
 
+@pytest.mark.parametrize(
+    "shape, most",
+    [
+        ({"width": 896, "heads": 14, "shared": 2, "head_width": 64, "hidden": 4864, "gated": True}, 512),
+        ({"width": 1280, "heads": 10, "shared": 10, "head_width": 128, "hidden": 5120, "gated": False}, 384),
+        ({"width": 3584, "heads": 28, "shared": 4, "head_width": 128, "hidden": 18944, "gated": True}, 0),
+    ],
+    ids=["Qwen2.5-0.5B", "nanochat-d20", "Qwen2.5-7B"],
+)
+def test_large_blocks_of_many_rows_are_left_to_cublas(shape, most, monkeypatch):
+    """As many rows as the products' time allows, in whole tiles."""
+    shape = BlockShape(**shape, biased=False, head_norms=0, scale=0.1, eps=1e-6)
+    for name, value in {
+        "has_cuda": True,
+        "compiles": True,
+        "device_limits": DeviceLimits(132, 232448),
+    }.items():
+        monkeypatch.setattr(block_kernel, name, lambda *_, value=value: value)
+    weights = Weights(*[mx.zeros((1,), mx.bfloat16)] * 6)
+    taken = [rows for rows in range(1, 1025) if takes_block(shape, weights, rows)]
+    assert max(taken, default=0) == most
+
+
 def test_blocks_stay_as_they_are_elsewhere():
     policy = g.Policy.from_module(module_of("llama"))
     with policy.sampling(policy.params) as module:
@@ -152,6 +176,8 @@ def test_more_rows_than_it_takes_go_through_the_block(monkeypatch):
     monkeypatch.setattr(decode_blocks, "takes_block", lambda shape, weights, rows: rows == 1)
     with decode_blocks.decode_blocks(policy.module):
         assert worst_difference(policy.module(mx.repeat(tokens, 2, axis=0))[:1], wanted) < 1e-5
+    with policy.sampling(policy.params, 2), decode_blocks.decode_blocks(policy.module, 2):
+        assert not any(isinstance(layer, DecodeBlock) for layer in policy.module.modules())
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")

@@ -176,14 +176,6 @@ def test_nothing_is_fused_elsewhere(monkeypatch):
         assert "Fused" not in kinds(module)
 
 
-@pytest.mark.parametrize("rows, fused", [(7, False), (8, True)])
-def test_a_form_serves_up_to_a_number_of_rows(rows, fused, on_cuda):
-    module = tiny_module("llama")
-    form = mechanisms.DecodeForm(fused_projections, lambda module, compute: [], 7)
-    with substituted(decode_blocks=form, fused_projections=None), decode_weights(module, rows):
-        assert ("Fused" in kinds(module)) is not fused
-
-
 def test_a_policy_samples_in_this_form(on_cuda):
     policy = g.Policy.from_module(tiny_module("nanochat"))
     with policy.sampling(policy.params) as module:
