@@ -1,8 +1,9 @@
-"""What stands before the work: loading against mlx-lm's own, the help's answer, a conversion's memory."""
+"""What stands before the work: loading against mlx-lm's own, a model's check, help, a conversion's memory."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import statistics
 import subprocess
@@ -19,20 +20,26 @@ import attrs
 import click
 import mlx.core as mx
 
+import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.measure import Timing, interleaved
-from benchmarks.harness.record import Figure, time_figure
+from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.shapes import SHAPES, make_module
 from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
+from runners.config.loading import load_config
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform, prepare
 from runners.models.folders import copy_companions
 from runners.models.loaded_model import load_model
 from runners.quickstart import MODEL_DIR
+from runners.tuning.model_check import check_model
+from runners.tuning.model_comparison import Way
+from runners.tuning.saved_answers import cache_file
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
+CHECK, CHECK_SHARE = 2.0, 0.05  # seconds; of the time of loading, where the answer is known
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = (EMBEDDED, "qwen2-6x256", "qwen2.5-0.5b")
 
@@ -101,6 +108,59 @@ def loading(name: str, machine: Platform, repeats: int) -> list[Figure]:
         *(time_figure(f"{name}: {way}", taken) for way, taken in times.items()),
         *(attrs.evolve(figure, name=f"{name}: {way}") for way, figure in added.items()),
     ]
+
+
+def checking(name: str, machine: Platform, repeats: int) -> list[Figure]:
+    """What the check of a model takes at its first run, and what reading its answer takes at a later one."""
+    with folder_of(name) as folder, tempfile.TemporaryDirectory(prefix="loading-") as cache:
+        config = load_config("quickstart", [f"model.path={folder}"])
+        prompts = [[number % 300 + 1 for number in range(length)] for length in (40, 48)]
+        samples: dict[str, list[float]] = {"loaded": [], "checked": [], "answer kept": []}
+        with replaced_environment("GRPO_FN_CACHE", cache):
+            for _ in range(repeats):
+                started = time.perf_counter()
+                loaded = load_model(config.model, machine)
+                policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+                mx.eval(policy.params, policy.frozen)
+                samples["loaded"].append(time.perf_counter() - started)
+                for way in ("checked", "answer kept"):
+                    started = time.perf_counter()
+                    check_model(
+                        config,
+                        policy,
+                        policy.params,
+                        prompts,
+                        Way.of(policy, share_prompts=True, compile=True),
+                        model_config=loaded.config,
+                        platform=machine,
+                    )
+                    samples[way].append(time.perf_counter() - started)
+                cache_file().unlink()
+    times = {way: Timing(tuple(taken)) for way, taken in samples.items()}
+    most, most_share = (CHECK, None) if name == EMBEDDED else (None, CHECK_SHARE)
+    return [
+        time_figure(f"{name}: model check", times["checked"], at_most=most),
+        time_figure(f"{name}: model check, answer kept", times["answer kept"]),
+        ratio_figure(
+            f"{name}: model check, answer kept / loading",
+            times["answer kept"] / times["loaded"],
+            at_most=most_share,
+        ),
+    ]
+
+
+@contextmanager
+def replaced_environment(name: str, value: str) -> Iterator[None]:
+    """The variable with this value, until the end of the `with` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def added_seconds(ours: Timing, theirs: Timing) -> Figure:
@@ -173,7 +233,7 @@ def conversion(layers: int) -> list[Figure]:
 @benchmark("loading")
 @click.option("--repeats", default=7, show_default=True, help="Rounds.")
 def main(quick: bool, repeats: int) -> Sequence[Figure]:
-    """Loading a model against mlx-lm's own, `--help` of every command, the memory of a conversion."""
+    """Loading a model against mlx-lm's own, its check, `--help` of every command, a conversion's memory."""
     machine = prepare()
     figures: list[Figure] = []
     if find_spec("torch") is None:
@@ -186,6 +246,7 @@ def main(quick: bool, repeats: int) -> Sequence[Figure]:
     for name in (EMBEDDED, "tiny") if quick else MODELS:
         say(f"loading: {name}")
         figures += loading(name, machine, 2 if quick else repeats)
+        figures += checking(name, machine, 1 if quick else 3)
     # --quick has to work on a machine that is busy with the other tests.
     return [attrs.evolve(figure, at_most=None) for figure in figures] if quick else figures
 
