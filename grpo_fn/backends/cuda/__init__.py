@@ -9,13 +9,13 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 MECHANISMS = {
     "rms_norm": ("norm_kernels", "unit_rms", "takes_rows"),
     "rope": ("rope_kernels", "rope", "takes_heads"),
-    "draw": ("draw_kernel", "draw_rows", "takes_logits"),
+    "draw": ("decoding.draw_kernel", "draw_rows", "takes_logits"),
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
     "adamw": ("adamw_kernel", "adamw_leaf", "takes_leaf"),
-    "decode_blocks": ("decode_blocks", "FORM", ""),
-    "fused_projections": ("fused_projections", "FORM", ""),
-    "kernel_steps": ("kernel_steps", "PROGRAM", ""),
+    "decode_blocks": ("decoding.decode_blocks", "FORM", ""),
+    "fused_projections": ("decoding.fused_projections", "FORM", ""),
+    "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),
 }
 NUMBERS = {
     "unpack_rows": 8,  # from rates at 1, 16 and 128 rows

@@ -8,10 +8,10 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.backends import disabled
-from grpo_fn.backends.cuda import block_kernel, decode_blocks
-from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, takes_block
-from grpo_fn.backends.cuda.decode_blocks import DecodeBlock, composed_block, known_blocks, parts_of
-from grpo_fn.backends.cuda.kernel_steps import KernelCache
+from grpo_fn.backends.cuda.decoding import block_kernel, decode_blocks
+from grpo_fn.backends.cuda.decoding.block_kernel import BlockShape, Weights, takes_block
+from grpo_fn.backends.cuda.decoding.decode_blocks import DecodeBlock, composed_block, known_blocks, parts_of
+from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.backends.cuda.kernels import DeviceLimits
 from grpo_fn.trees import named_leaves
 from tests.support.tiny_policies import tiny_module, worst_difference

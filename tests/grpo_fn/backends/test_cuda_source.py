@@ -5,13 +5,12 @@ import pytest
 
 from grpo_fn.backends.cuda import (
     adamw_kernel,
-    draw_kernel,
     kernels,
     logit_kernels,
     norm_kernels,
-    prefix_attention,
     rope_kernels,
 )
+from grpo_fn.backends.cuda.decoding import draw_kernel, prefix_attention
 from grpo_fn.backends.cuda.kernels import CudaKernel
 
 needs_nvrtc = pytest.mark.skipif(kernels._nvrtc() is None, reason="needs CUDA's compiler")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from grpo_fn.backends import disabled, substituted
-from grpo_fn.backends.cuda.draw_kernel import draw_rows, takes_logits
+from grpo_fn.backends.cuda.decoding.draw_kernel import draw_rows, takes_logits
 from grpo_fn.prng import random_words
 from grpo_fn.rollout import sampler as sampling
 from grpo_fn.rollout.categorical import WIDTH, WORDS, draw

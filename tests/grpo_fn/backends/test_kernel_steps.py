@@ -8,9 +8,9 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.backends import disabled, substituted
-from grpo_fn.backends.cuda import fused_projections as fusing
-from grpo_fn.backends.cuda import kernel_steps
-from grpo_fn.backends.cuda.kernel_steps import KernelSteps
+from grpo_fn.backends.cuda.decoding import fused_projections as fusing
+from grpo_fn.backends.cuda.decoding import kernel_steps
+from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
 from grpo_fn.rollout.prefill import prefill_once
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll

@@ -10,8 +10,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
 from grpo_fn.backends import mechanisms, substituted
-from grpo_fn.backends.cuda import fused_projections as fusing
-from grpo_fn.backends.cuda.fused_projections import fused_projections
+from grpo_fn.backends.cuda.decoding import fused_projections as fusing
+from grpo_fn.backends.cuda.decoding.fused_projections import fused_projections
 from grpo_fn.policy.decoding import merged_adapters as merging
 from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
 from grpo_fn.policy.decoding.merged_adapters import merged_adapters

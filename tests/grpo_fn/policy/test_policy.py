@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import grpo_fn as g
-from grpo_fn.backends.cuda import kernel_steps
+from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
 from grpo_fn.policy.layers.patched_layers import use_own_functions

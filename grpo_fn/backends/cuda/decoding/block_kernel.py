@@ -13,8 +13,8 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.attention_source import HEAD_WIDTHS, MMA, MOST_SHARING, warps_of_row
-from grpo_fn.backends.cuda.block_source import SOURCE
+from grpo_fn.backends.cuda.decoding.attention_source import HEAD_WIDTHS, MMA, MOST_SHARING, warps_of_row
+from grpo_fn.backends.cuda.decoding.block_source import SOURCE
 from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
 from grpo_fn.backends.mechanisms import has_cuda
 

@@ -13,7 +13,7 @@ those of the step before, which orders them.
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.attention_source import (
+from grpo_fn.backends.cuda.decoding.attention_source import (
     ATTENTION,
     HEAD_WIDTHS,
     MMA,

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from grpo_fn.backends.cuda.block_kernel import BlockShape, Weights, block_step, takes_block
-from grpo_fn.backends.cuda.kernel_steps import KernelCache
+from grpo_fn.backends.cuda.decoding.block_kernel import BlockShape, Weights, block_step, takes_block
+from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
 from grpo_fn.trees import on_host

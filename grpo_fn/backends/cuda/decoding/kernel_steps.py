@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cuda.prefix_attention import append_and_attend
+from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
 from grpo_fn.backends.decoding import OneTokenCache, halve_down_to, with_others
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled

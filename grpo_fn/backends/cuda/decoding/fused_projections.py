@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.cuda.decode_blocks import DecodeBlock
+from grpo_fn.backends.cuda.decoding.decode_blocks import DecodeBlock
 from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.backends.shared_input import SIBLINGS, SharedInput
 from grpo_fn.layers import NamedLayers, all_plain, replaced_layers

@@ -1,0 +1,1 @@
+"""A decoding step on CUDA: few launches, and none that waits for the host."""
