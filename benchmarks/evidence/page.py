@@ -70,7 +70,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(AFTER, "after, %"),
         Column(REWARD, REWARD),
         Column("weights moved", "weights moved, ‰ of their norm"),
-        Column("weights changed", "weights changed, %"),
     ),
 }
 

@@ -283,7 +283,6 @@ def test_a_deeper_model_keeps_the_shipped_blocks_between_random_ones():
 
 
 def test_how_far_weights_have_moved():
-    """In thousandths of their norm, and how many changed."""
+    """In thousandths of their norm."""
     before, after = {"a": mx.array([3.0, 4.0])}, {"a": mx.array([3.0, 4.005])}
-    size, share = masters.moved(before, after)
-    assert (size.value, share.value) == (pytest.approx(1.0, rel=1e-3), 50.0)
+    assert masters.moved(before, after).value == pytest.approx(1.0, rel=1e-3)

@@ -1,4 +1,4 @@
-"""What the kernel of `backends/cuda/decoding/prefix_attention` has to do, in NumPy: specification and stand-in."""
+"""What the kernel of CUDA's `prefix_attention` has to do, in NumPy: specification and stand-in."""
 
 from collections.abc import Sequence
 
