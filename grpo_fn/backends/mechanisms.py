@@ -55,7 +55,7 @@ SWITCHES = {
     "gradient_layout": "gradients of weights lie as the weights do",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "background_saving": "a checkpoint is written while training goes on",
-    "programs_ahead": "what MLX compiles for CUDA is compiled while the model is loaded",
+    "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",
 }
 # What a device without a folder here takes.
 NUMBERS: dict[str, int] = {

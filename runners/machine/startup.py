@@ -14,8 +14,8 @@ import attrs
 
 from runners.errors import UserError
 from runners.machine import install_hints
-from runners.machine.gpu_programs import keep_programs
 from runners.machine.malloc import keep_freed_memory
+from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.thread_ends import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
 

@@ -23,9 +23,10 @@ from runners.environments.environments import Environments, all_rewards, build_e
 from runners.environments.tools import check_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.machine.gpu_programs import compile_ahead
 from runners.machine.launch_modes import launch_keywords
 from runners.machine.memory_readings import read_memory
+from runners.machine.programs.cpu_header import compile_header
+from runners.machine.programs.gpu_programs import compile_ahead
 from runners.machine.startup import Platform
 from runners.memory.micro_batch import with_tokens
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
@@ -107,6 +108,7 @@ def build_run(
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
+    compile_header(platform)
     with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
         say(f"loading the model {config.model.path}")
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
-from runners.machine import gpu_programs
-from runners.machine.gpu_programs import Compilation, compile_ahead, keep_programs
+from runners.machine.programs import gpu_programs
+from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 from runners.machine.startup import Platform
 
 # In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.

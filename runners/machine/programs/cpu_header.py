@@ -1,0 +1,82 @@
+"""The C++ header of every program that MLX compiles for a CPU, compiled once.
+
+MLX (0.32) writes a program for each chain of elementwise operations, and g++ compiles it: most of a second,
+of which three quarters are the one header that all of them include. A first update needs some hundred. g++
+looks for that header beside the program first, and takes what was compiled of it before. Programs lie in a
+temporary folder, and so does this.
+
+Importing this module imports no MLX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runners.machine.versions import installed_version
+
+if TYPE_CHECKING:
+    from runners.machine.startup import Platform
+
+HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
+_OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own: g++ takes it for the same ones alone
+_SECONDS = 60  # that it takes at most
+# It goes on by itself, whatever becomes of this process, and leaves a whole file or none.
+_SHELL = '( "$@" && mv "$PART" "$WHOLE"; rm -f "$PART" ) </dev/null >/dev/null 2>&1 &'
+
+
+def programs_folder() -> Path:
+    """Where MLX keeps its programs for a CPU."""
+    found = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
+    temporary = next(filter(None, found), "/tmp")
+    return Path(temporary) / "mlx" / (installed_version("mlx") or "") / "cpu"
+
+
+def compile_header(platform: Platform) -> Path | None:
+    """Starts to compile the header where that was not done yet; the file that it becomes.
+
+    None: it is not compiled here. Every g++ has a file of its own, which others leave alone.
+    """
+    compiler = shutil.which("g++")
+    package = importlib.util.find_spec("mlx")
+    if platform.backend != "cpu" or sys.platform != "linux" or not compiler or package is None:
+        return None
+    from grpo_fn.backends import enabled
+
+    include = Path(next(iter(package.submodule_search_locations or ()), "")) / "include"
+    if not enabled("programs_ahead") or not (include / HEADER).is_file():
+        return None
+    real = Path(compiler).resolve()
+    mark = zlib.crc32(f"{real} {real.stat().st_mtime_ns} {include}".encode())
+    whole = programs_folder() / f"{HEADER}.gch" / f"{mark:08x}"
+    part = programs_folder() / f".{whole.name}"
+    with contextlib.suppress(OSError):  # no room, or another user's folder: MLX compiles as ever
+        if whole.exists() or _is_at_work(part):
+            return whole
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        line = [*_OPTIONS, "-w", "-x", "c++-header", f"-I{include}", str(include / HEADER), "-o", str(part)]
+        subprocess.run(
+            ["/bin/sh", "-c", _SHELL, "sh", compiler, *line],
+            env={**os.environ, "PART": str(part), "WHOLE": str(whole)},
+            start_new_session=True,
+            check=False,
+        )
+        return whole
+    return None
+
+
+def _is_at_work(part: Path) -> bool:
+    """Whether another process compiles into this file: it was touched a short time ago."""
+    try:
+        return time.time() - part.stat().st_mtime < _SECONDS
+    except FileNotFoundError:
+        return False
