@@ -90,25 +90,25 @@ def settings(tmp_path, *overrides):
     return load_config("quickstart", given)
 
 
-THIRTY_STEPS = """
+SIXTEEN_STEPS = """
 import json, sys
 from pathlib import Path
 from grpo_fn.trees import nbytes
 from tests.runners.memory.test_peak_watch import Noting, run_training, settings
 from tests.support.tiny_runs import PROBLEMS
 shown = Noting()
-result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=30", "rollout.launch=eval"), report=shown)
+result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=16", "rollout.launch=eval"), report=shown)
 held = nbytes(result.state.params, result.state.opt_state)
-print(json.dumps([shown.active[4], shown.active[29], held, shown.metrics["memory/swap_gb"]]))
+print(json.dumps([shown.active[4], shown.active[15], held, shown.metrics["memory/swap_gb"]]))
 """
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Active memory after step 5 and after step 30, and it is weights and moments alone, to 2 %.
+    """Active memory after step 5 and after step 16, and it is weights and moments alone, to 2 %.
 
     In a process of its own: there what other tests have left neither counts nor goes meanwhile.
     """
-    command = [sys.executable, "-c", THIRTY_STEPS, str(tmp_path)]
+    command = [sys.executable, "-c", SIXTEEN_STEPS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     early, late, held, swap = json.loads(done.stdout)
