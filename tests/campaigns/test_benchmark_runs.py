@@ -47,7 +47,7 @@ EVIDENCE = {
     "presets": {"grpo: seed 0: reward, last tenth", "gspo: seed 0: tokens sampled"},
     "masters": {
         "1e-6, bfloat16, stochastic: seed 0: weights moved",
-        "1e-6, bfloat16, nearest: seed 0: weights changed",
+        "1e-6, bfloat16, nearest: seed 0: weights moved",
     },
 }
 
