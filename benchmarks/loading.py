@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import click
@@ -116,7 +117,7 @@ def checking(name: str, machine: Platform, repeats: int) -> list[Figure]:
         config = load_config("quickstart", [f"model.path={folder}"])
         prompts = [[number % 300 + 1 for number in range(length)] for length in (40, 48)]
         samples: dict[str, list[float]] = {"loaded": [], "checked": [], "answer kept": []}
-        with replaced_environment("GRPO_FN_CACHE", cache):
+        with patch.dict(os.environ, GRPO_FN_CACHE=cache):
             for _ in range(repeats):
                 started = time.perf_counter()
                 loaded = load_model(config.model, machine)
@@ -147,20 +148,6 @@ def checking(name: str, machine: Platform, repeats: int) -> list[Figure]:
             at_most=most_share,
         ),
     ]
-
-
-@contextmanager
-def replaced_environment(name: str, value: str) -> Iterator[None]:
-    """The variable with this value, until the end of the `with` block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def added_seconds(ours: Timing, theirs: Timing) -> Figure:

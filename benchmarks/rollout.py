@@ -49,8 +49,11 @@ GPU_CASES = {
             repeats=3,
             at_least=(0.9,),
         )
-        for model, name in (("nanochat-d20", "d20"), ("qwen2.5-0.5b", "0.5B"))
-        for prompts, generations in ((16, 8), (8, 16), (64, 8), *(((128, 8),) if name == "0.5B" else ()))
+        for model, name, sizes in (
+            ("nanochat-d20", "d20", ((16, 8), (8, 16), (64, 8))),
+            ("qwen2.5-0.5b", "0.5B", ((16, 8), (8, 16), (64, 8), (128, 8))),
+        )
+        for prompts, generations in sizes
     },
     "qwen2.5-0.5b": Case(kind="peers", model="qwen2.5-0.5b", prompt=128, new=128, generations=128),
 }

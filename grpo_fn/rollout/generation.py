@@ -102,12 +102,10 @@ def generate(
         whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
     else:
         whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
-    rows_at_once = len(prompts) * num_generations
-    if decoding.max_batch:
-        rows_at_once = min(rows_at_once, max(decoding.max_batch, num_generations))
-    with policy.sampling(params, rows_at_once) as model:
+    together = _together(len(prompts), num_generations, decoding.max_batch)
+    with policy.sampling(params, together * num_generations) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
-        for part in _parts(prompts, num_generations, decoding.max_batch, policy.takes_ragged or share_prefix):
+        for part in _parts(prompts, together, policy.takes_ragged or share_prefix):
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,
@@ -222,11 +220,13 @@ def _extendable(
     return logits_pv, CopiedPromptRows(policy, model, caches)
 
 
-def _parts(
-    prompts: Sequence[Sequence[int]], num_generations: int, max_batch: int, takes_ragged: bool
-) -> list[list[int]]:
+def _together(prompts: int, num_generations: int, max_batch: int) -> int:
+    """Prompts that are decoded together."""
+    return min(prompts, max(max_batch // num_generations, 1)) if max_batch else prompts
+
+
+def _parts(prompts: Sequence[Sequence[int]], together: int, takes_ragged: bool) -> list[list[int]]:
     """Indices of the prompts that are decoded together."""
-    together = max(max_batch // num_generations, 1) if max_batch else len(prompts)
     # Like lengths together: less padding, and parts without any.
     order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
     if together >= len(prompts):

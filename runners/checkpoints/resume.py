@@ -145,7 +145,7 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """What an earlier process measured for this config; None where [rollout] has changed in that."""
+    """What an earlier process decided for this config; None where [rollout] has changed in that."""
     asked = origin.table("config").get("rollout")
     if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in DECIDED):
         return None

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
-_OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own: g++ takes it for the same ones alone
+_OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own; without the last g++ refuses the file
 _SECONDS = 60  # that it takes at most
 # It goes on by itself, whatever becomes of this process, and leaves a whole file or none.
 _SHELL = '( "$@" && mv "$PART" "$WHOLE"; rm -f "$PART" ) </dev/null >/dev/null 2>&1 &'
@@ -55,11 +56,13 @@ def compile_header(platform: Platform) -> Path | None:
     if not enabled("programs_ahead") or not (include / HEADER).is_file():
         return None
     real = Path(compiler).resolve()
-    mark = zlib.crc32(f"{real} {real.stat().st_mtime_ns} {include}".encode())
-    whole = programs_folder() / f"{HEADER}.gch" / f"{mark:08x}"
-    part = programs_folder() / f".{whole.name}"
+    mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {include}'.encode()):08x}"
+    folder = programs_folder()
+    whole = folder / f"{HEADER}.gch" / mark
+    # Of this thread alone: what two had written into would be taken for whole.
+    part = folder / f".{mark}.{os.getpid()}.{threading.get_ident()}"
     with contextlib.suppress(OSError):  # no room, or another user's folder: MLX compiles as ever
-        if whole.exists() or _is_at_work(part):
+        if whole.exists() or any(_is_at_work(other) for other in folder.glob(f".{mark}.*")):
             return whole
         whole.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
@@ -75,7 +78,7 @@ def compile_header(platform: Platform) -> Path | None:
 
 
 def _is_at_work(part: Path) -> bool:
-    """Whether another process compiles into this file: it was touched a short time ago."""
+    """Whether somebody compiles into this file: it was touched a short time ago."""
     try:
         return time.time() - part.stat().st_mtime < _SECONDS
     except FileNotFoundError:

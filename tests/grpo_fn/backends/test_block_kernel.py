@@ -176,7 +176,7 @@ def test_more_rows_than_it_takes_go_through_the_block(monkeypatch):
     monkeypatch.setattr(decode_blocks, "takes_block", lambda shape, weights, rows: rows == 1)
     with decode_blocks.decode_blocks(policy.module):
         assert worst_difference(policy.module(mx.repeat(tokens, 2, axis=0))[:1], wanted) < 1e-5
-    with policy.sampling(policy.params, 2), decode_blocks.decode_blocks(policy.module, 2):
+    with decode_blocks.decode_blocks(policy.module, 2):
         assert not any(isinstance(layer, DecodeBlock) for layer in policy.module.modules())
 
 

@@ -1,5 +1,7 @@
 """What a policy's module is while it samples: the same function, with adapters merged and products fused."""
 
+from contextlib import contextmanager
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -174,6 +176,23 @@ def test_nothing_is_fused_elsewhere(monkeypatch):
     module = tiny_module("llama")
     with decode_weights(module):
         assert "Fused" not in kinds(module)
+
+
+@pytest.mark.parametrize("max_batch, rows", [(0, 6), (5, 4), (1, 2), (64, 6)])
+def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
+    """Of whole groups: three prompts with two completions each."""
+    told = []
+
+    @contextmanager
+    def form(module, rows):
+        told.append(rows)
+        yield
+
+    policy = g.Policy.from_module(tiny_module("llama"))
+    options = {"num_generations": 2, "max_new_tokens": 2, "decoding": g.Decoding(max_batch=max_batch)}
+    with substituted(decode_blocks=mechanisms.DecodeForm(form, lambda module, compute: [])):
+        g.generate(policy, policy.params, [[1, 2], [3], [4, 5]], key=mx.random.key(0), **options)
+    assert told == [rows]
 
 
 def test_a_policy_samples_in_this_form(on_cuda):

@@ -1,18 +1,19 @@
 """The header of MLX's programs for a CPU: compiled once, found by g++, and nothing where it cannot be."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from grpo_fn.backends import disabled
 from runners.machine.programs import cpu_header
-from runners.machine.programs.cpu_header import HEADER, compile_header, programs_folder
+from runners.machine.programs.cpu_header import compile_header, programs_folder
 from runners.machine.startup import Platform
 
 CPU = Platform("cpu", device="a device")
@@ -44,33 +45,46 @@ def test_programs_lie_in_the_temporary_folder(empty, monkeypatch):
 
 @needs_gcc
 def test_it_is_compiled_once_and_found(empty):
-    """By the command that MLX gives, also where another g++ has left a file; nothing else stays."""
+    """By MLX, also where another g++ has left a file; nothing else stays."""
     whole = compile_header(CPU)
     assert whole is not None and compile_header(CPU) == whole  # it is being compiled
-    other = whole.with_name("another")
-    other.write_text("not one")
+    whole.with_name("another").write_text("not one")
     until = time.monotonic() + 60
     while not whole.exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert whole.stat().st_size > 1e6
+    time.sleep(0.1)  # the rest of the shell's line
     assert {path.name for path in programs_folder().iterdir()} == {"mlx"}
-    source = programs_folder() / "program.cpp"
-    source.write_text(f'#include "{HEADER}"\nextern "C" float one() {{ return 1; }}\n')
-    include = Path(mx.__file__).parent / "include"
-    command = ["g++", *cpu_header._OPTIONS, "-H", "-shared", f"-I{include}", source, "-o", empty / "one.so"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and f"! {whole}" in done.stderr  # g++'s mark for one that it has used
     made = whole.stat().st_mtime_ns
     assert compile_header(CPU) == whole and whole.stat().st_mtime_ns == made
 
+    tools, said = empty / "tools", empty / "said.txt"
+    tools.mkdir()
+    (tools / "g++").write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -H "$@" 2>>{said}\n')
+    (tools / "g++").chmod(0o755)
+    # A process of its own, as one keeps the programs that it has.
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[3.0, 3.0, 3.0]\n", done.stderr
+    assert f"! {whole}" in said.read_text()  # g++'s mark for a header that it has used
+
 
 @needs_gcc
-def test_mlx_compiles_beside_it(empty):
-    """A process of its own, as a process keeps the programs that it has."""
+def test_two_that_begin_together_write_two_files(empty, monkeypatch):
+    started = []
+    monkeypatch.setattr(cpu_header.subprocess, "run", lambda *a, env, **k: started.append(env["PART"]))
+    monkeypatch.setattr(cpu_header, "_is_at_work", lambda part: False)  # neither has seen the other
+    threads = [threading.Thread(target=compile_header, args=(CPU,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     compile_header(CPU)
-    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True)
-    assert done.stdout == "[3.0, 3.0, 3.0]\n", done.stderr
-    assert list(programs_folder().glob("*.so"))
+    assert len(started) == 3 and started[-1] not in started[:-1]
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(empty))
+    monkeypatch.setattr(cpu_header.subprocess, "run", lambda *a, **k: pytest.fail("a third"))
+    compile_header(CPU)
 
 
 def test_nothing_is_compiled_where_it_does_not_help(empty, monkeypatch):

@@ -143,7 +143,10 @@ ATTENTION = """
                     make_float2(sums[n][head], sums[n][2 + head]);
         }
     };
-    // The n-th number of R heads, of what the warps have left.
+"""
+
+# Of the tops, totals and sums that the warps of a row have left, on tensor cores or not: its n-th number.
+COMBINATION = """
     auto combined = [](int n, int warps, const float* tops, const float* totals, const float* parts) {
         const int r = n / HD * warps;
         float highest = -INFINITY, sum = 0, whole = 0;

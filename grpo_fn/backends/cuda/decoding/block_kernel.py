@@ -18,8 +18,8 @@ from grpo_fn.backends.cuda.decoding.block_source import SOURCE
 from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
 from grpo_fn.backends.mechanisms import has_cuda
 
-# Numbers multiplied by a block for all rows. The kernel's products run at a sixth of the rate of cuBLAS: with
-# more to do, what it saves the host is less than what it costs the device.
+# Numbers multiplied by a block for all rows. By estimate the kernel's products run at a sixth of cuBLAS's
+# rate: with more to do, what it saves the host is less than what it costs the device.
 MOST_PRODUCTS = 8e9
 _TILE_ROWS = 128  # of a product: fewer take as long
 MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads

@@ -12,7 +12,7 @@ Attention: `attention_source`, by a group of warps for each row and head of keys
 Names in capitals are constants of the shape, or weights that a block may lack: `block_kernel` puts them in.
 """
 
-from grpo_fn.backends.cuda.decoding.attention_source import ATTENTION, PRODUCT
+from grpo_fn.backends.cuda.decoding.attention_source import ATTENTION, COMBINATION, PRODUCT
 
 _SOURCE = """
     constexpr int NQ = HEADS * HD, NKV = SHARED * HD, NALL = NQ + 2 * NKV, WARPS = THREADS / 32;
@@ -336,4 +336,4 @@ ATTENTION
     }
     finish_rows(h_at, true, SPLIT_DOWN, y, nullptr, nullptr);
 """
-SOURCE = _SOURCE.replace("PRODUCT", PRODUCT).replace("ATTENTION", ATTENTION)
+SOURCE = _SOURCE.replace("PRODUCT", PRODUCT).replace("ATTENTION", ATTENTION + COMBINATION)

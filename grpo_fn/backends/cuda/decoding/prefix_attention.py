@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from grpo_fn.backends.cuda.decoding.attention_source import (
     ATTENTION,
+    COMBINATION,
     HEAD_WIDTHS,
     MMA,
     MOST_SHARING,
@@ -112,7 +113,7 @@ _PLAIN = """
     keep_the_new();
 
     // Slots of a warp by shuffles, then warps by shared memory. A slot without a key has the weight 0.
-    __shared__ float tops[R][WARPS], totals[R][WARPS], parts[R][WARPS][HD];
+    __shared__ float tops[R * WARPS], totals[R * WARPS], parts[R * WARPS * HD];
     for (int r = 0; r < R; r++) {
         float highest = top[r];
         for (int step = LANES; step < 32; step *= 2)
@@ -124,25 +125,16 @@ _PLAIN = """
             sums[r][i] *= share;
             for (int step = LANES; step < 32; step *= 2)
                 sums[r][i] += __shfl_xor_sync(0xffffffff, sums[r][i], step);
-            if (threadIdx.x % 32 < LANES) parts[r][warp][lane * 8 + i] = sums[r][i];
+            if (threadIdx.x % 32 < LANES) parts[(r * WARPS + warp) * HD + lane * 8 + i] = sums[r][i];
         }
         if (threadIdx.x % 32 == 0) {
-            tops[r][warp] = highest;
-            totals[r][warp] = total[r];
+            tops[r * WARPS + warp] = highest;
+            totals[r * WARPS + warp] = total[r];
         }
     }
     __syncthreads();
-    for (int n = threadIdx.x; n < R * HD; n += THREADS) {
-        const int r = n / HD;
-        float highest = -INFINITY, sum = 0, whole = 0;
-        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, tops[r][w]);
-        for (int w = 0; w < WARPS; w++) {
-            const float share = tops[r][w] == -INFINITY ? 0.0f : __expf(tops[r][w] - highest);
-            whole += share * totals[r][w];
-            sum += share * parts[r][w][n % HD];
-        }
-        out[(size_t)(row * HEADS + head) * R * HD + n] = T(sum / whole);
-    }
+    for (int n = threadIdx.x; n < R * HD; n += THREADS)
+        out[(size_t)(row * HEADS + head) * R * HD + n] = combined(n, WARPS, tops, totals, parts);
 """
 
 
@@ -201,11 +193,14 @@ def append_and_attend(
         device = device_limits()
         room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
         threads = 32 * warps_of_row(rows * shared, room)
-        name, source = "attention_on_tensor_cores", _ROW + PRODUCT + ATTENTION + _ON_TENSOR_CORES
+        name, source = (
+            "attention_on_tensor_cores",
+            _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES,
+        )
         source = source.replace("MMA", MMA[queries.dtype])
     else:
         threads = 512 if group <= 2 else 256  # more would not fit into the registers of one multiprocessor
-        name, source = "attention_over_a_shared_prompt", _ROW + _PLAIN
+        name, source = "attention_over_a_shared_prompt", _ROW + COMBINATION + _PLAIN
     kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
         inputs=[
