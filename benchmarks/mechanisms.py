@@ -1,8 +1,7 @@
 """Each mechanism alone: a step of a real run with everything on, against everything but this one.
 
-Both sides are processes of their own, which take their steps in turn. A step is a rollout, its rewards, the
-gradient and the update, of the same prompts, key and weights each time; the first, which compiles, is not
-timed.
+Both sides are processes of their own that take the same steps of the same run in turn: rollout, rewards,
+gradient, update. The first step, which compiles, is not timed. On a CPU:
 
 16 × 8           16 prompts × 8 completions of a model with 6 blocks of 256, random weights; completions end
                  at random places, and a quarter of the groups have rewards without variance
@@ -10,15 +9,23 @@ timed.
 16 × 8, packed   the same with adapters on a base of four bits
 quickstart       the packaged config on the embedded model, 16 × 8 too
 2 × 2, large     few short completions of a model with 8 blocks of 768: memory is weights, gradients, moments
+
+On a GPU 16 × 8 completions of 256 tokens, random weights in bfloat16:
+
+0.5B             Qwen2.5-0.5B's shape, trained as a whole
+0.5B, LoRA       the same with adapters
+d20              nanochat-d20's shape, trained as a whole
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -26,6 +33,7 @@ import click
 
 from benchmarks.harness import step_side
 from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Ratio, Timing
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import write_folder
@@ -35,8 +43,12 @@ from runners.errors import UserError, did_you_mean
 
 FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", "quickstart"
 LARGE = "2 × 2, large"
-SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
+CPU_SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
+HALF, HALF_LORA, D20 = "0.5B", "0.5B, LoRA", "d20"
+GPU_SHAPES = (HALF, HALF_LORA, D20)
+GPU_MODELS = {HALF: "qwen2.5-0.5b", HALF_LORA: "qwen2.5-0.5b", D20: "nanochat-d20"}
+STARTED_TOGETHER = 5  # sides on a GPU, which has the memory, and its host the cores to compile for them
 
 
 @attrs.frozen
@@ -54,20 +66,30 @@ class Mechanism:
 
 ELEMENTWISE = ("exp", "sigmoid", "logsumexp", "softmax", "swiglu", "swiglu_gradient", "rms_norm", "add_at")
 MECHANISMS = (
-    Mechanism("shared prompts", ("shared_prefix",)),
+    Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF)),
     Mechanism("row compaction", ("row_compaction",)),
-    Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA,)),
+    Mechanism("decode kernel", ("kernel_steps",), shapes=(HALF,)),
+    Mechanism("decoder blocks", ("decode_blocks",), shapes=(HALF, D20)),
+    Mechanism("draw kernel", ("draw",), shapes=(HALF, D20)),
+    Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
+    Mechanism(
+        '`quantization = "auto"`', overrides=("rollout.quantization=auto",), shapes=(*TWO, HALF), adds=True
+    ),
     Mechanism("log-probs in chunks", ("logit_chunks",)),
+    Mechanism("log-prob kernels", ("row_logprobs", "row_gradients"), shapes=(HALF, D20)),
     Mechanism("head at completions", ("counted_positions",)),
     Mechanism("shared prompts of the learner", overrides=("system.share_prompts=never",)),
     Mechanism("micro-batches", overrides=("system.micro_batch_tokens=1000000",)),
     Mechanism("inactive rows", ("inactive_rows",)),
-    Mechanism("recomputed gates", ("recomputed_gates",)),
+    Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
+    Mechanism("norm kernels", ("rms_norm",), shapes=(D20,)),
+    Mechanism("rotary kernel", ("rope",), shapes=(HALF, D20)),
     Mechanism("layout of weight gradients", ("gradient_layout",)),
-    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE)),
+    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF)),
+    Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
     Mechanism("attention on a CPU", ("attention", "weighted_values")),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("patched layers", ("own_functions",)),
@@ -78,12 +100,6 @@ MECHANISMS = (
 TITLES = tuple(mechanism.title for mechanism in MECHANISMS)
 
 
-def _process(name: str, side: step_side.Side, environment: Mapping[str, str], work: Path) -> SteppingProcess:
-    """A process that has taken its first step."""
-    environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment}
-    return SteppingProcess(name, ["benchmarks.harness.step_side"], attrs.asdict(side), work, environment)
-
-
 def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
     """The side that has everything on; what it reads is written into the folder."""
     small = ["optim.batch_size=2", "rollout.num_generations=2", "rollout.max_new_tokens=8"]
@@ -91,30 +107,18 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
     if shape == QUICKSTART:
         more = ["data.max_samples=16", "eval.samples=8"] if quick else []
         return step_side.Side(config=QUICKSTART, overrides=[*common, *more], disable=[])
-    if not (work / "train.toml").exists():
+    _write_config(work)
+    if shape in GPU_MODELS:
+        folder = work / GPU_MODELS[shape]
+        if not folder.exists():
+            write_folder(folder, "tiny" if quick else GPU_MODELS[shape])
+        long = [] if quick else ["rollout.max_new_tokens=256", "rollout.stop=[]"]
+        adapters = ["model.tune=lora"] if shape == HALF_LORA else []
+        # Sides that start together would see different amounts of free memory, and choose by it.
+        chosen = [f"model.path={folder}", "system.micro_batch_tokens=12288", *long, *adapters]
+        return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
+    if not (work / "model").exists():
         write_folder(work / "model", "tiny" if quick else "qwen2-6x256")
-        write_data(work, 16)
-        (work / "train.toml").write_text(
-            f"""
-            [model]
-            path = "{work / "model"}"
-            lora = {{rank = 8, scale = 10.0}}
-            [data]
-            source = "{work}"
-            system_prompt = ""
-            nudge = ""
-            [rollout]
-            num_generations = 8
-            max_new_tokens = 32
-            stop = ["za", "zi"]
-            [reward]
-            functions = ["benchmarks.harness.step_side:graded"]
-            [optim]
-            batch_size = 16
-            max_steps = 100
-            """,
-            encoding="utf-8",
-        )
     if shape == LARGE:
         write_folder(work / "large", "tiny" if quick else "qwen2-8x768")
         return step_side.Side(
@@ -127,6 +131,34 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
         _pack(work / "model", work / "packed")
         tune.append(f"model.path={work / 'packed'}")
     return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *tune], disable=[])
+
+
+def _write_config(work: Path) -> None:
+    """The data and the config that all shapes but the quickstart share."""
+    if (work / "train.toml").exists():
+        return
+    write_data(work, 16)
+    (work / "train.toml").write_text(
+        f"""
+        [model]
+        path = "{work / "model"}"
+        lora = {{rank = 8, scale = 10.0}}
+        [data]
+        source = "{work}"
+        system_prompt = ""
+        nudge = ""
+        [rollout]
+        num_generations = 8
+        max_new_tokens = 32
+        stop = ["za", "zi"]
+        [reward]
+        functions = ["benchmarks.harness.step_side:graded"]
+        [optim]
+        batch_size = 16
+        max_steps = 100
+        """,
+        encoding="utf-8",
+    )
 
 
 def _pack(source: Path, target: Path) -> None:
@@ -147,9 +179,9 @@ def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, ad
         both = (with_all, other) if number % 2 else (other, with_all)
         found = {side.name: side.step() for side in both}
         taken.append((found[with_all.name], found[other.name]))
-    tokens = [side["tokens"] for pair in taken for side in pair]
-    if max(tokens) > 1.05 * min(tokens):
-        raise UserError(f"{other.name}: the sides sampled {min(tokens)} and {max(tokens)} tokens")
+    fewer, more = sorted(sum(pair[which]["tokens"] for pair in taken) for which in (0, 1))
+    if more > 1.05 * fewer:
+        raise UserError(f"{other.name}: the sides sampled {fewer} and {more} tokens")
     ratios = {}
     for name, key in (("time", "seconds"), ("CPU time", "cpu"), ("peak", "peak")):
         on, off = (Timing(tuple(pair[which][key] for pair in taken)) for which in (0, 1))
@@ -160,6 +192,7 @@ def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, ad
 def measure(mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, quick: bool) -> list[Figure]:
     """All figures, a shape after the other."""
     figures: list[Figure] = []
+    together = STARTED_TOGETHER if backend() == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="mechanisms-") as name:
         work = Path(name)
         for shape in shapes:
@@ -167,33 +200,67 @@ def measure(mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, 
             if not wanted:
                 continue
             base = shape_side(shape, work, quick)
-            with_all = _process(f"{shape}, everything", base, {}, work)
-            try:
-                for each in wanted:
-                    figures += _figures(each, shape, base, with_all, pairs, work)
-            finally:
-                with_all.end()
+            with contextlib.ExitStack() as ending:
+                with_all = _processes([(f"{shape}, everything", base, {})], work, ending)[0]
+                for first in range(0, len(wanted), together):
+                    figures += _figures(wanted[first : first + together], shape, base, with_all, pairs, work)
     return figures
 
 
 def _figures(
-    mechanism: Mechanism, shape: str, base: step_side.Side, with_all: SteppingProcess, pairs: int, work: Path
+    mechanisms: Sequence[Mechanism],
+    shape: str,
+    base: step_side.Side,
+    with_all: SteppingProcess,
+    pairs: int,
+    work: Path,
 ) -> list[Figure]:
-    side = attrs.evolve(
-        base, overrides=[*base.overrides, *mechanism.overrides], disable=list(mechanism.disable)
-    )
-    name = f"{shape}: {mechanism.title}"
-    other = _process(name, side, mechanism.environment, work)
-    try:
-        ratios = compare(with_all, other, min(pairs, mechanism.pairs or pairs), adds=mechanism.adds)
-    finally:
-        other.end()
-    say(f"{name}: " + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items()))
-    return [ratio_figure(f"{name}: {part}", ratio) for part, ratio in ratios.items()]
+    """Of mechanisms whose sides start together, each compared while the others stand still."""
+    sides = [
+        (
+            f"{shape}: {each.title}",
+            attrs.evolve(
+                base, overrides=[*base.overrides, *each.overrides], disable=[*base.disable, *each.disable]
+            ),
+            each.environment,
+        )
+        for each in mechanisms
+    ]
+    figures = []
+    with contextlib.ExitStack() as ending:
+        for each, other in zip(mechanisms, _processes(sides, work, ending), strict=True):
+            ratios = compare(with_all, other, min(pairs, each.pairs or pairs), adds=each.adds)
+            other.end()
+            say(
+                f"{other.name}: "
+                + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items())
+            )
+            figures += [ratio_figure(f"{other.name}: {part}", ratio) for part, ratio in ratios.items()]
+    return figures
+
+
+def _processes(
+    sides: Sequence[tuple[str, step_side.Side, Mapping[str, str]]], work: Path, ending: contextlib.ExitStack
+) -> list[SteppingProcess]:
+    """The sides' processes, started together; each has taken its first step, and ends with the stack."""
+
+    def start(side: tuple[str, step_side.Side, Mapping[str, str]]) -> SteppingProcess:
+        name, settings, environment = side
+        environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment}
+        process = SteppingProcess(
+            name, ["benchmarks.harness.step_side"], attrs.asdict(settings), work, environment
+        )
+        ending.callback(process.end)
+        return process
+
+    with ThreadPoolExecutor(max_workers=len(sides)) as pool:
+        return list(pool.map(start, sides))
 
 
 @benchmark("mechanisms", parts="shapes")
-@click.option("--shape", "shapes", multiple=True, type=click.Choice(SHAPES), help="Only this one.")
+@click.option(
+    "--shape", "shapes", multiple=True, type=click.Choice((*CPU_SHAPES, *GPU_SHAPES)), help="Only this one."
+)
 @click.option("--only", "names", multiple=True, help="Only this mechanism, by its title in the table.")
 @click.option("--repeats", default=0, help="Pairs of steps [3].")
 def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int) -> Sequence[Figure]:
@@ -205,7 +272,12 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
     chosen = [mechanism for mechanism in MECHANISMS if mechanism.title in (names or TITLES)]
     if quick and not names:
         chosen = [mechanism for mechanism in chosen if mechanism.title == "merged adapters"]
-    return measure(chosen, shapes or SHAPES, repeats or (1 if quick else 3), quick)
+    return measure(
+        chosen,
+        shapes or (GPU_SHAPES if backend() == "cuda" else CPU_SHAPES),
+        repeats or (1 if quick else 3),
+        quick,
+    )
 
 
 if __name__ == "__main__":

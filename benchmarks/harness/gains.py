@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.record import Record, load_records
 from runners.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
-BACKEND = "cpu"  # `benchmarks.mechanisms` measures what a CPU has
 _HEADER = "| mechanism | acts on | where | lines | gain |"
 _UNKNOWN = "not measured alone yet"
 _OURS = re.compile(rf"{_UNKNOWN}|step without it: .*?; benchmarks `mechanisms`")
 
 
-def gain_of(record: Record, title: str) -> str:
+def gain_of(records: Mapping[str, Record], title: str) -> str:
     """What a step takes without the mechanism, on each shape; "" where it was not measured."""
     shapes: dict[str, dict[str, float]] = {}
-    for figure in record.figures:
-        shape, name, part = figure.name.split(": ")
-        if name == title:
-            shapes.setdefault(shape, {})[part] = figure.value
+    for backend, record in records.items():
+        device = "" if backend == "cpu" else f" on an {str(record.machine['device']).split()[-1]}"
+        for figure in record.figures:
+            shape, name, part = figure.name.split(": ")
+            if name == title:
+                shapes.setdefault(f"{shape}{device}", {})[part] = figure.value
     parts = [
         f"{shape}: {_times(found['time'])} the time, {_times(found['CPU time'])} the CPU time, "
         f"{_times(found['peak'])} the peak"
@@ -40,10 +42,8 @@ def rendered(text: str, results: Path) -> str:
     Raises:
         UserError: a mechanism that was measured has no row.
     """
-    record = load_records(results / "mechanisms.json").get(BACKEND)
-    if record is None:
-        return text
-    wanted = {name for _, name, _ in (figure.name.split(": ") for figure in record.figures)}
+    records = load_records(results / "mechanisms.json")
+    wanted = {figure.name.split(": ")[1] for record in records.values() for figure in record.figures}
     lines, inside = text.split("\n"), False
     for number, line in enumerate(lines):
         inside = line.startswith(_HEADER) or (inside and line.startswith("|"))
@@ -51,7 +51,7 @@ def rendered(text: str, results: Path) -> str:
         title = cells[0].removeprefix("| ")
         if inside and title in wanted:
             wanted.discard(title)
-            cells[4] = _with_gain(cells[4], gain_of(record, title))
+            cells[4] = _with_gain(cells[4], gain_of(records, title))
             lines[number] = " | ".join(cells)
     if wanted:
         raise UserError(f"{PAGE.name}: no row for the mechanism {min(wanted)!r}")

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import mlx.core as mx
+import numpy as np
+
+from grpo_fn.trees import Tree, map_arrays
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +30,36 @@ class Side:
     config: str  # a file, or a preset's name
     overrides: list[str]  # SECTION.KEY=VALUE
     disable: list[str]  # mechanisms, as `grpo_fn.backends.disable` takes them
+
+
+@attrs.frozen(eq=False)
+class _Leaf:
+    values: np.ndarray
+    dtype: mx.Dtype
+
+
+class HostCopy:
+    """A tree whose arrays lie in the host's memory, where MLX does not count them."""
+
+    def __init__(self, tree: Tree) -> None:
+        leaves: dict[int, _Leaf] = {}
+
+        def leaf(array: mx.array) -> _Leaf:
+            plain = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+            return leaves.setdefault(id(array), _Leaf(np.array(plain), array.dtype))
+
+        self._tree = map_arrays(leaf, tree)
+
+    def arrays(self) -> Tree:
+        """The tree with new arrays; what was one array in several places is one again."""
+        made: dict[int, mx.array] = {}
+
+        def array(leaf: _Leaf) -> mx.array:
+            if id(leaf) not in made:
+                made[id(leaf)] = mx.array(leaf.values).astype(leaf.dtype)
+            return made[id(leaf)]
+
+        return map_arrays(array, self._tree, kind=_Leaf)
 
 
 def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
@@ -43,7 +77,7 @@ def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list
 
 
 def main(path: str) -> None:
-    """Builds the run and takes its steps until stdin ends."""
+    """Builds the run and takes its step until stdin ends."""
     side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
     # What MLX or a library prints must not come between the lines.
     out = os.dup(1)
@@ -51,8 +85,6 @@ def main(path: str) -> None:
     from runners.machine.startup import prepare
 
     platform = prepare()
-    import mlx.core as mx
-
     from benchmarks.step import one_step
     from grpo_fn.backends import disabled
     from runners.config.loading import load_config
@@ -61,14 +93,17 @@ def main(path: str) -> None:
     config = load_config(side.config, side.overrides).check()
     with disabled(*side.disable):
         run = build_run(config, platform)
-        state = run.learner.state
-        assert state is not None
         examples = run.stream.take(config.optim.batch_size)
+        # Each step has arrays of its own, whose memory the new ones may take, as in a run.
+        first = HostCopy(run.learner.state)
+        run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
 
         def step() -> dict[str, Any]:
+            states = [first.arrays()]
+            mx.eval(states)
             mx.reset_peak_memory()
             started, worked = time.perf_counter(), time.process_time()
-            done = one_step(run, state, examples)
+            done = one_step(run, states.pop(), examples)
             return {
                 "seconds": time.perf_counter() - started,
                 "cpu": time.process_time() - worked,

@@ -103,5 +103,5 @@ def test_a_side_that_samples_another_number_of_tokens_ends_the_benchmark():
 
     ratios = mechanisms.compare(Fake("on", 100), Fake("off", 104), 2, adds=False)
     assert {name: ratio.paired for name, ratio in ratios.items()} == {"time": 1, "CPU time": 1, "peak": 1}
-    with pytest.raises(UserError, match="off: the sides sampled 100 and 106 tokens"):
+    with pytest.raises(UserError, match="off: the sides sampled 200 and 212 tokens"):
         mechanisms.compare(Fake("on", 100), Fake("off", 106), 2, adds=False)
