@@ -19,7 +19,6 @@ from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import peak_bytes, run_once
 from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import MODELS, make_module, make_prompts, vocabulary_of
-from grpo_fn.policy.layers.quantized_layers import unpack_rows
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host
 from runners.config.sections import EMBEDDED
@@ -141,7 +140,7 @@ def measure(model: str, modes: Sequence[str], size: Size) -> list[Figure]:
         for storage in STORAGES:
             say(f"quant: {model}, {mode}, {storage}")
             try:
-                made = quantized_role(policy, mode, storage, unpack_rows=unpack_rows())
+                made = quantized_role(policy, mode, storage)
             except ValueError as error:  # a shape that the mode's groups do not divide
                 say(f"quant: {model}, {mode} left out: {error}")
                 continue

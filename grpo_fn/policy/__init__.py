@@ -12,7 +12,7 @@ from grpo_fn.policy.head import Head
 from grpo_fn.policy.images import takes_images, use_multimodal_rope
 from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
 from grpo_fn.policy.layers.patched_layers import use_own_functions
-from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize, unpack_rows
+from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize
 from grpo_fn.policy.layers.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.policy import Policy
 from grpo_fn.policy.quantized_role import (
@@ -52,7 +52,6 @@ __all__ = [
     "shares_prefix",
     "sharing_pays",
     "takes_images",
-    "unpack_rows",
     "use_multimodal_rope",
     "use_own_functions",
 ]

@@ -20,6 +20,7 @@ from grpo_fn.policy.layers.quantized_layers import (
     packed_names,
     quantize,
 )
+from grpo_fn.policy.layers.quantized_layers import unpack_rows as usual_unpack_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, from_names, named_leaves
 
@@ -53,7 +54,7 @@ def quantized_role(
     *,
     group_size: int = 0,
     head: bool = False,
-    unpack_rows: int = 0,
+    unpack_rows: int | None = None,
 ) -> QuantizedRole:
     """A policy of the same model whose block weights are quantized.
 
@@ -63,7 +64,8 @@ def quantized_role(
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
-        unpack_rows: of packed storage: rows of a product from which its weight is unpacked first; 0: never.
+        unpack_rows: of packed storage: rows of a product from which its weight is unpacked first; 0: never;
+            None: from where this machine gains by it.
 
     Raises:
         ValueError: a name is unknown, the mode has no such group, the model is quantized already, or none of
@@ -92,7 +94,8 @@ def quantized_role(
 
     role = attrs.evolve(policy, params=None, frozen=transform(policy.frozen) if policy.frozen else {})
     if packed:
-        module = packed_module(policy.module, names, leaves, mode, dtype, unpack_rows)
+        rows = usual_unpack_rows() if unpack_rows is None else unpack_rows
+        module = packed_module(policy.module, names, leaves, mode, dtype, rows)
         role = attrs.evolve(
             role,
             module=module,

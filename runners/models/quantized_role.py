@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import grpo_fn as g
-from grpo_fn.policy import QuantizedRole, quantized_role, unpack_rows
+from grpo_fn.policy import QuantizedRole, quantized_role
 from runners.config.loading import Config
 from runners.errors import UserError
 
@@ -17,7 +17,6 @@ def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, s
             storage,
             group_size=config.rollout.group_size if name.startswith("affine") else 0,
             head=config.rollout.quantize_head,
-            unpack_rows=unpack_rows(),
         )
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error

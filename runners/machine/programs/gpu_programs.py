@@ -5,12 +5,14 @@ Importing this module imports no MLX.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
+_PREFIX = "grpo-fn-programs-"  # of a folder that one process has for itself
+_SETTLED = 1.0  # seconds since the last change of a file that is whole
 _SECONDS = 120  # for all of them; MLX compiles what is missing then when it needs it
+_kept_in: dict[Path, Path] = {}  # the folders of this process -> the one that outlives it
 _CODE = """
 import sys
 from grpo_fn.backends.cuda.programs import compile_program
@@ -29,14 +34,50 @@ for name in sys.argv[1:]:
 """
 
 
-def keep_programs(mlx_version: str, architecture: str) -> Path:
-    """The folder where MLX keeps what it compiles from now on; the user's own setting stays.
+def keep_programs(mlx_version: str, architecture: str) -> None:
+    """Sets the folder where MLX keeps what it compiles from now on; the user's own setting stays.
 
-    It outlives the temporary folder that MLX takes otherwise. Programs of other versions and other GPUs
-    (homes are shared) do not lie in it.
+    It is this process's own, with links to the programs in the user's cache, and what is new in it goes there
+    at the end. MLX writes its files in place and takes each that it finds: in one folder a process may read
+    what another has written half of, and a file that was cut off would stop every later run. Programs of
+    other versions and other GPUs (homes are shared) do not lie in the same part of the cache.
     """
-    mine = cache_folder() / "programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
-    return Path(os.environ.setdefault(_VARIABLE, str(mine)))
+    given = os.environ.get(_VARIABLE, "")
+    inherited = Path(given).name.startswith(_PREFIX)  # a parent's, or this process's from an earlier call
+    if given and (not inherited or Path(given).name.endswith(f"-{os.getpid()}")):
+        return
+    kept = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=_PREFIX, suffix=f"-{os.getpid()}")
+        own = Path(scratch.name)
+        for file in kept.iterdir() if kept.is_dir() else ():
+            if not file.name.startswith("."):
+                (own / file.name).symlink_to(file.resolve())
+    except OSError:  # no room there: MLX's own folder
+        os.environ.pop(_VARIABLE, None)
+        return
+    _kept_in[own] = kept
+    atexit.register(_end, scratch, kept)
+    os.environ[_VARIABLE] = str(own)
+
+
+def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path) -> None:
+    """Keeps what MLX has compiled, and removes the process's folder."""
+    until = time.time() - _SETTLED
+    new = [file for file in Path(scratch.name).iterdir() if not file.is_symlink()]
+    unsettled = {file.stem for file in new if file.stat().st_mtime > until}
+    with contextlib.suppress(OSError):  # no room: it is compiled again
+        _keep_whole((file for file in new if file.stem not in unsettled), kept)
+    scratch.cleanup()
+
+
+def _keep_whole(files: Iterable[Path], folder: Path) -> None:
+    """Copies files into a folder, so that others see whole ones, and a program's code last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(files, key=lambda file: file.suffix == ".ptx"):
+        part = folder / f".{file.name}.{os.getpid()}"
+        part.write_bytes(file.read_bytes())
+        os.replace(part, folder / file.name)
 
 
 def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
@@ -48,10 +89,11 @@ def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
         return Compilation(Path(), (), 0)
     from grpo_fn.backends import cuda_programs, enabled
 
-    if not enabled("programs_ahead"):
+    folder = os.environ.get(_VARIABLE, "")
+    if not enabled("programs_ahead") or not folder:
         return Compilation(Path(), (), 0)
     wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
-    return Compilation(Path(os.environ[_VARIABLE]), wanted, max(min(platform.cores, memory >> 32), 1))
+    return Compilation(Path(folder), wanted, max(min(platform.cores, memory >> 32), 1))
 
 
 class Compilation:
@@ -128,12 +170,10 @@ class Compilation:
         """
         if not self._scratch:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(Path(self._scratch.name).glob("*/*"), key=lambda file: file.suffix == ".ptx")
-        for file in found:
-            part = self.folder / f".{file.name}.{os.getpid()}"
-            part.write_bytes(file.read_bytes())
-            os.replace(part, self.folder / file.name)
+        found = list(Path(self._scratch.name).glob("*/*"))
+        for folder in (self.folder, _kept_in.get(self.folder)):
+            if folder:
+                _keep_whole(found, folder)
         for name in done:
             if not self._tried(self.folder, name):
                 (self.folder / f"{name}.unknown").touch()

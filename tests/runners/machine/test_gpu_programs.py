@@ -1,6 +1,8 @@
 """Programs that are compiled ahead: which, by whom, and what is left where something fails."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -39,14 +41,114 @@ def test_other_names_are_refused(name):
         compile_program(name)
 
 
-def test_the_folder_outlives_the_process_and_the_users_stays(monkeypatch, tmp_path):
-    """One for each version and architecture, in the user's cache."""
-    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """The user's cache; MLX's variable is not set, and is what it was afterwards."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    assert keep_programs("0.32.4", "sm_90") == tmp_path / "programs" / "mlx-0.32.4-sm_90"
-    assert os.environ["MLX_PTX_CACHE_DIR"] == str(tmp_path / "programs" / "mlx-0.32.4-sm_90")
+    monkeypatch.setattr(gpu_programs, "_SETTLED", 0.0)
+    ends = []
+    monkeypatch.setattr(gpu_programs.atexit, "register", lambda *call: ends.append(call))
+    yield tmp_path / "cache" / "gpu-programs" / "mlx-0.32.4-sm_90", ends
+    os.environ.pop("MLX_PTX_CACHE_DIR", None)
+    monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
+
+
+def process_of(code, **environment):
+    """A Python process of its own that runs this code; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+START = """
+import os, pathlib
+from runners.machine.programs.gpu_programs import keep_programs
+keep_programs("0.32.4", "sm_90")
+folder = pathlib.Path(os.environ["MLX_PTX_CACHE_DIR"])
+"""
+
+
+def test_what_a_process_compiles_outlives_it(cache):
+    """Each has a folder of its own, which begins with what others have left, and is gone afterwards."""
+    kept, _ = cache
+    write = START + "print(folder)\nfor end in 'ptx', 'txt', 'cu': (folder / f'gather.{end}').write_text(end)"
+    write += "\nimport time; time.sleep(1.1)"
+    own = process_of(write)
+    assert {file.name: file.read_text() for file in kept.iterdir()} == {
+        f"gather.{end}": end for end in ("ptx", "txt", "cu")
+    }
+    assert not Path(own).exists()
+    read = START + "print((folder / 'gather.ptx').read_text(), (folder / 'gather.ptx').is_symlink())"
+    assert process_of(read) == "ptx True"
+
+
+def test_a_process_that_is_killed_leaves_nothing_half_written(cache):
+    """What it was writing is in its own folder, where nobody looks."""
+    kept, _ = cache
+    code = START + "(folder / 'gather.ptx').touch()\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False)
+    assert done.returncode == -9 and not kept.exists()
+
+
+def test_programs_that_were_just_written_are_left_out(cache, monkeypatch):
+    """MLX may still be at it: all files of such a program stay behind, and those of others do not."""
+    kept, ends = cache
+    keep_programs("0.32.4", "sm_90")
+    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+    for name in ("old.ptx", "old.txt", "new.ptx", "new.txt"):
+        (own / name).write_text(name)
+    for name in ("old.ptx", "old.txt", "new.txt"):
+        os.utime(own / name, (1, 1))
+    monkeypatch.setattr(gpu_programs, "_SETTLED", 60.0)
+    end, *arguments = ends[-1]
+    end(*arguments)
+    assert {file.name for file in kept.iterdir()} == {"old.ptx", "old.txt"} and not own.exists()
+
+
+def test_a_child_does_not_share_its_parents_folder(cache):
+    """It inherits the variable, and would write where its parent reads."""
+    keep_programs("0.32.4", "sm_90")
+    own = os.environ["MLX_PTX_CACHE_DIR"]
+    keep_programs("0.32.4", "sm_90")  # again, as each command does that asks for the platform
+    assert os.environ["MLX_PTX_CACHE_DIR"] == own
+    child = process_of(START + "print(folder)")
+    assert child != own and Path(child).name.startswith(gpu_programs._PREFIX)
+
+
+def test_the_users_own_folder_stays(cache, monkeypatch):
+    """Whoever sets the variable has a reason."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/mine")
-    assert keep_programs("0.32.4", "sm_90") == Path("/mine")
+    keep_programs("0.32.4", "sm_90")
+    assert os.environ["MLX_PTX_CACHE_DIR"] == "/mine"
+
+
+def test_without_room_mlx_takes_its_own_folder(cache, monkeypatch):
+    """A full disk: nothing is compiled ahead, and the run goes on."""
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gpu_programs.tempfile, "TemporaryDirectory", refuse)
+    keep_programs("0.32.4", "sm_90")
+    assert "MLX_PTX_CACHE_DIR" not in os.environ
+    with compile_ahead(Platform(backend="cuda", cores=2), "auto", 8 << 30) as compilation:
+        assert compilation.names == []
+
+
+def test_what_is_compiled_ahead_is_kept_at_once(cache, monkeypatch):
+    """In the process's folder and in the cache: a run that is killed later has not lost it."""
+    kept, _ = cache
+    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
+    keep_programs("0.32.4", "sm_90")
+    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+    with Compilation(own, ["a"], 1) as compilation:
+        assert compilation.wait() == []
+    assert (own / "a.ptx").read_text() == (kept / "a.ptx").read_text() == "code"
 
 
 def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
