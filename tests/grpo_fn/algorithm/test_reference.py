@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn import backends
+from grpo_fn.backends import mechanisms
 from grpo_fn.policy.quantized_role import MODES, quantized_role
 from grpo_fn.trees import nbytes
 from tests.support.naive_learner import (
@@ -45,7 +45,7 @@ def rounded_by_hand(params, names, mode):
 )
 def test_the_gradient_is_that_of_rounded_weights(name, storage, options, share):
     """As with a plain reference whose weights were rounded by hand; and not that of an unrounded one."""
-    if options.get("unpack_rows") == 0 and backends.backend() == "cuda":
+    if options.get("unpack_rows") == 0 and mechanisms.has_cuda():
         pytest.skip("on CUDA mlx's product with packed affine weights is further from it than this")
     policy = tiny_policy("llama-untied", **SIZE)
     batch = near_policy(make_batch(), policy)
