@@ -6,6 +6,7 @@ and answers with a line of JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 from runners.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+_SECONDS_TO_END = 10  # what MLX has compiled for a GPU is kept at a process's end
 
 
 class SteppingProcess:
@@ -78,8 +80,14 @@ class SteppingProcess:
         return json.loads(line)
 
     def end(self) -> None:
-        """End the process, which holds its last step's state until then."""
-        if self._process.poll() is None:
+        """Tells the process that no further step comes, and ends it if it does not end by itself."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
+        try:
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.communicate()
+            self._process.wait()
+        self._process.stdout.close()
         self._log.close()

@@ -104,9 +104,10 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     backend = _backend(mx)
     if backend == "cpu":
         keep_freed_memory()
-    if backend == "cuda":
-        keep_programs(installed_version("mlx") or "", str(mx.device_info().get("architecture", "")))
     notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
+    if backend == "cuda":
+        architecture = str(mx.device_info().get("architecture", ""))
+        notices += keep_programs(installed_version("mlx") or "", architecture)
     notices += untested_versions()
     device = str(mx.device_info().get("device_name", "")) or backend
     return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)

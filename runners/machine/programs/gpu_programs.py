@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _PREFIX = "grpo-fn-programs-"  # of a folder that one process has for itself
+_UNKNOWN = ".unknown"  # of the mark of a name that MLX does not use
 _SETTLED = 1.0  # seconds since the last change of a file that is whole
 _SECONDS = 120  # for all of them; MLX compiles what is missing then when it needs it
+_at_exit = atexit.register
 _kept_in: dict[Path, Path] = {}  # the folders of this process -> the one that outlives it
 _CODE = """
 import sys
@@ -34,50 +36,67 @@ for name in sys.argv[1:]:
 """
 
 
-def keep_programs(mlx_version: str, architecture: str) -> None:
+def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
     """Sets the folder where MLX keeps what it compiles from now on; the user's own setting stays.
 
-    It is this process's own, with links to the programs in the user's cache, and what is new in it goes there
-    at the end. MLX writes its files in place and takes each that it finds: in one folder a process may read
-    what another has written half of, and a file that was cut off would stop every later run. Programs of
-    other versions and other GPUs (homes are shared) do not lie in the same part of the cache.
+    It is this process's own, with copies of the programs in the user's cache, and what is new in it goes
+    there at the end. MLX writes its files in place and takes each that it finds: in one folder a process
+    may read what another has written half of, and a file that was cut off would stop every later run.
+    Programs of other versions and other GPUs (homes are shared) do not lie in the same part of the cache.
+
+    Returns:
+        A line where the cache cannot be read.
     """
     given = os.environ.get(_VARIABLE, "")
-    inherited = Path(given).name.startswith(_PREFIX)  # a parent's, or this process's from an earlier call
-    if given and (not inherited or Path(given).name.endswith(f"-{os.getpid()}")):
-        return
+    if given and (Path(given) in _kept_in or not Path(given).name.startswith(_PREFIX)):
+        return ()  # from an earlier call, or the user's; with the prefix it is a parent's
     kept = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
     try:
-        scratch = tempfile.TemporaryDirectory(prefix=_PREFIX, suffix=f"-{os.getpid()}")
-        own = Path(scratch.name)
-        for file in kept.iterdir() if kept.is_dir() else ():
-            if not file.name.startswith("."):
-                (own / file.name).symlink_to(file.resolve())
-    except OSError:  # no room there: MLX's own folder
+        scratch = tempfile.TemporaryDirectory(prefix=_PREFIX)
+    except OSError:  # no room: MLX compiles without keeping
         os.environ.pop(_VARIABLE, None)
-        return
+        return ()
+    own = Path(scratch.name)
     _kept_in[own] = kept
-    atexit.register(_end, scratch, kept)
     os.environ[_VARIABLE] = str(own)
+    fault = ""
+    try:
+        _copy(kept, own, _programs(kept))
+    except OSError as error:
+        fault = f"GPU programs are compiled again: {kept}: {error.strerror or error}"
+    _at_exit(_end, scratch, kept, _programs(own))
+    return (fault,) if fault else ()
 
 
-def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path) -> None:
+def _programs(folder: Path) -> list[Path]:
+    """The whole programs of a folder, and marks, by their places in it; each program's code is last."""
+    found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    whole = {path.with_suffix("") for path in found if path.suffix == ".ptx"}
+    wanted = [path for path in found if path.suffix == _UNKNOWN or path.with_suffix("") in whole]
+    return sorted(wanted, key=lambda path: path.suffix == ".ptx")
+
+
+def _copy(source: Path, target: Path, places: Iterable[Path]) -> None:
+    """Copies files from folder to folder, so that others see whole ones."""
+    for place in places:
+        file = target / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", suffix=".part", delete=False) as part:
+            part.write((source / place).read_bytes())
+        os.replace(part.name, file)
+
+
+def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path, before: Sequence[Path]) -> None:
     """Keeps what MLX has compiled, and removes the process's folder."""
-    until = time.time() - _SETTLED
-    new = [file for file in Path(scratch.name).iterdir() if not file.is_symlink()]
-    unsettled = {file.stem for file in new if file.stat().st_mtime > until}
-    with contextlib.suppress(OSError):  # no room: it is compiled again
-        _keep_whole((file for file in new if file.stem not in unsettled), kept)
+    own = Path(scratch.name)
+    with contextlib.suppress(OSError):  # no room, or the folder is gone: it is compiled again
+        new = [place for place in _programs(own) if place not in set(before)]
+        # MLX may still be at it.
+        late = {
+            place.with_suffix("") for place in new if (own / place).stat().st_mtime > time.time() - _SETTLED
+        }
+        _copy(own, kept, (place for place in new if place.with_suffix("") not in late))
     scratch.cleanup()
-
-
-def _keep_whole(files: Iterable[Path], folder: Path) -> None:
-    """Copies files into a folder, so that others see whole ones, and a program's code last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(files, key=lambda file: file.suffix == ".ptx"):
-        part = folder / f".{file.name}.{os.getpid()}"
-        part.write_bytes(file.read_bytes())
-        os.replace(part, folder / file.name)
 
 
 def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
@@ -130,7 +149,7 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all is compiled and in the folder; lines on what is not, and why."""
-        faults, done = list(self._faults), []
+        faults, unkept, done = list(self._faults), [], []
         for process, names in self._running:
             try:
                 _, said = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
@@ -141,15 +160,17 @@ class Compilation:
                 faults.append((said.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
             else:
                 done += names
-        try:
-            self._keep(done)
-        except OSError as error:
-            faults.append(f"{self.folder}: {error.strerror or error}")
-        return [f"GPU programs were not all compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
+        for folder in (self.folder, _kept_in.get(self.folder)):
+            try:
+                self._keep(done, folder)
+            except OSError as error:
+                unkept.append(f"{folder}: {error.strerror or error}")
+        lines = [f"GPU programs were not all compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
+        return lines + [f"GPU programs were not all kept: {fault}" for fault in unkept]
 
     @staticmethod
     def _tried(folder: Path, name: str) -> bool:
-        return (folder / f"{name}.ptx").exists() or (folder / f"{name}.unknown").exists()
+        return (folder / f"{name}.ptx").exists() or (folder / f"{name}{_UNKNOWN}").exists()
 
     def _start(self, number: int, names: Sequence[str]) -> subprocess.Popen[str]:
         assert self._scratch
@@ -163,17 +184,16 @@ class Compilation:
             text=True,
         )
 
-    def _keep(self, done: Sequence[str]) -> None:
-        """Moves what was compiled into the folder: whole files, each program's code last.
+    def _keep(self, done: Sequence[str], folder: Path | None) -> None:
+        """Copies what was compiled into the folder.
 
         MLX has another name for what processes have `done` and left no file of; it is not tried again.
         """
-        if not self._scratch:
+        if not self._scratch or not folder:
             return
-        found = list(Path(self._scratch.name).glob("*/*"))
-        for folder in (self.folder, _kept_in.get(self.folder)):
-            if folder:
-                _keep_whole(found, folder)
+        for own in sorted(Path(self._scratch.name).iterdir()):
+            _copy(own, folder, _programs(own))
+        folder.mkdir(parents=True, exist_ok=True)
         for name in done:
-            if not self._tried(self.folder, name):
-                (self.folder / f"{name}.unknown").touch()
+            if not self._tried(folder, name):
+                (folder / f"{name}{_UNKNOWN}").touch()

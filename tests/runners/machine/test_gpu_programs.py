@@ -50,7 +50,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
     monkeypatch.setattr(gpu_programs, "_SETTLED", 0.0)
     ends = []
-    monkeypatch.setattr(gpu_programs.atexit, "register", lambda *call: ends.append(call))
+    monkeypatch.setattr(gpu_programs, "_at_exit", lambda *call: ends.append(call))
     yield tmp_path / "cache" / "gpu-programs" / "mlx-0.32.4-sm_90", ends
     os.environ.pop("MLX_PTX_CACHE_DIR", None)
     monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
@@ -83,8 +83,36 @@ def test_what_a_process_compiles_outlives_it(cache):
         f"gather.{end}": end for end in ("ptx", "txt", "cu")
     }
     assert not Path(own).exists()
-    read = START + "print((folder / 'gather.ptx').read_text(), (folder / 'gather.ptx').is_symlink())"
-    assert process_of(read) == "ptx True"
+    assert process_of(START + "print((folder / 'gather.ptx').read_text())") == "ptx"
+
+
+def test_programs_in_folders_are_kept_and_parts_of_one_are_not_taken(cache):
+    """MLX cuts long names into folders; of a program whose code is not there yet nothing is copied."""
+    kept, _ = cache
+    (kept / "long").mkdir(parents=True)
+    for name in ("long/name.ptx", "long/name.txt", "begun.txt", "begun.cu", ".x.part"):
+        (kept / name).write_text(name)
+    keep_programs("0.32.4", "sm_90")
+    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+    found = {str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()}
+    assert found == {"long/name.ptx", "long/name.txt"}
+
+
+def test_a_cache_that_cannot_be_read_is_a_line(cache, monkeypatch):
+    """The process has an empty folder of its own all the same, and its end is quiet where that is gone."""
+    kept, ends = cache
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(gpu_programs, "_copy", refuse)
+    (line,) = keep_programs("0.32.4", "sm_90")
+    assert line == f"GPU programs are compiled again: {kept}: Permission denied"
+    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+    assert own.is_dir()
+    own.rmdir()
+    ((end, *arguments),) = ends
+    end(*arguments)
 
 
 def test_a_process_that_is_killed_leaves_nothing_half_written(cache):
@@ -105,7 +133,7 @@ def test_programs_that_were_just_written_are_left_out(cache, monkeypatch):
     for name in ("old.ptx", "old.txt", "new.txt"):
         os.utime(own / name, (1, 1))
     monkeypatch.setattr(gpu_programs, "_SETTLED", 60.0)
-    end, *arguments = ends[-1]
+    ((end, *arguments),) = ends
     end(*arguments)
     assert {file.name for file in kept.iterdir()} == {"old.ptx", "old.txt"} and not own.exists()
 
@@ -190,6 +218,20 @@ def test_a_program_whose_process_failed_is_tried_again(monkeypatch, tmp_path):
     with Compilation(tmp_path, ["a", "b"], 2) as compilation:
         assert len(compilation.wait()) == 1
     assert Compilation(tmp_path, ["a", "b"], 0).names == ["b"]
+
+
+def test_a_cache_without_room_is_a_line(cache, monkeypatch):
+    """What was compiled ahead is there for this process."""
+    kept, _ = cache
+    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
+    keep_programs("0.32.4", "sm_90")
+    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+    kept.parent.mkdir(parents=True)
+    kept.touch()  # a file in the folder's place
+    with Compilation(own, ["a"], 1) as compilation:
+        (line,) = compilation.wait()
+    assert line.startswith(f"GPU programs were not all kept: {kept}: ")
+    assert (own / "a.ptx").exists()
 
 
 def test_processes_that_cannot_be_started_are_a_line(monkeypatch, tmp_path):
