@@ -90,11 +90,9 @@ MECHANISMS = (
     Mechanism("layout of weight gradients", ("gradient_layout",)),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF)),
     Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
-    Mechanism("attention on a CPU", ("attention", "weighted_values")),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("patched layers", ("own_functions",)),
     Mechanism("compiled steps", overrides=("system.compile=false",)),
-    Mechanism("freed memory stays", environment={"GLIBC_TUNABLES": "glibc.malloc.arena_max=8"}),
     Mechanism("BLAS", environment={"GRPO_FN_BLAS": "none"}, shapes=(QUICKSTART,), pairs=1),
 )
 TITLES = tuple(mechanism.title for mechanism in MECHANISMS)

@@ -217,7 +217,7 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
         tokens = shared.prompts * shared.generations * shared.new
         found = start(count, shared, shard=False, launcher=count > 1)
         step = max(each["seconds"]["step"] for each in found)
-        name = f"{title}, {count}"
+        name = f"{title}: {count} rank{'s' if count > 1 else ''}"
         base, whole = base or step * count / tokens, whole or found[0]["held"]  # rank-seconds a token
         figures += [
             Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
@@ -239,17 +239,15 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
         if count > 1 and case.tune == "full" and not case.weak:
             sharded = start(count, case, shard=True)
             held = max(each["held"] for each in sharded)
+            step = max(each["seconds"]["step"] for each in sharded)
             goal = SHARDED if on_gpu and count == 4 else None
             figures += [
                 Figure(name=f"{name}, sharded: weights and optimizer", value=held / 1e6, unit="MB"),
                 Figure(
                     name=f"{name}, sharded: of unsharded bytes", value=held / whole, unit="x", at_most=goal
                 ),
-                Figure(
-                    name=f"{name}, sharded: step",
-                    value=max(each["seconds"]["step"] for each in sharded),
-                    unit="s",
-                ),
+                Figure(name=f"{name}, sharded: step", value=step, unit="s"),
+                Figure(name=f"{name}, sharded: efficiency", value=base * tokens / (step * count), unit="x"),
                 Figure(
                     name=f"{name}, sharded: peak of a rank",
                     value=max(e["peak"] for e in sharded) / 1e6,

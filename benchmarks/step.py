@@ -71,6 +71,8 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     seconds["batch"] = clock.lap(pieces)
     state, stats = learner.grad_step(state, pieces)
     seconds["grad"] = clock.lap(state.accum_grads, state.accum_weight, stats)
+    # As a run does: the new weights may take the memory of those that sampled.
+    state, learner.role.anchor = attrs.evolve(state, old_params=None), None
     state, update = learner.update_step(state)
     seconds["update"] = clock.lap(state, update)
     state = learner.role.sync(state)

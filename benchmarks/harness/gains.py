@@ -12,6 +12,7 @@ from runners.errors import UserError
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 _HEADER = "| mechanism | acts on | where | lines | gain |"
 _UNKNOWN = "not measured alone yet"
+_MAKER_AND_MEMORY = re.compile(r"^NVIDIA | \d+GB.*$")  # of a GPU's name
 _OURS = re.compile(rf"{_UNKNOWN}|step without it: .*?; benchmarks `mechanisms`")
 
 
@@ -19,7 +20,7 @@ def gain_of(records: Mapping[str, Record], title: str) -> str:
     """What a step takes without the mechanism, on each shape; "" where it was not measured."""
     shapes: dict[str, dict[str, float]] = {}
     for backend, record in records.items():
-        device = "" if backend == "cpu" else f" on an {str(record.machine['device']).split()[-1]}"
+        device = "" if backend == "cpu" else f" on {_MAKER_AND_MEMORY.sub('', str(record.machine['device']))}"
         for figure in record.figures:
             shape, name, part = figure.name.split(": ")
             if name == title:

@@ -1,6 +1,6 @@
 """What several ranks gain, computed: bytes on the wire, waiting for long completions, and the fixed part.
 
-    python -m benchmarks.harness.rank_scaling --parameters 494e6 --step 4.42 --fixed 1.0 --rows 512
+    python -m benchmarks.harness.rank_scaling --parameters 494e6 --step 4.06 --fixed 0.7 --rows 512
 
 A step of N ranks takes  fixed + (step − fixed)/N + wait + sum.  *fixed* is the part that fewer rows do not
 shorten, such as the launches of decoding steps: from two measured steps it is 2·T(half the rows) − T(all
@@ -109,8 +109,8 @@ COLUMNS = (
 
 @click.command()
 @click.option("--parameters", default=494e6, show_default=True, help="Numbers that are trained.")
-@click.option("--step", "seconds", default=4.42, show_default=True, help="Seconds of a step on one rank.")
-@click.option("--fixed", default=1.0, show_default=True, help="Seconds of it that fewer rows do not shorten.")
+@click.option("--step", "seconds", default=4.06, show_default=True, help="Seconds of a step on one rank.")
+@click.option("--fixed", default=0.7, show_default=True, help="Seconds of it that fewer rows do not shorten.")
 @click.option("--decoding", default=0.6, show_default=True, help="Share of it that decodes.")
 @click.option("--rows", default=512, show_default=True, help="Completions of a step.")
 @click.option("--longest", default=256, show_default=True, help="Tokens of a completion at most.")

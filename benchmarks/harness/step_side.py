@@ -45,8 +45,10 @@ class HostCopy:
         leaves: dict[int, _Leaf] = {}
 
         def leaf(array: mx.array) -> _Leaf:
-            plain = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
-            return leaves.setdefault(id(array), _Leaf(np.array(plain), array.dtype))
+            if id(array) not in leaves:
+                plain = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+                leaves[id(array)] = _Leaf(np.array(plain), array.dtype)
+            return leaves[id(array)]
 
         self._tree = map_arrays(leaf, tree)
 

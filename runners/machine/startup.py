@@ -14,7 +14,6 @@ import attrs
 
 from runners.errors import UserError
 from runners.machine import install_hints
-from runners.machine.malloc import keep_freed_memory
 from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.thread_ends import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
@@ -79,8 +78,6 @@ def _shorten_buffers() -> None:
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
 
-    On a CPU memory that is freed stays in the process: see `malloc`.
-
     In another thread than the main one it sees to it that the process outlives the thread: see `thread_ends`.
 
     Raises UserError where MLX is not installed, or is installed without a backend, and in a process that was
@@ -102,8 +99,6 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
     backend = _backend(mx)
-    if backend == "cpu":
-        keep_freed_memory()
     notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
     if backend == "cuda":
         architecture = str(mx.device_info().get("architecture", ""))

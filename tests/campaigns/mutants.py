@@ -321,7 +321,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared-rounded-twice",
-        "backends/cpu/attention",
+        "backends/cpu/elementwise",
         "weights.astype(mx.float32) @ values.astype(mx.float32)",
         "weights @ values",
         ("decode_step",),
@@ -380,13 +380,6 @@ MUTANTS = [
         "policy/caches/prefix_cache",
         "(queries * scale)",
         "(queries * queries.shape[-1] ** -0.5)",
-        ("decode_step",),
-    ),
-    Mutant(
-        "copies-usual-scale",
-        "backends/cpu/attention",
-        "q = (queries * scale)",
-        "q = (queries * queries.shape[-1] ** -0.5)",
         ("decode_step",),
     ),
 ]

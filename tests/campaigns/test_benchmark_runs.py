@@ -28,7 +28,7 @@ EXPECTED = {
         "2 layers, random: affine-4, product: non-finite updates",
         "3 layers, trained: bf16, ours: KL",
     },
-    "ranks": {"tiny, full, 2: efficiency", "tiny, full, 2, sharded: of unsharded bytes"},
+    "ranks": {"tiny, full: 2 ranks: efficiency", "tiny, full: 2 ranks, sharded: of unsharded bytes"},
     "mechanisms": {"16 × 8, LoRA: merged adapters: time", "16 × 8, LoRA: merged adapters: peak"},
     "run_report": {"large: written, CPU time", "quickstart: with an open live page / without"},
     "quickstart": {"seed 0: exact match after", "seed 0: from command to end"},

@@ -18,8 +18,7 @@ MECHANISMS = {
     "swiglu": ("elementwise", "swiglu", "on_cpu"),
     "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
     "rms_norm": ("elementwise", "rms_norm", "takes_rows"),
-    "attention": ("attention", "attention", "on_cpu"),
-    "weighted_values": ("attention", "weighted_values", ""),
+    "weighted_values": ("elementwise", "weighted_values", ""),
     "add_at": ("elementwise", "add_at", ""),
 }
 NUMBERS = {

@@ -151,6 +151,15 @@ def _gated_gradient(
     return cotangent * x * sigmoid * (1 + gate * (1 - sigmoid)), cotangent * gate * sigmoid
 
 
+def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
+    """The product of attention weights and values in float32, which is the faster product on a CPU.
+
+    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is. Rounded
+    twice, log-probs were up to 0.12 nats from the learner's.
+    """
+    return weights.astype(mx.float32) @ values.astype(mx.float32)
+
+
 # On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
 # does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
 @mx.custom_function

@@ -2,10 +2,11 @@
 
 import re
 
+import mlx.core as mx
 import pytest
 
 from benchmarks import mechanisms
-from benchmarks.harness import gains, record
+from benchmarks.harness import gains, record, step_side
 from benchmarks.harness.record import Figure
 from grpo_fn.backends import OPERATIONS, SWITCHES
 from runners.config.loading import load_config
@@ -59,6 +60,29 @@ def test_measured_gains_go_into_their_rows(tmp_path):
     cells = [line.split(" | ")[4] for line in text.splitlines() if line.startswith("| ")]
     assert cells == ["gain", gain, f"3 ms; {gain}", f"memory; {gain}", "memory", "gain"]
     assert gains.rendered(text, tmp_path) == text
+
+
+def test_a_gpus_figures_say_which_one(tmp_path):
+    """Without its maker and its memory, behind those of the CPU."""
+    save(tmp_path, "one")
+    found = record.make_record(
+        "mechanisms", figures("one"), quick=False, machine={"device": "NVIDIA H100 80GB HBM3"}, rates={}
+    )
+    record.save_record(tmp_path, "cuda", found)
+    row = next(line for line in gains.rendered(PAGE, tmp_path).splitlines() if line.startswith("| one"))
+    assert "16 × 8, LoRA: 1.26 × the time" in row and "16 × 8, LoRA on H100: 1.26 × the time" in row
+
+
+def test_a_step_begins_with_arrays_of_its_own():
+    """What was one array in two places is one again, with its dtype; the copies stay as they were."""
+    weight = mx.array([1.0, 2.5], mx.bfloat16)
+    copy = step_side.HostCopy({"params": [weight], "old_params": [weight], "step": mx.array(3)})
+    for _ in range(2):
+        found = copy.arrays()
+        (first,), (second,) = found["params"], found["old_params"]
+        assert first is second and first is not weight
+        assert first.dtype == mx.bfloat16 and first.tolist() == [1.0, 2.5] and found["step"].item() == 3
+        assert found["step"].dtype == mx.int32
 
 
 def test_a_mechanism_without_a_row_is_an_error(tmp_path):
