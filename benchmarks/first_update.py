@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,20 +201,18 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
 
 @benchmark("first_update", parts="chosen")
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
-def main(quick: bool, chosen: Sequence[str]) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
     """A run's first update with empty caches and with full ones, and the steps after it."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     unknown = [name for name in chosen if name not in cases]
     if unknown:
         raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
-    figures = []
     for title in chosen or cases:
         folder = Path(tempfile.mkdtemp(prefix="first-update-"))
         try:
-            figures += measure(title, cases[title], folder)
+            yield measure(title, cases[title], folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return figures
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -187,9 +187,10 @@ def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, ad
     return ratios
 
 
-def measure(mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, quick: bool) -> list[Figure]:
-    """All figures, a shape after the other."""
-    figures: list[Figure] = []
+def measure(
+    mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, quick: bool
+) -> Iterator[list[Figure]]:
+    """The figures of each mechanism, a shape after the other."""
     together = STARTED_TOGETHER if backend() == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="mechanisms-") as name:
         work = Path(name)
@@ -201,8 +202,7 @@ def measure(mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, 
             with contextlib.ExitStack() as ending:
                 with_all = _processes([(f"{shape}, everything", base, {})], work, ending)[0]
                 for first in range(0, len(wanted), together):
-                    figures += _figures(wanted[first : first + together], shape, base, with_all, pairs, work)
-    return figures
+                    yield from _figures(wanted[first : first + together], shape, base, with_all, pairs, work)
 
 
 def _figures(
@@ -212,7 +212,7 @@ def _figures(
     with_all: SteppingProcess,
     pairs: int,
     work: Path,
-) -> list[Figure]:
+) -> Iterator[list[Figure]]:
     """Of mechanisms whose sides start together, each compared while the others stand still."""
     sides = [
         (
@@ -224,7 +224,6 @@ def _figures(
         )
         for each in mechanisms
     ]
-    figures = []
     with contextlib.ExitStack() as ending:
         for each, other in zip(mechanisms, _processes(sides, work, ending), strict=True):
             ratios = compare(with_all, other, min(pairs, each.pairs or pairs), adds=each.adds)
@@ -233,8 +232,7 @@ def _figures(
                 f"{other.name}: "
                 + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items())
             )
-            figures += [ratio_figure(f"{other.name}: {part}", ratio) for part, ratio in ratios.items()]
-    return figures
+            yield [ratio_figure(f"{other.name}: {part}", ratio) for part, ratio in ratios.items()]
 
 
 def _processes(
@@ -261,7 +259,7 @@ def _processes(
 )
 @click.option("--only", "names", multiple=True, help="Only this mechanism, by its title in the table.")
 @click.option("--repeats", default=0, help="Pairs of steps [3].")
-def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int) -> Sequence[Figure]:
+def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
     """Each mechanism alone: a real run's step with everything on, against everything but this one."""
     for name in names:
         if name not in TITLES:

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +205,12 @@ def main(
     beta: float,
     overrides: Sequence[str],
     repeats: int,
-) -> Sequence[Figure]:
+) -> Iterator[list[Figure]]:
     """A whole GRPO step against mlx-lm-lora and TRL, LoRA and full: rollout, learner and peak memory."""
     on_cpu = backend() == "cpu"
     peers = _installed(PEERS["cpu" if on_cpu else "cuda"], names)
     batch_size, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
     shape = "tiny" if quick else model or ("qwen2-6x256" if on_cpu else "qwen2.5-0.5b")
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
         write_folder(folder / "model", shape)
@@ -228,8 +227,7 @@ def main(
                 overrides=list(overrides),
             )
             steps = repeats or (1 if quick else 7 if on_cpu else 3)
-            figures += compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
-    return figures
+            yield compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
 
 
 def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:

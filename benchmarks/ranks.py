@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,7 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
 @click.option(
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."
 )
-def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Iterator[list[Figure]]:
     """Whole steps on several ranks of this host, which it starts itself."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
@@ -273,10 +273,8 @@ def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Sequence[
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UserError(f"case {unknown[0]!r}: wanted one of {' or '.join(known)}")
-    figures: list[Figure] = []
     for name in chosen or known:
-        figures += overhead_figures(name) if name == overhead else figures_of(known[name], counts, quick)
-    return figures
+        yield overhead_figures(name) if name == overhead else figures_of(known[name], counts, quick)
 
 
 def overhead_figures(name: str) -> list[Figure]:

@@ -5,7 +5,7 @@ Both sides draw the same number of tokens at temperature 1 and keep each token's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -246,13 +246,12 @@ KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragge
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 @click.option("--sweep", is_flag=True, help="Also over the options of Decoding.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
-def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Iterator[list[Figure]]:
     """Rollouts against mlx-lm's BatchGenerator; rows that end early; prompts of different lengths."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     unknown = [name for name in chosen if name not in cases]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r}: wanted one of {', '.join(cases)}", param_hint="--case")
-    figures: list[Figure] = []
     modules: dict[str, nn.Module] = {}
     for name in chosen or cases:
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
@@ -260,11 +259,11 @@ def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Seque
             modules.clear()
             modules[case.model] = make_module(case.model)
         say(f"rollout: {name} ({case.model})")
-        figures += KINDS[case.kind](name, case, modules[case.model], quick)
+        figures = KINDS[case.kind](name, case, modules[case.model], quick)
         if sweep:
             say(f"rollout: {name}, options")
             figures += sweep_options(name, case, modules[case.model])
-    return figures
+        yield figures
 
 
 if __name__ == "__main__":

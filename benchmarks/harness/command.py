@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ import click
 from click.core import ParameterSource
 
 from benchmarks.harness.machine import backend, machine, rates
-from benchmarks.harness.record import RESULTS, Figure, Measured, load_records, make_record, save_record, table
+from benchmarks.harness.record import (
+    RESULTS,
+    Figure,
+    Measured,
+    Record,
+    load_records,
+    make_record,
+    save_record,
+    table,
+)
 from benchmarks.harness.report import README, draw_chart, refresh
 from runners.errors import UserError
 from runners.machine import startup
@@ -27,10 +36,14 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def benchmark(
-    name: str, *, parts: str | None = None
-) -> Callable[[Callable[..., Sequence[Figure] | Measured]], click.Command]:
+Found = Sequence[Figure] | Measured | Iterator[Sequence[Figure]]  # what a benchmark's function returns
+
+
+def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[..., Found]], click.Command]:
     """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
+
+    A function that yields its figures, some at a time, has each lot written at once: what ends the command
+    early does not lose them.
 
     The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
     change from the record that was there, and names the targets that are missed. A result that belongs to
@@ -40,7 +53,7 @@ def benchmark(
     the record that was there, the figures of the other parts stay.
     """
 
-    def decorate(function: Callable[..., Sequence[Figure] | Measured]) -> click.Command:
+    def decorate(function: Callable[..., Found]) -> click.Command:
         @click.command(name, help=function.__doc__)
         @click.option(
             "--quick", is_flag=True, help="Small sizes, few repeats: shows that it works, not how fast."
@@ -56,18 +69,28 @@ def benchmark(
             settings = given({key: value for key, value in options.items() if key != parts})
             folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
-                load_records(folder / f"{name}.json")  # before the minutes of measuring
+                last = load_records(folder / f"{name}.json").get(backend())  # before the minutes of measuring
                 for notice in startup.prepare().notices:
                     say(notice)
                 surroundings = machine()  # the load before this benchmark adds its own
                 say(f"{name}: measuring the machine")
                 floor = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
+
+                def save(figures: Sequence[Figure], parts: Sequence[str]) -> Record:
+                    measured = make_record(
+                        name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
+                    )
+                    return save_record(folder, backend(), measured, parts=parts)[1]
+
                 found = function(quick=quick, **options)
+                if isinstance(found, Iterator):
+                    figures: list[Figure] = []
+                    for lot in found:
+                        figures += lot
+                        save(lot, [figure.name.rpartition(": ")[0] for figure in lot])
+                    found = figures
                 found = found if isinstance(found, Measured) else Measured(found, {})
-                record = make_record(
-                    name, found.figures, quick=quick, machine=surroundings, rates=floor, settings=settings
-                )
-                last, record = save_record(folder, backend(), record, parts=options[parts] if parts else ())
+                record = save(found.figures, options[parts] if parts else ())
                 for file, text in found.files.items():
                     (folder / file).write_text(text, encoding="utf-8")
                 draw_chart(folder, name, say)

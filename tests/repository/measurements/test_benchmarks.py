@@ -228,6 +228,27 @@ def test_an_option_that_names_parts_is_no_other_work(tmp_path):
     assert [figure.name for figure in found.figures] == ["a: x", "b: x"] and not found.settings
 
 
+def test_what_was_measured_before_the_end_is_kept(tmp_path):
+    """Lots are written as they come, beside what was there; a whole run replaces all of it."""
+
+    @benchmark("made")
+    @click.option("--repeats", default=0)
+    def measured(quick, repeats):
+        for name in ("a", "b"):
+            yield [Figure(name=f"{name}: {part}", value=float(repeats)) for part in ("x", "y")]
+            if repeats == 2 and name == "a":
+                raise UserError("ended")
+
+    def values(repeats):
+        code = CliRunner().invoke(measured, ["--out", str(tmp_path), "--repeats", str(repeats)]).exit_code
+        (found,) = record.load_records(tmp_path / "made.json").values()
+        return code, {figure.name: figure.value for figure in found.figures}
+
+    assert values(1) == (0, {"a: x": 1, "a: y": 1, "b: x": 1, "b: y": 1})
+    assert values(2) == (2, {"a: x": 2, "a: y": 2, "b: x": 1, "b: y": 1})
+    assert values(3) == (0, {"a: x": 3, "a: y": 3, "b: x": 3, "b: y": 3})
+
+
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
     check_quick_run("loss", {"dearest loss / grad step", "dearest preset / cheapest"}, tmp_path)
