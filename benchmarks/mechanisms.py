@@ -1,7 +1,8 @@
 """Each mechanism alone: a step of a real run with everything on, against everything but this one.
 
-Both sides are processes of their own that take the same steps of the same run in turn: rollout, rewards,
-gradient, update. The first step, which compiles, is not timed. On a CPU:
+Both sides are processes of their own, which take their steps in turn. A step is a rollout, its rewards, the
+gradient and the update, of the same prompts, key and weights each time; the first, which compiles, is not
+timed. On a CPU:
 
 16 × 8           16 prompts × 8 completions of a model with 6 blocks of 256, random weights; completions end
                  at random places, and a quarter of the groups have rewards without variance
@@ -227,7 +228,7 @@ def _figures(
     with contextlib.ExitStack() as ending:
         for each, other in zip(mechanisms, _processes(sides, work, ending), strict=True):
             ratios = compare(with_all, other, min(pairs, each.pairs or pairs), adds=each.adds)
-            other.end()
+            other.end()  # on a GPU it holds memory that the next side may need
             say(
                 f"{other.name}: "
                 + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items())

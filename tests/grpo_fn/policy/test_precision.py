@@ -294,6 +294,19 @@ def test_from_unpack_rows_on_a_product_is_dense():
     assert not bool((packed[0][4] == want[4]).all())
 
 
+@pytest.mark.parametrize("rows", [0, 4])
+def test_a_role_unpacks_from_where_the_machine_gains_by_it(rows, monkeypatch):
+    """Where no number of rows is given: the machine's own."""
+    monkeypatch.setitem(quantized_role.__globals__, "usual_unpack_rows", lambda: rows)
+    policy = wide_policy()
+    found = []
+    for options in ({}, {"unpack_rows": rows}, {"unpack_rows": 4 - rows}):
+        role = quantized_role(policy, "affine-4", "packed", head=True, **options)
+        found.append(role.policy.logits(role.transform(policy.params), token_rows(1, 4)))
+    usual, same, other = found
+    assert bool((usual == same).all()) and not bool((usual == other).all())
+
+
 def test_making_a_role_draws_no_random_numbers():
     """Nothing of mlx's global random state is used up by the packed layers."""
     policy = wide_policy()
