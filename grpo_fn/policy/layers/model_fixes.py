@@ -1,5 +1,9 @@
-"""Fixes for faults of single mlx-lm models, in one instance; such a model is known by its module's name."""
+"""Fixes for faults of mlx-lm's models and of their experts, in one instance.
 
+A model that is at fault by itself is known by its module's name.
+"""
+
+import functools
 from typing import Any, cast
 
 import mlx.core as mx
@@ -7,12 +11,39 @@ import mlx.nn as nn
 
 from grpo_fn.layers import with_globals
 
+_SORTED_FROM = 64  # pairs of token and expert: from there on mlx-lm sorts them
+
 
 def fix_known_faults(module: nn.Module) -> None:
-    """Fix the model if it is one of those; a second call changes nothing."""
+    """Fix the model where it is known to be at fault; a second call changes nothing."""
     fix = _FIXES.get(type(module).__module__)
     if fix is not None:
         fix(module)
+    _fix_experts(module)
+
+
+def _fix_experts(module: nn.Module) -> None:
+    """Below 64 pairs of token and expert they do not sort the pairs, and MLX's gradient of products that are
+    not sorted fails on CUDA (0.32.4): an error, wrong numbers, or an address that ends all that follows."""
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+    for layer in module.modules():
+        if type(layer) in (SwitchGLU, SwitchMLP):
+            layer.__class__ = _sorting(type(layer))
+
+
+@functools.cache
+def _sorting(kind: type[Any]) -> type[Any]:
+    """A class whose learner's pass has so few tokens several times over; only the first copy counts."""
+
+    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        copies = -(-_SORTED_FROM // max(indices.size, 1)) if self.training else 1
+        if copies == 1:
+            return kind.__call__(self, x, indices)
+        copied = (mx.broadcast_to(each, (copies, *each.shape)) for each in (x, indices))
+        return kind.__call__(self, *copied)[0]
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": __name__})
 
 
 def _fix_phi3small(module: nn.Module) -> None:

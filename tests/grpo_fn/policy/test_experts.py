@@ -1,0 +1,66 @@
+"""Few tokens in front of experts: the learner sorts them by expert, and computes what mlx-lm does."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import switch_layers
+
+import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
+from benchmarks.architectures.small_settings import VOCABULARY
+from tests.support.generating import roll
+from tests.support.tiny_policies import token_rows, worst_difference
+
+NAMES = ("qwen3_moe", "gpt_oss", "nemotron_h")  # gated experts, with a bias, and without a gate
+
+
+def loaded(name):
+    """As mlx-lm's loader leaves it: not in training."""
+    return small_model(name).eval()
+
+
+def gradient(policy, tokens):
+    """Of the log-probs of the next tokens."""
+
+    def loss(params):
+        targets = mx.roll(tokens, -1, axis=1)
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets).sum()
+
+    value, grads = mx.value_and_grad(loss)(policy.params)
+    g.materialize(value, grads)
+    return value, grads
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What each product of experts was told about its indices: whether they are sorted, and how many."""
+    real, found = mx.gather_mm, []
+
+    def spying(*arrays, rhs_indices, sorted_indices=False):
+        found.append((sorted_indices, rhs_indices.size))
+        return real(*arrays, rhs_indices=rhs_indices, sorted_indices=sorted_indices)
+
+    monkeypatch.setattr(switch_layers.mx, "gather_mm", spying)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_few_tokens_of_the_learner_are_sorted(name, rows, said):
+    """Of 5, 10 and 45 tokens with two experts each, the last are enough by themselves."""
+    tokens = token_rows(rows, 5) % VOCABULARY
+    policy = g.Policy.from_module(loaded(name))
+    said.clear()
+    value, grads = gradient(policy, tokens)
+    assert said and all(is_sorted and 64 <= size < 128 for is_sorted, size in said)
+    plain_policy = g.Policy.from_module(loaded(name), own_functions=False)
+    said.clear()
+    plain_value, plain = gradient(plain_policy, tokens)
+    assert all(is_sorted == (rows == 9) for is_sorted, _ in said)
+    assert mx.abs(value - plain_value).item() < 1e-3
+    assert worst_difference(grads, plain) < 1e-4
+
+
+def test_a_rollout_s_few_tokens_stand_once(said):
+    """It has no gradient."""
+    roll(g.Policy.from_module(loaded("qwen3_moe")), [[5, 6, 7]], generations=2, limit=3)
+    assert said and not any(is_sorted for is_sorted, _ in said)
