@@ -13,7 +13,7 @@ from grpo_fn.algorithm import load_balancing_loss
 from grpo_fn.learner import chosen_experts, routing_stats, split_batch
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, has_routers, quantized_role
 from grpo_fn.policy.layers.routers import recorded_routing
-from tests.support.tiny_policies import worst_difference
+from tests.support.tiny_policies import repeats, worst_difference
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
 PROMPT, LENGTH = 3, 8
@@ -98,13 +98,12 @@ def test_the_gradient_has_the_balance(name):
 
 
 def test_without_a_coefficient_nothing_changes():
-    """The default is the step without it, to the bit."""
+    """The default is the step without it, to the bit on a CPU."""
     policy = g.Policy.from_module(small_model("qwen3_moe"))
     state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
     one, _ = g.make_grad_step(policy, g.preset("grpo"))(state, batch_of())
     other, _ = g.make_grad_step(policy, g.preset("grpo"), router_aux_coef=0.0)(state, batch_of())
-    for a, b in zip(g.trees.arrays_of(one), g.trees.arrays_of(other), strict=True):
-        assert mx.array_equal(a, b).item()
+    assert repeats(one.accum_grads, other.accum_grads)
 
 
 def test_training_on_it_evens_the_load():
