@@ -129,6 +129,8 @@ def _steps(sides: list[Side], repeats: int) -> None:
     for round_ in range(repeats + 2):
         for side in sides if round_ % 2 else sides[::-1]:
             side.steps.append(side.step())
+            if backend() != "cpu":  # of what a time limit ends, this is left
+                say(f"{side.name}: step {round_ + 1} of {repeats + 2}: {side.steps[-1]['seconds']:.2f} s")
         if round_ == 1:
             for side in sides:
                 side.steps.clear()
