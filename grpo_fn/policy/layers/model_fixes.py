@@ -23,8 +23,8 @@ def fix_known_faults(module: nn.Module) -> None:
 
 
 def _fix_experts(module: nn.Module) -> None:
-    """Below 64 pairs of token and expert they do not sort the pairs, and MLX's gradient of products that are
-    not sorted fails on CUDA (0.32.4): an error, wrong numbers, or an address that ends all that follows."""
+    """mlx-lm's experts sort pairs of token and expert from 64 on. Where they are not sorted, the gradient of
+    MLX's products fails on CUDA (0.32.4): an error, wrong numbers, or an address that ends what follows."""
     from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
     for layer in module.modules():
