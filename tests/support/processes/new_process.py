@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def in_new_process(code, *arguments, cwd=ROOT, run=subprocess.run, **environment):
     """Runs code in a Python of its own; its stdout, after it ended well."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
         timeout=600,
