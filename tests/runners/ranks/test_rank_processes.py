@@ -181,7 +181,7 @@ def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
 
 
 def test_sigterm_to_a_rank_while_the_model_loads_ends_all_with_one_line(write, tmp_path):
-    """Rank 0 says who was stopped, all end with the exit code of SIGTERM, and nothing is written."""
+    """Rank 0 says who was stopped, all end with the exit code of SIGTERM or by it, and nothing is written."""
     run = begin(2, tmp_path / "ranks", [str(write("early"))], "loading")
     folder = tmp_path / "ranks"
     assert run.wait_until(lambda: all((folder / f"{rank}.loading").exists() for rank in (0, 1))), run.said()
@@ -191,5 +191,8 @@ def test_sigterm_to_a_rank_while_the_model_loads_ends_all_with_one_line(write, t
     said = run.end(60)
     told = [line for line in said.splitlines() if line.strip() and "Node with rank" not in line]
     assert told == [f"rank 1 ({os.uname().nodename}): stopped by SIGTERM"]
-    assert all(f"Node with rank {rank} exited with code 143" in said for rank in (0, 1)), said
+    # -15: once one has ended, the launcher stops the other, and may be faster than its end.
+    codes = dict(re.findall(r"Node with rank (\d) exited with code (-?\d+)", said))
+    assert codes.keys() == {"0", "1"} and set(codes.values()) <= {"143", "-15"}, said
+    assert "143" in codes.values()
     assert not list((tmp_path / "outputs").glob("*/training_log.jsonl"))
