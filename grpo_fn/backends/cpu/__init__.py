@@ -14,10 +14,12 @@ MECHANISMS = {
     "exp": ("elementwise", "exp", "on_cpu"),
     "sigmoid": ("elementwise", "sigmoid", "on_cpu"),
     "logsumexp": ("elementwise", "logsumexp", "on_cpu"),
+    "row_sum": ("elementwise", "row_sum", "on_cpu"),
     "softmax": ("elementwise", "softmax", "on_cpu"),
     "swiglu": ("elementwise", "swiglu", "on_cpu"),
     "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
     "rms_norm": ("elementwise", "rms_norm", "takes_rows"),
+    "rope": ("rope", "rope", "takes_heads"),
     "weighted_values": ("elementwise", "weighted_values", ""),
     "add_at": ("elementwise", "add_at", ""),
 }

@@ -7,8 +7,9 @@ All of it is for float32: `on_cpu` tells.
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
 e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed as G. Estrin
-did: few steps one after the other, so that it and r are one pass over memory. 2^n is n written into the
-exponent's bits.
+did: few steps one after the other, so that each of the four functions below is one pass over memory, or less
+inside of a compiled step. 2^n is n written into the exponent's bits: n stands in the lowest bits of the sum
+that rounds it.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,11 @@ def logsumexp(x: mx.array) -> mx.array:
     return mx.log(exp(x - top).sum(axis=-1)) + top[..., 0]
 
 
+def row_sum(x: mx.array) -> mx.array:
+    """Σ x along the last axis, which goes: a product with a column, as MLX adds one number at a time."""
+    return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
+
+
 def softmax(x: mx.array) -> mx.array:
     """Softmax along the last axis."""
     return cast(mx.array, _softmax(x))
@@ -80,21 +86,33 @@ def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.arra
     return array_cv.at[mx.arange(array_cv.shape[0]), index_c].add(values_c)
 
 
-def _parts(x: mx.array) -> tuple[mx.array, mx.array]:
-    """e^r, and the bits of 2^n: 0 below −88, infinity above 88.3."""
-    x = mx.clip(x, -88.1, 89.0)
-    n = (x * _LOG2_E + _ROUNDER) - _ROUNDER
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+def _rounded(x: mx.array) -> mx.array:
+    """n in the lowest bits of a float32."""
+    return mx.clip(x, -88.1, 89.0) * _LOG2_E + _ROUNDER
+
+
+def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
+    """r = x − n ln 2."""
+    n = rounded - _ROUNDER
+    return (mx.clip(x, -88.1, 89.0) - n * _LN2_HIGH) - n * _LN2_LOW
+
+
+def _power(r: mx.array) -> mx.array:
+    """e^r."""
     c, square = _COEFFICIENTS, r * r
     low = (c[0] + c[1] * r) + square * (c[2] + c[3] * r)
-    power = low + (square * square) * ((c[4] + c[5] * r) + square * c[6])
-    return power, mx.left_shift(n.astype(mx.int32) + 127, mx.array(23))
+    return low + (square * square) * ((c[4] + c[5] * r) + square * c[6])
+
+
+def _scale_bits(rounded_bits: mx.array) -> mx.array:
+    """The bits of 2^n: 0 below −88, infinity above 88.3."""
+    return mx.left_shift(rounded_bits + 127, mx.array(23))
 
 
 _MOST_AXES = 6
 
 
-def _fused(function: FunctionType) -> Callable[..., Any]:
+def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[..., Any]:
     """One kernel for a whole expression of float32 arrays of one shape, also when eager.
 
     Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes the shapes
@@ -102,17 +120,19 @@ def _fused(function: FunctionType) -> Callable[..., Any]:
     """
     fused = mx.compile(function, shapeless=True)
     for axes in range(_MOST_AXES + 1):
-        fused(*[mx.zeros((2,) * axes) for _ in range(function.__code__.co_argcount)])
+        fused(*[mx.zeros((2,) * axes, dtype) for _ in range(function.__code__.co_argcount)])
     return fused
 
 
-_fused_parts = _fused(_parts)
+_fused_rounded, _fused_remainder, _fused_power = _fused(_rounded), _fused(_remainder), _fused(_power)
+_fused_scale_bits = _fused(_scale_bits, mx.int32)
 
 
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
     """Two arrays whose product is e^x: whoever multiplies them can do more in the same pass."""
-    power, bits = _fused_parts(x)
-    return power, bits.view(mx.float32)
+    rounded = _fused_rounded(x)
+    power = _fused_power(_fused_remainder(x, rounded))
+    return power, _fused_scale_bits(rounded.view(mx.int32)).view(mx.float32)
 
 
 @mx.custom_function

@@ -73,11 +73,12 @@ def _turned(x: mx.array, periods: mx.array | float, back: bool) -> mx.array:
     return out.swapaxes(1, 2)
 
 
-def rope(x: mx.array, periods: mx.array | float) -> mx.array:
+def rope(x: mx.array, periods: mx.array | float, offset: int = 0) -> mx.array:
     """The heads [B,H,L,D] turned, the first position by nothing; differentiable; where `takes_heads(x)`.
 
     Args:
         periods: what a position is divided by, float32 [D/2]; or a base: its powers 2j/D.
+        offset: 0, as `takes_heads` wants it.
     """
 
     @mx.custom_function

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled, find, number
-from grpo_fn.backends.elementwise import exp, logsumexp
+from grpo_fn.backends.elementwise import exp, row_sum
 from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.policy.head import Head, linear_head
@@ -126,12 +126,15 @@ def _chunked(
             columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
             return list(columns[: 1 if entropy is None else 2])
         z_cv = scaled(head.function(params, h_cd))
-        lse_c = logsumexp(z_cv)
-        logp_c = mx.take_along_axis(z_cv, t_c[:, None], axis=-1)[:, 0] - lse_c
+        # None above 0 and one of them 0: neither part of the entropy is below 0, and nothing cancels.
+        x_cv = z_cv - mx.stop_gradient(z_cv.max(axis=-1, keepdims=True))
+        weight_cv = exp(x_cv)
+        total_c = row_sum(weight_cv)
+        log_total_c = mx.log(total_c)
+        logp_c = mx.take_along_axis(x_cv, t_c[:, None], axis=-1)[:, 0] - log_total_c
         if entropy is None:
             return [logp_c]
-        logp_cv = z_cv - lse_c[:, None]  # all of one sign in the sum: nothing cancels
-        return [logp_c, -(exp(logp_cv) * logp_cv).sum(axis=-1)]
+        return [logp_c, log_total_c - row_sum(weight_cv * x_cv) / total_c]
 
     def backward_product(
         params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]

@@ -89,7 +89,7 @@ def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | N
     """nanochat's `apply_rotary_emb`."""
     fast = None if freqs is None else find("rope", x, x.shape[-1], offset)
     if fast is not None:
-        return fast(x, freqs)
+        return fast(x, freqs, offset)
     return _originals()["apply_rotary_emb"](x, offset, base, freqs)
 
 
@@ -155,7 +155,7 @@ class RoPE(nn.RoPE):
         """As mlx.nn's."""
         pairs_halves = not self.traditional and self.scale == 1
         fast = find("rope", x, self.dims, offset) if pairs_halves else None
-        return super().__call__(x, offset) if fast is None else fast(x, self.base)
+        return super().__call__(x, offset) if fast is None else fast(x, self.base, offset)
 
 
 class _Linear(nn.Linear):
