@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import base, qwen2
 
-from grpo_fn.backends import has_cuda
+from grpo_fn.backends import offers
 from grpo_fn.policy.layers import patched_layers as substitutes
 from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_module, worst_difference
 
@@ -55,8 +55,8 @@ def test_the_layers_that_cuda_gets_compute_the_same(name, monkeypatch):
 def test_only_this_instance():
     """The class and other models of it keep mlx-lm's functions; a second call changes nothing more."""
     one, other = tiny_module("qwen2"), tiny_module("qwen2")
-    # A block: attention, MLP, two norms, seven products, on CUDA the rotation.
-    changed = (11 + has_cuda()) * len(one.layers) + 1
+    # A block: attention, MLP, two norms, seven products, and the rotation where the backend has one.
+    changed = (11 + offers("rope")) * len(one.layers) + 1
     assert substitutes.use_own_functions(one) == substitutes.use_own_functions(one) == changed
     assert type(other.layers[0].self_attn) is qwen2.Attention
     assert type(one.layers[0].self_attn) is not qwen2.Attention
