@@ -39,7 +39,7 @@ def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
     where = f"{folder}/model.safetensors.index.json"
     weight_map = index.get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{where}: weight_map is no table from tensors to files")
+        raise UserError(f"{where}: weight_map is not a table from tensors to files")
     missing = sorted(set(weight_map.values()) - names)
     strange = [name for name in missing if Path(name).name != name]
     if strange:

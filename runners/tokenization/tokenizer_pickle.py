@@ -163,7 +163,7 @@ def _checked(state: object) -> dict[str, Any]:
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     for key, table, kind in (("mergeable_ranks", ranks, bytes), ("special_tokens", special, str)):
         if set(map(type, table)) - {kind} or set(map(type, table.values())) - {int}:
-            raise UserError(f"the Encoding's {key} is no table from {kind.__name__} to int")
+            raise UserError(f"the Encoding's {key} is not a table from {kind.__name__} to int")
     ids = [*ranks.values(), *special.values()]
     if len(set(ids)) != len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _MAX_ID:
         raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")
