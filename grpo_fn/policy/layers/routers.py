@@ -145,7 +145,7 @@ def _known_blocks(module: nn.Module) -> list[tuple[Any, str, str]]:
             f"known here; known are those of {MODELS}"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):
-        raise ValueError("checkpointed blocks do not hand out what their routers decide")
+        raise ValueError("checkpointed blocks do not return their routers' decisions")
     return blocks
 
 
