@@ -171,7 +171,7 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def others_visible() -> Iterator[None]:
-    """Within the block, other packages' log records and warnings, which may quote files, are `visible` too."""
+    """Within the block, other packages' log records and warnings (they may quote files) are `visible` too."""
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def make(*arguments: Any, **options: Any) -> logging.LogRecord:
