@@ -221,7 +221,7 @@ def _measure_all(
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         if too_long:
             echo(
-                f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
+                f"{name}: {too_long} of {len(rows)} prompts left out, longer than data.max_prompt_length = "
                 f"{config.data.max_prompt_length} tokens",
                 err=True,
             )

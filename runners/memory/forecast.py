@@ -24,9 +24,7 @@ from runners.memory.passes import MicroBatch, sampling_arrays
 from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 
-ROOM_TO_LEARN = (
-    0.85  # share of the memory for a micro-batch chosen here; the rest covers errors of the forecast
-)
+ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
 NO_LESS = 1.05  # times the memory of a single row: a smaller micro-batch would be slower and save nothing
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
 

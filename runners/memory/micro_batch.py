@@ -12,9 +12,7 @@ from runners.memory.passes import ModelShape, Pass
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. But
 # each micro-batch computes a shared prompt once.
 CPU_ACTIVATIONS = 75e6  # bytes that are saved for the backward pass
-CPU_COMPLETIONS = (
-    3  # at least so many completions are taken together with their prompt, even if they need more
-)
+CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
 # On a GPU a micro-batch of up to some thousand tokens takes the host the same time whatever its size: fewer
 # micro-batches are better, if memory allows (Qwen2.5-0.5B on an H200: 1.9 s a step with 5,120 tokens, 2.2 s
 # with 2,560).

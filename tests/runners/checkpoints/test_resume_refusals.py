@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
     origin = find_origin(copy.folder, None, notes.append)
     assert origin is not None and origin.folder.name == "checkpoint-2"
     (passed,) = notes
-    assert re.search(line, passed) and passed.endswith("checkpoint-3 is passed over")
+    assert re.search(line, passed) and passed.endswith("checkpoint-3 is skipped")
     with pytest.raises(Damaged, match=line):
         find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
 
