@@ -57,8 +57,8 @@ class Rows(list[dict[str, Any]]):
             found.append(f"{split} data: {self.skipped} bad rows left out (the first: {self.first_fault})")
         if too_long:
             found.append(
-                f"{split} data: {too_long} of {len(self)} prompts left out, longer than data.max_prompt_length = "
-                f"{limit} tokens"
+                f"{split} data: {too_long} of {len(self)} prompts left out, longer than "
+                f"data.max_prompt_length = {limit} tokens"
             )
         return found
 
