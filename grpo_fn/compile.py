@@ -136,7 +136,7 @@ def _unfused() -> Iterator[None]:
 
 @functools.cache
 def _mode_setter() -> Callable[[int], Any] | None:
-    """MLX's own function, which it does not offer to Python; None where its library does not have it."""
+    """MLX's own function, which it does not offer to Python; None if its library does not have it."""
     folder = mx.__file__.rpartition("/")[0]
     for name in ("libmlx.so", "libmlx.dylib"):
         try:

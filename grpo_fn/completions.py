@@ -22,7 +22,7 @@ class Rollout:
     tokens_bt: mx.array  # completions, int32, zeros after the end
     lengths_b: mx.array  # tokens of each completion, its end-of-sequence token included, int32
     logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
-    finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
+    finished_b: mx.array  # True if an end token or stop string ended it, False at the length limit
     entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
     vocabulary: int | None = None  # all token ids are below it, as `generate` knows; None: not known
     sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them

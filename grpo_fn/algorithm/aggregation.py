@@ -35,7 +35,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
-    """Raise ValueError where the aggregation divides by L_max and there is none."""
+    """Raise ValueError if the aggregation divides by L_max and there is none."""
     needed = AGGREGATIONS[aggregation].needs_max_length
     if needed and (max_completion_length is None or max_completion_length < 1):
         raise ValueError(

@@ -111,7 +111,7 @@ def make_batch(
 
 
 def check_vocabulary(batch: Batch, rows: int | None) -> None:
-    """Raise ValueError where a batch has token ids that an embedding of so many rows does not (None: any)."""
+    """Raise ValueError if a batch has token ids that an embedding of so many rows does not (None: any)."""
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
             f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "

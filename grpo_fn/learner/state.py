@@ -22,7 +22,7 @@ class TrainState:
 
     params: Tree  # π_θ: trainable leaves, master precision
     old_params: Tree  # π_old: what rolls out; the same arrays as params right after a sync
-    ref_params: Tree  # π_ref; None where there is no KL term
+    ref_params: Tree  # π_ref; None if there is no KL term
     opt_state: Tree
     accum_grads: Tree  # Σ of gradients of summed losses since the last update, float32
     accum_weight: mx.array  # Σ of their denominators, float32 0-d

@@ -20,7 +20,7 @@ class UpdateStats(NamedTuple):
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
     learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True where loss, gradient, rate or new values were not finite, and not taken
+    skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
 
 
 def make_update_step(

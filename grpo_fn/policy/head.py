@@ -55,7 +55,7 @@ def linear_head(weight_vd: mx.array) -> Head:
 class HeadSplit:
     """How one architecture's head is reached.
 
-    path: attributes from the root to the backbone; None where the head is inside it (the whole model then
+    path: attributes from the root to the backbone; None if the head is inside it (the whole model then
         counts as backbone, and its logits as hidden states).
     trainable: names of the trainable leaves that the head uses.
     weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x with it,
@@ -177,7 +177,7 @@ def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, 
 def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
-    """Scale and cap that make the head of the product with this matrix; None where none do."""
+    """Scale and cap that make the head of the product with this matrix; None if none do."""
     unit = mx.maximum(mx.abs(probe @ weight_vd.T).mean(), 1e-6)
 
     def at(size: float) -> tuple[mx.array, mx.array]:

@@ -66,7 +66,7 @@ def generate(
         replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
             n-th token that is sampled of a conversation draws as above. Conversations are decoded without a
             backend's compiled steps, which cannot be extended by several tokens.
-        images: those of each prompt, None where it has none; None: no prompt has any. Such completions are
+        images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
             decoded over one copy of each prompt, and without a backend's compiled steps.
 
     Raises:

@@ -194,7 +194,7 @@ class Turns:
     def resumed(self, decoding: bool) -> list[RowBatch]:
         """The rows whose replies have come, as batches that are ready to be drawn from.
 
-        Raises ValueError where replies are of other rows than asked for, or token ids are out of range.
+        Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
         """
         if not self._waiting or (self._together and decoding):
             return []

@@ -39,7 +39,7 @@ class DiskRoom:
             batch_steps: the remaining ones.
             anew: whether an earlier run's files in the folder will be removed.
 
-        Raises UserError where the final model does not fit.
+        Raises UserError if the final model does not fit.
         """
         free = _free(self.folder)
         if free is None:

@@ -24,7 +24,7 @@ class ToolOptions:
     tools: Sequence[str] = ()  # files, or files with a function's name
     factory: str = ""  # a class in a file, or "calculator"
     config: str = ""  # a config, whose [env] is used
-    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None where not given
+    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None if not given
 
 
 def env_of(
@@ -96,7 +96,7 @@ def build_tools(
     nudge: str,
     template_kwargs: Mapping[str, Any],
 ) -> Environments | None:
-    """The environments of [env] for a loaded model; None where there are none."""
+    """The environments of [env] for a loaded model; None if there are none."""
     data = DataConfig(nudge=nudge, chat_template_kwargs=dict(template_kwargs))
     decoder = TextDecoder(model.tokenizer)
     return build_environments(env, data, model.tokenizer, decoder, model.eos_ids, folders)

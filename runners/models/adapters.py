@@ -69,7 +69,7 @@ def check_adapters(folder: Path) -> None:
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
     """Puts a folder's adapters into the newly read module of `path`; returns lines on what was not checked.
 
-    Raises UserError where the adapters are missing, incomplete, not finite, or made for another model.
+    Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
     """
     from mlx_lm.tuner.utils import load_adapters
 

@@ -50,7 +50,7 @@ class ConstantRewards:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's facts; an old checkpoint without them is past the first batch steps.
 
-        Raises UserError where they are not what `facts` gave.
+        Raises UserError if they are not what `facts` gave.
         """
         found = facts.get(_FACTS, {"steps": self.after})
         if not isinstance(found, dict):

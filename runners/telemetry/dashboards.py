@@ -71,7 +71,7 @@ class Sink(Protocol):
 
 
 def check_installed(settings: LogConfig) -> None:
-    """Raises UserError where a dashboard that [log] asks for is not installed."""
+    """Raises UserError if a dashboard that [log] asks for is not installed."""
     missing = [_missing(key, kind.package) for key, kind in _DASHBOARDS.items() if getattr(settings, key)]
     problems = [problem for problem in missing if problem]
     if problems:

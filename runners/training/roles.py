@@ -149,7 +149,7 @@ def make_rollout_role(
         policy: the learner's, with its parameters.
         vocabulary: token ids that the model knows.
 
-    Raises UserError where the model cannot be quantized so.
+    Raises UserError if the model cannot be quantized so.
     """
     rollout = config.rollout
     if rollout.quantization == "none":
@@ -183,7 +183,7 @@ class ReferenceRole:
 def make_reference_role(config: Config, policy: g.Policy) -> ReferenceRole:
     """The role that loss.ref_quantization asks for; `policy` holds the parameters.
 
-    Raises UserError where the model cannot be quantized so.
+    Raises UserError if the model cannot be quantized so.
     """
     key, name = "loss.ref_quantization", config.loss.ref_quantization
     if name == "none":

@@ -55,7 +55,7 @@ def load_blas() -> Blas:
     Nothing is loaded on macOS, with a CUDA build of MLX, and where MLX has been imported already, which gets
     a warning.
 
-    Raises ImportError where GRPO_FN_BLAS names something that is no BLAS.
+    Raises ImportError if GRPO_FN_BLAS names something that is no BLAS.
     """
     if not _found:
         _found.append(_search())

@@ -48,7 +48,7 @@ def hidden_and_routing_at_positions(
 
 
 def mask_at_positions(batch: Batch) -> mx.array:
-    """[N], True where the token at `positions_n` counts."""
+    """[N], True if the token at `positions_n` counts."""
     mask, position_n = batch.mask_bt.reshape(-1), _positions(batch)
     return mask[mx.minimum(position_n, mask.size - 1)].astype(mx.bool_) & (position_n < mask.size)
 

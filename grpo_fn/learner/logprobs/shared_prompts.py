@@ -103,6 +103,6 @@ class _CompletionLayer:
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:
-    """True where a token may look `back` tokens behind itself."""
+    """True if a token may look `back` tokens behind itself."""
     seen = back >= 0
     return seen & (back < window_size) if window_size else seen

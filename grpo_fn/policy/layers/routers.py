@@ -43,7 +43,7 @@ def experts_per_token(module: nn.Module) -> int:
 
 
 def check_replay(module: nn.Module) -> None:
-    """Raises ValueError where `replayed_routing` cannot do this model: no known routers, or checkpointed
+    """Raises ValueError if `replayed_routing` cannot do this model: no known routers, or checkpointed
     blocks, or weights of experts that depend on those that are not chosen."""
     for block, _, _ in _known_blocks(module):
         if _is_a(block, _WEIGHTED_BY_ALL) or not getattr(block, "norm_topk_prob", True):
