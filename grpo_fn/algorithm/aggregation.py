@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 class Aggregation(NamedTuple):
-    """What a row adds to the sum, and what the sum is divided by."""
+    """A row's contribution to the sum, and the sum's denominator."""
 
     row: Callable[[mx.array, mx.array], mx.array]  # (Σ_t l of each row [B], its counted tokens [B]) -> [B]
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d

@@ -1,14 +1,14 @@
 """exp, sigmoid, softmax, log-sum-exp, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
 
-MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most of its
-time. The exponential below is sums and products alone, which `mx.compile` turns into vector instructions.
-All of it is for float32: `on_cpu` tells.
+MLX's CPU kernels call the C library's `exp` one element at a time, and a small model spends most of its time
+there. The exponential below has only sums and products, which `mx.compile` turns into vector instructions.
+All of it is for float32; see `on_cpu`.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
-e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed as G. Estrin
-did: few steps one after the other, so that it and r are one pass over memory. 2^n is n written into the
-exponent's bits.
+e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed by Estrin's
+scheme: few dependent steps, so that it and r take one pass over memory. 2^n is n written into the exponent's
+bits.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def sigmoid(x: mx.array) -> mx.array:
 
 
 def logsumexp(x: mx.array) -> mx.array:
-    """log Σ e^x along the last axis, which goes; −∞ counts nothing, NaN stays NaN."""
+    """log Σ e^x over the last axis, which is removed; −∞ adds nothing, NaN stays NaN."""
     top = mx.stop_gradient(x.max(axis=-1, keepdims=True))
     return mx.log(exp(x - top).sum(axis=-1)) + top[..., 0]
 
@@ -53,7 +53,7 @@ def softmax(x: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, without a gradient of its own."""
+    """silu(gate) · x, without a custom gradient."""
     return _gated(gate, x, *_powers(-gate))
 
 
@@ -95,10 +95,10 @@ _MOST_AXES = 6
 
 
 def _fused(function: FunctionType) -> Callable[..., Any]:
-    """One kernel for a whole expression of float32 arrays of one shape, also when eager.
+    """One kernel for a whole expression of float32 arrays of one shape, also in eager code.
 
-    Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes the shapes
-    that constants are broadcast to, and is then used for every shape.
+    It is traced at once, for any number of axes. A trace that MLX makes inside `mx.grad` would fix the shapes
+    to which constants are broadcast, and would then be used for every shape.
     """
     fused = mx.compile(function, shapeless=True)
     for axes in range(_MOST_AXES + 1):
@@ -110,7 +110,7 @@ _fused_parts = _fused(_parts)
 
 
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Two arrays whose product is e^x: whoever multiplies them can do more in the same pass."""
+    """Two arrays whose product is e^x: the caller can do more in the pass that multiplies them."""
     power, bits = _fused_parts(x)
     return power, bits.view(mx.float32)
 
@@ -154,14 +154,14 @@ def _gated_gradient(
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     """The product of attention weights and values in float32, which is the faster product on a CPU.
 
-    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is. Rounded
-    twice, log-probs were up to 0.12 nats from the learner's.
+    A sum of two such products is rounded to 16 bits only once, like one product over copied prompts. Rounded
+    twice, log-probs differed by up to 0.12 nats from the learner's.
     """
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 
 
-# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
-# does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
+# On a CPU MLX computes a sum along the last axis, or a broadcast product, one number at a time; the BLAS does
+# not. So sums of rows are products with a column, and scales of rows and columns are an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
     flat_nd = x.reshape(-1, x.shape[-1])
