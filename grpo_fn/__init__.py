@@ -1,7 +1,7 @@
 """GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one.
 
-Importing it has one effect: on a Linux CPU it loads the machine's BLAS, which has to be there before MLX. A
-name is imported when it is first used, so that `import grpo_fn.algorithm` loads the algorithm alone.
+Importing it has one effect: on a Linux CPU it loads the machine's BLAS, which must be loaded before MLX. A
+name is imported when it is first used, so that `import grpo_fn.algorithm` loads only the algorithm.
 """
 
 from importlib import import_module
@@ -106,16 +106,16 @@ __all__ = [  # noqa: RUF022 (in groups)
     "stochastic_round",
     "token_logprobs",
     "token_logprobs_and_entropy",
-    # tools for a loop of one's own
+    # tools for a custom loop
     "Compiled",
     "compiled",
     "fold_in",
     "materialize",
 ]
 
-if not TYPE_CHECKING:  # where a type checker reads on, a name that is not there is an error
+if not TYPE_CHECKING:  # a type checker should report unknown names as errors
     _FOLDERS = ("algorithm", "learner", "policy", "rollout")
-    # Where the names are looked for: what imports least comes first.
+    # The modules in which names are searched; those that import least come first.
     _HOMES = (
         "algorithm",
         "compile",

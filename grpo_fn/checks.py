@@ -29,7 +29,7 @@ def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
     """Raise ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: any from 0 on).
 
-    MLX reads past the end of an embedding table without a word.
+    MLX silently reads past the end of an embedding table.
     """
     for number, prompt in enumerate(prompts):
         low, high = min(prompt, default=0), max(prompt, default=0)

@@ -1,8 +1,8 @@
 """`compiled`: mx.compile for functions of trees. All of this library compiles with it.
 
-`mx.compile` takes no attrs values, and its cache does not see how trees nest: `f([a], b)` and `f([a, b])`
+`mx.compile` does not accept attrs values, and its cache ignores how trees nest: `f([a], b)` and `f([a, b])`
 share an entry, and the second call silently gets the first one's program. Here the key is the structure,
-shapes and dtypes of the arguments, and each key gets its own function object, and so its own cache.
+shapes and dtypes of the arguments, and each key has its own function object, and so its own cache.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ class _Hole:
 
 
 class _Template:
-    """A tree without its arrays, each of which would pin its memory."""
+    """A tree without its arrays, which would keep their memory."""
 
     def __init__(self, tree: Any) -> None:
-        # Kept here, as importlib.reload gives the name another class.
+        # Kept here, because importlib.reload binds the name to another class.
         self._kind = _Hole
         hole = self._kind()
         self._tree = map_arrays(lambda _: hole, tree)
@@ -52,8 +52,8 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True) -> None:
         """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
 
-        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. Where this
-        MLX cannot be told so, the function is called as it is.
+        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. If this MLX
+        has no such mode, the function is called as it is.
 
         A number, a string or None in the arguments is part of the structure: each new value is traced again.
         Pass a number that changes from call to call as a 0-d array.
@@ -74,7 +74,7 @@ class Compiled:
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
         """The compiled program for arguments like these, and the arguments' arrays in its order.
 
-        For a loop: looking through large trees takes longer than launching a small program. If compiling is
+        For loops: inspecting large trees takes longer than launching a small program. If compiling is
         disabled, the program calls the function as it is.
         """
         check_process()
@@ -122,7 +122,7 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """What is traced in here keeps its operations as they are. Where compiling is disabled, it stays so."""
+    """Traces inside the block keep their operations as they are. Disabled compiling stays disabled."""
     setter = _mode_setter()
     if setter is None or not _compiles():
         yield
@@ -136,7 +136,7 @@ def _unfused() -> Iterator[None]:
 
 @functools.cache
 def _mode_setter() -> Callable[[int], Any] | None:
-    """MLX's own function, which it does not offer to Python; None where its library does not have it."""
+    """MLX's C++ function, which has no Python binding; None if the library does not have it."""
     folder = mx.__file__.rpartition("/")[0]
     for name in ("libmlx.so", "libmlx.dylib"):
         try:

@@ -20,16 +20,16 @@ class Rollout:
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     num_generations: int  # G
     tokens_bt: mx.array  # completions, int32, zeros after the end
-    lengths_b: mx.array  # tokens of each completion, its end-of-sequence token included, int32
-    logp_bt: mx.array  # log μ of each token as the sampler drew it, float32, zeros after the end
-    finished_b: mx.array  # True where an end token or stop string ended it, False at the length limit
-    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, where asked for
-    vocabulary: int | None = None  # all token ids are below it, as `generate` knows; None: not known
+    lengths_b: mx.array  # tokens of each completion, including its end-of-sequence token, int32
+    logp_bt: mx.array  # log μ of each drawn token, float32, zeros after the end
+    finished_b: mx.array  # True if an end token or stop string ended it, False at the length limit
+    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, if asked for
+    vocabulary: int | None = None  # all token ids are below it (set by `generate`); None: not known
     sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them
     images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
 
     def completions(self) -> list[list[int]]:
-        """Each row's token ids, end token included, on the host."""
+        """Each row's token ids, including the end token, on the host."""
         lengths, rows = on_host(self.lengths_b), on_host(self.tokens_bt)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -101,7 +101,7 @@ def _joined_images(parts: Sequence[Rollout]) -> tuple[PromptImages | None, ...] 
 
 
 def _sampled(rollout: Rollout) -> mx.array:
-    """`sampled_bt`, also where all tokens are sampled."""
+    """`sampled_bt`, also if all tokens are sampled."""
     if rollout.sampled_bt is not None:
         return rollout.sampled_bt
     return mx.arange(rollout.tokens_bt.shape[1])[None] < rollout.lengths_b[:, None]

@@ -1,4 +1,4 @@
-"""Prompts with images: what stands in place of their image tokens, and the positions of their tokens.
+"""Prompts with images: the features that replace their image tokens, and the positions of all tokens.
 
 A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary embedding
 of such a model sees three positions a token: time, row and column. In text all three are the same.
@@ -14,10 +14,10 @@ Grid = tuple[int, int, int]  # cells of an image, a token each: time, rows, colu
 
 @attrs.frozen(eq=False)
 class PromptImages:
-    """The images of one prompt, as its rollout and its gradient see them."""
+    """The images of one prompt, for its rollout and its gradient."""
 
     features_fd: mx.array  # [F,D]: embeddings of the image tokens, in their order
-    places: tuple[int, ...]  # F: where in the prompt they stand, rising
+    places: tuple[int, ...]  # F: their places in the prompt, rising
     positions: tuple[tuple[int, ...], ...]  # 3 × L: time, row and column of each token of the prompt
 
     def __attrs_post_init__(self) -> None:
@@ -33,7 +33,7 @@ class PromptImages:
 
     @property
     def shift(self) -> int:
-        """What is added to positions behind the prompt: an image takes fewer positions than tokens."""
+        """The number added to positions after the prompt: an image takes fewer positions than tokens."""
         return 1 + max(map(max, self.positions)) - len(self.positions[0])
 
 
@@ -41,7 +41,7 @@ class PromptImages:
 class ImageRows:
     """Features and positions of R rows of L tokens; a tree of arrays."""
 
-    features_nd: mx.array  # [N,D]: of all rows' images; the last are zeros and stand nowhere
+    features_nd: mx.array  # [N,D]: of all rows' images; the last are zeros and unused
     feature_rl: mx.array  # int32 [R,L]: the row of features at each token; −1: its own embedding
     positions_r3l: mx.array  # int32 [R,3,L]
     shift_r: mx.array  # int32 [R]: see `PromptImages.shift`
@@ -78,9 +78,9 @@ class ImageRows:
 def image_rows(
     images: Sequence[PromptImages | None], lengths: Sequence[int], length: int, *, repeat: int = 1
 ) -> ImageRows:
-    """Rows of `length` tokens which begin with these prompts, each `repeat` times in a row.
+    """Rows of `length` tokens that begin with these prompts, each `repeat` times in a row.
 
-    Tokens behind a prompt are text. The number of features is rounded up, by at most an eighth, so that a
+    Tokens after a prompt are text. The number of features is rounded up, by at most an eighth, so that a
     compiled step sees few shapes.
 
     Args:
@@ -130,8 +130,8 @@ def multimodal_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
 
-    Text counts on in all three. The tokens of an image have the time, row and column of their cell, from
-    where the text before them ended; the text behind goes on after the largest of these.
+    In text all three increase together. The tokens of an image have the time, row and column of their cell,
+    counted from the end of the text before them; the text after them continues after the largest of these.
 
     Args:
         tokens: the prompt.

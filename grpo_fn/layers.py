@@ -1,4 +1,4 @@
-"""What a layer of a model is, a model with some layers replaced, and functions with other globals."""
+"""The kind of a model's layer, models with replaced layers, and functions with other globals."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-# What a model raises that cannot be called in the way that is tried. MLX reports that memory has run out as a
-# RuntimeError, which says nothing about the model.
+# Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX raises it
+# when memory has run out, which says nothing about the model.
 CANNOT_CALL = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 NamedLayers = list[tuple[str, Any]]  # layers with their paths in the model
@@ -21,15 +21,15 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 def computes_as(layer: Any) -> type:
     """The layer's class, or the class of mlx whose product it computes.
 
-    A subclass may compute anything. One that computes the same says so by `computes_as` in its body, which
-    its subclasses do not inherit.
+    A subclass may compute anything. If it computes the same, it has `computes_as` in its body, which its
+    subclasses do not inherit.
     """
     kind = type(layer)
     return vars(kind).get("computes_as", kind)
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether the layer computes a plain product with `weight`, and adds `bias` where it has one."""
+    """Whether the layer computes a plain product with `weight`, and adds `bias` if it has one."""
     return computes_as(layer) is nn.Linear
 
 
@@ -59,7 +59,7 @@ def all_plain(layers: Iterable[Any]) -> bool:
 
 
 def with_globals(function: FunctionType, **names: Any) -> FunctionType:
-    """A copy of a function that finds these under their names, and its module's other names as before."""
+    """A copy of a function with these globals replaced; its module's other names are unchanged."""
     copy = FunctionType(
         function.__code__,
         function.__globals__ | names,

@@ -4,13 +4,13 @@ A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys 
 in a few bits, and so do the numbers that are folded into them. Each key is therefore hashed before a number
 is folded in, and once more afterwards: names that differ in any part give independent streams.
 
-Use a key either to make further keys or to draw from, not for both.
+Use a key either to make further keys or to draw numbers, not for both.
 """
 
 import mlx.core as mx
 
-# What a run's key is used for: the first number folded into it. They begin at 2^31, so that a loop of one's
-# own can fold its step numbers (int32) into the same key.
+# The uses of a run's key: the first number folded into it. They begin at 2^31, so that a custom loop can fold
+# its step numbers (int32) into the same key.
 ROLLOUTS = 2**31  # of training; then the batch step and the round of dynamic sampling
 UPDATE_ROUNDING = 2**31 + 1  # of weights and moments to bfloat16; then the number of the update
 REFERENCE_ROUNDING = 2**31 + 2  # of the reference when it is mixed; then the number of the update
@@ -23,8 +23,8 @@ EVALUATION = 2**31 + 6  # completions of `grpo eval`
 def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
     """A new PRNG key for each (key, integer) pair: [N,2] uint32 from [N,2] and [N].
 
-    Any two pairs that differ give independent keys, also for `mx.random.key` of small seeds and for small
-    integers. Unlike `mx.random.split`, whose i-th key depends on how many are asked for.
+    Any two different pairs give independent keys, also for `mx.random.key` of small seeds and for small
+    integers. In `mx.random.split`, in contrast, the i-th key depends on the number of keys.
 
     Args:
         keys_n2: uint32.
@@ -34,7 +34,7 @@ def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
 
 
 def stream_key(key: mx.array, *name: int | mx.array) -> mx.array:
-    """The key [2] of one stream: a purpose, or any other numbers, folded into a key [2] one after another."""
+    """The key [2] of one stream: a purpose, or any numbers, folded into a key [2] one after another."""
     for number in name:
         key = fold_in(key[None], mx.array(number, mx.uint32).reshape(1))[0]
     return key
@@ -60,5 +60,5 @@ def _combined(hashed_n2: mx.array, data_n: mx.array, keys: int = 1) -> mx.array:
 
 
 def _hashed(keys_n2: mx.array, keys: int = 1) -> mx.array:
-    """Threefry of each key at fixed counters: so many keys, side by side."""
+    """Threefry of each key at fixed counters; gives `keys` keys side by side."""
     return mx.vmap(lambda key: mx.random.split(key, keys).reshape(-1))(keys_n2)

@@ -1,4 +1,4 @@
-"""An error instead of a hang in a forked process.
+"""Raises an error in a forked process, where MLX would hang.
 
 MLX computes in its own threads, on a GPU through a driver's context. A forked process has neither: its first
 computation would hang.

@@ -15,15 +15,16 @@ from grpo_fn.prng import fold_in
 from grpo_fn.trees import Tree, arrays_of
 
 _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat16's largest number and of inf
-_QUIET = 0x0040  # set in the upper half of a NaN: its payload may have been in the lower half alone
+_QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in the lower half
 
 
 def stochastic_round(x: mx.array, key: mx.array) -> mx.array:
     """Each number as one of its two bfloat16 neighbours, drawn so that the expectation is the number itself.
 
     bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half, and a carry
-    rounds away from zero. What bfloat16 has already stays as it is, infinities and NaN included. Finite
-    numbers beyond its largest have no second neighbour: they become the largest, never infinite.
+    rounds away from zero. Numbers that bfloat16 can represent do not change, including infinities and NaN.
+    Finite numbers beyond its largest have no second neighbour: they become the largest number, never
+    infinite.
 
     Args:
         x: float32 of any shape.
@@ -44,7 +45,7 @@ def stochastic_round(x: mx.array, key: mx.array) -> mx.array:
 
 
 def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Random uint16 numbers: the halves of keys split off, which are MLX's random bits as they are made."""
+    """Random uint16 numbers: halves of split keys, which are MLX's raw random bits."""
     size = math.prod(shape)
     words_n2 = mx.random.split(key, -(-size // 4))
     return words_n2.view(mx.uint16).reshape(-1)[:size].reshape(shape)
@@ -53,7 +54,7 @@ def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
 def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
     """`store(new, old)`: a new value in the old one's dtype, float32 in bfloat16 by `stochastic_round`.
 
-    Each call draws with a key of its own; there are as many as the tree has leaves.
+    Each call draws with its own key; there is one key for each leaf of the tree.
     """
     count = sum(1 for _ in arrays_of(tree))
     keys = iter(fold_in(mx.broadcast_to(key[None], (count, 2)), mx.arange(count)))

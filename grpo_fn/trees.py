@@ -70,7 +70,7 @@ def on_host(array: mx.array) -> list[Any]:
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree that tells any two structures apart; its arrays go to `found`.
+    """A hashable description of the tree, different for any two structures; its arrays are added to `found`.
 
     Values that are not arrays are part of the structure.
     """

@@ -53,9 +53,13 @@ Examples:
   grpo-run train.toml --resume                     continue from the last whole checkpoint
 
 \b
-Exit codes: 0 done, 2 something in the config, the data, the model or the disk has to change, 3 too many
-updates whose numbers are not finite, 130, 143 or 129 stopped by Ctrl-C, SIGTERM or SIGHUP: the first one
-ends the step and saves, the second ends at once; 141 saved and stopped as nobody reads the output.
+Exit codes:
+  0    done
+  2    something in the config, the data, the model or the disk has to change
+  3    too many updates had numbers that are not finite
+  130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal finishes the step and saves, the
+       second one quits at once
+  141  saved and stopped, because nobody reads the output
 """
 _LAST = "the last one"  # --resume without a value
 
@@ -90,12 +94,12 @@ VERSION = click.option(
 @click.option(
     "--allow-config-change",
     is_flag=True,
-    help="With --resume: continue although config, data, rewards or model are not those of the checkpoint.",
+    help="With --resume: continue although config, data, rewards or model differ from the checkpoint's.",
 )
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Start over where the run's folder holds a run, even an interrupted one; removes its checkpoints.",
+    help="Start over if the folder already holds a run, even an interrupted one; removes its checkpoints.",
 )
 @click.option(
     "--dry-run",

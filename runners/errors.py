@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-# Of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
+# Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
 _OUT_OF_MEMORY = (
     "[malloc] unable to allocate",
     "[metal::malloc]",
@@ -45,7 +45,7 @@ class ConfigError(UserError):
 
 
 class RewardError(UserError):
-    """A reward that failed where reward.on_error or reward.stop_if_all_fail lets it end the run."""
+    """A reward failed, and reward.on_error or reward.stop_if_all_fail lets that end the run."""
 
 
 class NumbersError(UserError):
@@ -55,7 +55,7 @@ class NumbersError(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether MLX, or Python, says with this exception that memory has run out."""
+    """Whether this exception means that MLX or Python has run out of memory."""
     text = text_of(error).lower()
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
@@ -63,7 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:
-    """A count that a checkpoint's facts hold, `default` where they have none; UserError for anything else."""
+    """A count from a checkpoint's facts; `default` if it is missing. Raises UserError for any other value."""
     found = facts.get(name, default)
     if type(found) is not int or found < 0:
         raise UserError(f"trainer_state.json: {name}: found {show(found)}, wanted a number of at least 0")
@@ -71,7 +71,7 @@ def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, or None where none is close."""
+    """The known name that is spelled most like `name`, or None if none is close."""
     if len(name) > _SHOWN:
         return None
     few = itertools.islice(known, _COMPARED)
@@ -81,7 +81,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names with commas between, the first of them where there are many; "none" for none."""
+    """The names joined by commas, shortened if there are many; "none" for an empty list."""
     more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more or "none"
 
@@ -95,17 +95,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def show(value: object) -> str:
     """A found value as TOML spells it, shortened to fit into a one-line message.
 
-    It may be anybody's object: one that cannot be spelt is shown by its class.
+    `value` may be any object. If its text cannot be made, its class is shown.
     """
     try:
         text = spell(_cut(value, 3), depth=3)
-    except (Exception, SystemExit) as error:  # of its __str__, or of a part's
+    except (Exception, SystemExit) as error:  # raised by its __str__, or by a part's
         text = f"a {type(value).__name__}, whose text fails with {type(error).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _cut(value: object, depth: int) -> object:
-    """A value without what `show` would cut off in the end: it may be as large as a file."""
+    """A value without the parts that `show` would cut off anyway: it may be as large as a file."""
     if isinstance(value, str):
         return value[: _SHOWN + 1]
     if isinstance(value, list | tuple) and depth:
@@ -147,8 +147,7 @@ def _key(name: str) -> str:
 
 
 def one_line(text: str, environ: Mapping[str, str]) -> str:
-    """A message for a terminal or a log: one printable line of bounded length, without what `environ` keeps
-    secret.
+    """A message for a terminal or a log: one printable line of bounded length, without secrets of `environ`.
 
     Messages may quote untrusted text, and exceptions of other people's code may contain anything.
     """
@@ -160,12 +159,12 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _printable(line: str) -> str:
-    """`line` without line breaks or terminal escapes, which a quoted TOML key may bring."""
+    """`line` with line breaks and terminal escapes spelled out: a quoted TOML key may contain them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def text_of(error: BaseException) -> str:
-    """A foreign exception's message; what stands in its place where making it fails."""
+    """A foreign exception's message, or a replacement if its __str__ fails."""
     try:
         return str(error)
     except (Exception, SystemExit) as fault:
@@ -173,7 +172,7 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign exception's message; its class where it has none."""
+    """The first line of a foreign exception's message; its class if the message is empty."""
     return (text_of(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -184,7 +183,8 @@ def first_lines(message: str) -> str:
 
 
 def error_line(error: BaseException, path: object = None) -> str:
-    """An exception in one line of bounded length, led by its line in the file at `path` if it has one."""
+    """An exception in one line of bounded length. It starts with the line number in the file at `path`, if
+    the exception passed through that file."""
     import traceback
 
     lines = [

@@ -1,6 +1,6 @@
 """GRPO's equations as the papers write them: arrays and scalars in, arrays out.
 
-Imports the root helpers alone: no model, no device, no backend.
+Imports only the root helpers: no model, no device, no backend.
 """
 
 from grpo_fn.algorithm.advantages import (

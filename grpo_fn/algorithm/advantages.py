@@ -23,7 +23,7 @@ def combine_rewards(
     Args:
         rewards_kb: [K,B], one row per reward function; NaN: that function gave no reward.
         weights_k: [K].
-        aggregate: `sum_then_normalize`: the sum as it stands; `normalize_then_sum` (GDPO, arXiv 2601.05242):
+        aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv 2601.05242):
             each function is first normalised within its group, z = (r − mean)/(std + 1e-4),
             Bessel-corrected.
         group_size: G, completions per prompt (B = P·G, row p·G + g); needed by `normalize_then_sum`.
@@ -68,9 +68,9 @@ def group_advantages(
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), or `batch_mean`
             (GDPO's second normalisation).
         scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
-            Bessel-corrected, as in TRL. Beside `batch_mean` take `batch` or `none`: the deviation of a group
+            Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the deviation of a group
             without variance is 0.
-        valid_pg: False for completions to leave out, [P,G]; a NaN reward always is.
+        valid_pg: False for completions to leave out, [P,G]; those with a NaN reward are always left out.
 
     Returns:
         adv_pg float32. A completion that is left out has 0 and does not count in its group's statistics. With
@@ -118,7 +118,7 @@ def overlong_penalty(
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
 
     0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times `factor`. Beyond
-    it stays there, or with `saturate=False` falls on, as in NeMo-RL.
+    that it stays constant, or with `saturate=False` keeps falling, as in NeMo-RL.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -135,7 +135,7 @@ def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def _batch_mean(values_1b: mx.array, given_1b: mx.array) -> mx.array:
-    """The mean, and exactly 0 where it is no more than the rounding of its sum.
+    """The mean, but exactly 0 if it is within the rounding of its sum.
 
     GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
     """
@@ -152,7 +152,7 @@ def _std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a row's given values differ, [P,1]. Exact, while a variance would have rounding errors."""
+    """Whether a row's given values differ, [P,1]. This is exact; a variance would have rounding errors."""
     least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=1, keepdims=True)
     return mx.where(given_pg, values_pg, -mx.inf).max(axis=1, keepdims=True) > least_p1
 

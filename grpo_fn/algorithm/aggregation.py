@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 class Aggregation(NamedTuple):
-    """What a row adds to the sum, and what the sum is divided by."""
+    """A row's contribution to the sum, and the sum's denominator."""
 
     row: Callable[[mx.array, mx.array], mx.array]  # (Σ_t l of each row [B], its counted tokens [B]) -> [B]
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
@@ -35,7 +35,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
-    """Raise ValueError where the aggregation divides by L_max and there is none."""
+    """Raise ValueError if the aggregation divides by L_max and there is none."""
     needed = AGGREGATIONS[aggregation].needs_max_length
     if needed and (max_completion_length is None or max_completion_length < 1):
         raise ValueError(

@@ -66,7 +66,7 @@ def sequence_weight(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
 
 
 class Correction(NamedTuple):
-    """A correction and what has to be known about it."""
+    """A correction and its properties."""
 
     function: Callable[..., mx.array]  # (ratio_bt, q_b1, **fields) -> weight_bt
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords

@@ -1,4 +1,4 @@
-"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts add up."""
+"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts are combined."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class LossStats(NamedTuple):
     num_sequences: mx.array  # rows with a counted token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
     entropy: mx.array  # mean entropy of π_θ, nats
-    num_ratios: mx.array  # what the next three are shares of: the tokens, at level `sequence` the sequences
+    num_ratios: mx.array  # the total of the next three shares: tokens, or sequences at level `sequence`
     clip_low: mx.array  # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
     clip_high: mx.array  # share with r > 1+ε_high and A > 0; the same
     clip_region: mx.array  # the two together
@@ -43,7 +43,7 @@ class LossStats(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """What the loss computes at each token: float32 [B,T], finite at masked positions."""
+    """The arrays of the loss at each token: float32 [B,T], finite at masked positions."""
 
     mask_bt: mx.array  # 0 or 1
     adv_b1: mx.array  # [B,1]
@@ -72,7 +72,7 @@ def loss_stats(
         denominator: 0-d.
         by_sequence: whether a row has one ratio (level `sequence`).
         trust_region: (1−ε_low, 1+ε_high).
-        clipped_sides: "low", "high": where the surrogate clips.
+        clipped_sides: "low", "high": the sides on which the surrogate clips.
     """
     mask_bt, ratio_bt = terms.mask_bt, terms.ratio_bt
     counted_bt = mask_bt > 0
@@ -128,7 +128,7 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch none of whose rows reached the learner: its denominator, all else 0."""
+    """The stats of a batch without rows for the learner: its denominator, all else 0."""
     zero = mx.array(0.0)
     return LossStats(*(denominator if name == "denominator" else zero for name in LossStats._fields))
 

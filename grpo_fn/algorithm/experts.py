@@ -1,4 +1,4 @@
-"""Experts' load: which share of the tokens each expert gets, and the loss that keeps the shares even.
+"""Experts' load: the share of the tokens that each expert gets, and the loss that keeps the shares even.
 
     loss = E · Σ_e f_e · P_e        f_e = share of the choices that fell on expert e     (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
@@ -35,9 +35,9 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
 
 
 def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 where none counts.
+    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted tokens.
 
-    Differentiable in the logits through P alone. Arguments and errors as in `expert_shares`.
+    Differentiable in the logits only through P. Arguments and errors as in `expert_shares`.
     """
     share_e = expert_shares(logits_ne, mask_n, experts_per_token)
     counted_n1 = mask_n.astype(mx.bool_)[:, None]

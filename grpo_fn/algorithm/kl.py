@@ -3,9 +3,9 @@
 Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token that
 π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
 
-Far from equality k2 and k3 go on as straight lines. A bound there would have no gradient, just where the KL
-is largest; without any, one token could outweigh a whole batch. To add an estimator: write a function of y,
-and give it a line in ESTIMATORS.
+Far from equality k2 and k3 continue as straight lines. A bound would have no gradient where the KL is
+largest; without any limit, one token could outweigh a whole batch. To add an estimator: write a function of
+y, and give it a line in ESTIMATORS.
 """
 
 import math

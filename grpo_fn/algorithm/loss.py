@@ -3,7 +3,7 @@
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
 Everything is float32 and every input is replaced by zero at masked positions before any arithmetic, so
-that whatever stands there (NaN and inf too) reaches neither the value nor the gradient.
+that values there (also NaN and inf) reach neither the value nor the gradient.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from grpo_fn.checks import check_rank, check_shape
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two numbers for a batch of which some rows were left out."""
+    """The arrays of `policy_loss`, and two numbers for a batch from which some rows were left out."""
 
     logp_bt: mx.array
     adv_b: mx.array
@@ -31,7 +31,7 @@ class LossArrays(NamedTuple):
     ref_logp_bt: mx.array | None = None
     entropy_bt: mx.array | None = None
     keep_bt: mx.array | None = None
-    num_sequences: mx.array | None = None  # that the denominator counts, 0-d; None: the rows
+    num_sequences: mx.array | None = None  # for the denominator, 0-d; None: the rows
     num_tokens: mx.array | None = None  # the same; None: the tokens of the mask
 
 
@@ -56,12 +56,12 @@ def policy_loss(
         mask_bt: 1 (or True) on tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; left out, π_old is π_θ itself and `sg(logp_bt)` is used.
-        rollout_logp_bt: log μ as the sampler gave it, [B,T]; needed by a correction, logged without one.
-        ref_logp_bt: log π_ref, [B,T]; needed where `spec.beta` > 0.
+        rollout_logp_bt: log μ from the sampler, [B,T]; needed by a correction, otherwise only logged.
+        ref_logp_bt: log π_ref, [B,T]; needed if `spec.beta` > 0.
         max_completion_length: L_max, tokens; needed by the aggregation `constant`.
-        entropy_bt: entropy of π_θ at each position, [B,T], nats; needed where `spec.entropy_coef` > 0.
+        entropy_bt: entropy of π_θ at each position, [B,T], nats; needed if `spec.entropy_coef` > 0.
         keep_bt: 0/1, [B,T]: tokens whose policy term counts (top-entropy masking); KL and denominators
-            keep them all.
+            use all tokens.
 
     Returns:
         (loss, stats), float32; with no counted token the loss and its gradient are 0.

@@ -11,7 +11,7 @@ from grpo_fn.checks import check_choice
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """A published algorithm: its loss, and what it does before the loss."""
+    """A published algorithm: its loss, and its steps before the loss."""
 
     spec: LossSpec
     baseline: str = "group_mean"

@@ -21,7 +21,7 @@ CHOICES: dict[str, Collection[str]] = {
     "kl": ESTIMATORS,
     "aggregation": AGGREGATIONS,
 }
-"""The fields of LossSpec that hold a name: each table is the one place where its names are registered."""
+"""The fields of LossSpec that hold a name, with the table in which the names are registered."""
 
 
 def _check(holds: bool, name: str, found: object, wanted: str) -> None:
@@ -30,7 +30,7 @@ def _check(holds: bool, name: str, found: object, wanted: str) -> None:
 
 
 def _pair(value: Sequence[float]) -> tuple[float, float]:
-    # What is no pair is refused with its range, by name.
+    # A value that is not a pair is refused later, with its name and range.
     return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
@@ -69,7 +69,7 @@ class LossSpec:
 
     @property
     def upper_epsilon(self) -> float:
-        """ε_high, or ε_low where it was left out."""
+        """ε_high, or ε_low if it was left out."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -78,7 +78,7 @@ class LossSpec:
         return self.beta > 0 or self.entropy_coef > 0
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
-        """These fields by name; `epsilon_high` is a number in any case."""
+        """These fields by name; `epsilon_high` is always a number."""
         found = {name: getattr(self, name) for name in names}
         return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
 

@@ -1,4 +1,4 @@
-"""Surrogate objectives ℓ of one token: what is minimised in place of −E[A].
+"""Surrogate objectives ℓ of one token, which are minimised in place of −E[A].
 
 Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to one shape,
 and the LossSpec's fields that it needs as keywords. It returns ℓ; r and log π_θ carry the gradient. To add
@@ -68,11 +68,13 @@ def plain(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
 
 
 class Surrogate(NamedTuple):
-    """A surrogate and what has to be known about it."""
+    """A surrogate and its properties."""
 
     function: Callable[..., mx.array]  # (ratio, advantage, logp, **fields) -> ℓ
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
-    clipped_sides: tuple[str, ...] = ()  # "low", "high": where it clips the ratio; the log reports the shares
+    clipped_sides: tuple[
+        str, ...
+    ] = ()  # "low", "high": the sides on which it clips the ratio; the log reports the shares
 
 
 SURROGATES: dict[str, Surrogate] = {

@@ -1,9 +1,9 @@
-"""What makes the core faster on one kind of device; it changes no result.
+"""Faster forms for one kind of device; they change no result beyond rounding.
 
 `find(name, *arguments)` gives this machine's fast function for a named operation, or None: the caller then
-computes the composed form. What is outside of this folder imports neither `backends.cpu` nor `backends.cuda`,
-and asks for no device; this folder imports the root helpers alone. Importing it loads no MLX: on Linux the
-BLAS of `backends.cpu` has to come first.
+computes the composed form. Code outside this folder imports neither `backends.cpu` nor `backends.cuda`, and
+does not ask for the device; this folder imports only the root helpers. Importing it does not load MLX: on
+Linux the BLAS of `backends.cpu` has to come first.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,19 +1,19 @@
-"""What decoding steps share: a cache of one token a call, and batch sizes that shrink by halves."""
+"""Helpers of decoding steps: a cache for one token per call, and batch sizes that shrink by halves."""
 
 from collections.abc import Sequence
 
 
 class OneTokenCache:
-    """A cache that takes one new token a row and call."""
+    """A cache that takes one new token per row and call."""
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: a new token sees all that came before it."""
+        """No mask: a new token sees all earlier ones."""
         if length != 1 or window_size is not None:
             raise ValueError(f"length = {length}, window_size = {window_size}: wanted 1 and no window")
 
 
 def halve_down_to(least: int, number: int) -> int:
-    """The number, halved and rounded up as often as the result is not below `least`."""
+    """The number, halved and rounded up as long as the result is not below `least`."""
     while (number + 1) // 2 >= least and number > 1:
         number = (number + 1) // 2
     return number

@@ -1,7 +1,7 @@
 """exp, sigmoid, softmax, log-sum-exp, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
 
-These are the composed forms that every backend is held against. The gradients of SwiGLU and ReLU² compute
-their forward pass again, so that the inputs alone are saved.
+These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU² compute
+their forward pass again, so that only the inputs are saved.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def sigmoid(x: mx.array) -> mx.array:
 
 
 def logsumexp(x: mx.array) -> mx.array:
-    """log Σ e^x along the last axis, which goes; −∞ counts nothing, NaN stays NaN."""
+    """log Σ e^x over the last axis, which is removed; −∞ adds nothing, NaN stays NaN."""
     fast = find("logsumexp", x)
     return mx.logsumexp(x, axis=-1) if fast is None else fast(x)
 
@@ -64,7 +64,7 @@ def swiglu_gradient(
 
 
 def relu2(x: mx.array) -> mx.array:
-    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves the input alone."""
+    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves only the input."""
     return cast(mx.array, _relu2(x))
 
 
@@ -82,7 +82,7 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @_swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    # The exponential is computed again: that is cheaper than the memory to save it.
+    # The exponential is computed again, which is cheaper than the memory to save it.
     return swiglu_gradient(*recomputed(primals, cotangent))[1](cotangent)
 
 
@@ -97,5 +97,5 @@ def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     return 2 * mx.maximum(x, 0) * cotangent
 
 
-# Loaded now on every machine: its functions have to be traced outside of every gradient and compiled step.
+# Loaded now on every machine, because its functions must be traced outside every gradient and compiled step.
 load("cpu", "exp")

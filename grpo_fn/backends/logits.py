@@ -13,10 +13,10 @@ def takes_products(dtype: mx.Dtype) -> bool:
 
 
 def row_logprobs(product_cv: mx.array, *arguments: Any) -> tuple[mx.array, mx.array]:
-    """log softmax at the targets, and the entropy, of each row; where `takes_products`."""
+    """log softmax at the targets, and the entropy, of each row; `takes_products` must hold."""
     return find("row_logprobs", product_cv.dtype)(product_cv, *arguments)
 
 
 def row_gradients(product_cv: mx.array, *arguments: Any) -> mx.array:
-    """The gradient of both in the products; where `takes_products`."""
+    """The gradient of both in the products; `takes_products` must hold."""
     return find("row_gradients", product_cv.dtype)(product_cv, *arguments)

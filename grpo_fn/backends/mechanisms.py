@@ -1,9 +1,9 @@
-"""Which fast function computes a named operation on this machine: the one interface of the backends.
+"""The only interface of the backends: finds this machine's fast function for a named operation.
 
 A backend is a folder beside this file, named after its device. Its `__init__` has two tables: MECHANISMS,
-from the name of an operation to (submodule, attribute, predicate), and NUMBERS, what was measured there. The
-predicate is a function of the submodule; it tells from the arguments given to `find` whether the mechanism
-takes them. "" says that it takes all. Submodules are imported when they are first asked for.
+from the name of an operation to (submodule, attribute, predicate), and NUMBERS, its measured constants. The
+predicate is a function of the submodule that checks whether the mechanism supports the arguments of `find`;
+"" means that it supports all. Submodules are imported at their first use.
 """
 
 import difflib
@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from grpo_fn.layers import NamedLayers
 
-# Every operation that a backend may compute in its own way, with the arguments that `find` is given.
+# Every operation that a backend may compute in its own way, with the arguments of `find`.
 OPERATIONS = {
     "exp": "(x): e^x",
     "sigmoid": "(x): 1 / (1 + e^−x)",
@@ -39,25 +39,25 @@ OPERATIONS = {
     "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
-# What other folders do for speed or memory, unless it is turned off: they ask `enabled`.
+# Mechanisms in other folders for speed or memory, which ask `enabled`.
 SWITCHES = {
-    "own_functions": "mlx-lm's layers call this library's functions: the way in for most of what is here",
-    "shared_prefix": "rollouts are decoded over one copy of each prompt, where the machine gains by it",
+    "own_functions": "mlx-lm's layers call this library's functions: needed by most other mechanisms",
+    "shared_prefix": "rollouts are decoded over one copy of each prompt, if this is faster on the machine",
     "row_compaction": "rows that have ended leave the batch",
     "merged_adapters": "LoRA's and DoRA's adapters are part of the weights while a model samples",
-    "unpacked_weights": "packed weights stand in full size while a model samples",
+    "unpacked_weights": "packed weights are unpacked to full size while a model samples",
     "unpacked_products": "a packed weight is unpacked for a product of several rows",
     "logit_chunks": "the learner makes logits a chunk at a time",
-    "counted_positions": "the learner computes the head at counted tokens alone, not at padding",
+    "counted_positions": "the learner computes the head only at counted tokens, not at padding",
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
     "recomputed_gates": "the backward pass of a gated MLP recomputes its product",
     "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
-    "gradient_layout": "gradients of weights lie as the weights do",
+    "gradient_layout": "gradients have the memory layout of their weights",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "background_saving": "a checkpoint is written while training goes on",
     "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",
 }
-# What a device without a folder here takes.
+# The constants of a device without a folder here.
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
     "merged_16_bits": 0,  # bytes of weights in bfloat16 into which adapters are merged at most
@@ -66,8 +66,8 @@ NUMBERS: dict[str, int] = {
     # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
     # chunk adds to the whole gradient of the head.
     "logits": 2**25,
-    "logit_rows": 2**31,  # at most, of that many logits
-    "least_logits": 0,  # that are held at least, however many rows that is
+    "logit_rows": 2**31,  # rows at most
+    "least_logits": 0,  # held at least, whatever the number of rows
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
@@ -77,19 +77,21 @@ class DecodeForm(NamedTuple):
     """A form of a model's weights that decodes faster."""
 
     form: Callable[[nn.Module, int], AbstractContextManager[None]]  # the module in that form, for rows
-    layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # whose weights it holds once more
+    layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # layers whose weights it holds a second time
 
 
 class DecodeProgram(NamedTuple):
     """Decoding steps that a policy compiles."""
 
     steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
-    forward: Callable[..., Any]  # what the policy compiles for them; its first argument is `Policy.bound`
+    forward: Callable[
+        ..., Any
+    ]  # the function that the policy compiles for them; its first argument is `Policy.bound`
     takes: Callable[[nn.Module, list[Any]], bool]  # whether a model with such caches can be called like this
 
 
 def backend() -> str:
-    """What computes: "cpu", "cuda" or "metal"."""
+    """The computing device: "cpu", "cuda" or "metal"."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -129,7 +131,7 @@ def offers(name: str) -> bool:
 
 
 def number(name: str) -> int:
-    """What was measured on this machine's kind of device; `NUMBERS` lists the names."""
+    """A constant measured on this kind of device; `NUMBERS` lists the names."""
     folder = _folder(backend())
     return (NUMBERS if folder is None else folder.NUMBERS)[name]
 
@@ -146,12 +148,12 @@ def enabled(name: str) -> bool:
 
 
 def disabled_names() -> tuple[str, ...]:
-    """What is turned off now, in alphabetical order."""
+    """The mechanisms that are turned off, in alphabetical order."""
     return tuple(sorted(name for name, function in _replaced.items() if function is None))
 
 
 def check_mechanism(name: str) -> None:
-    """ValueError, with the nearest name, where neither `OPERATIONS` nor `SWITCHES` has it."""
+    """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` has the name."""
     if name not in OPERATIONS and name not in SWITCHES:
         raise ValueError(_unknown(name, {**OPERATIONS, **SWITCHES}))
 
@@ -165,7 +167,7 @@ def disable(*names: str) -> None:
 
 @contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Without these mechanisms, names of `OPERATIONS` or `SWITCHES`, until the end of the `with` block.
+    """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off until the end of the `with` block.
 
     Layers that were patched and steps that were compiled before stay as they are: make the policy inside.
     """
@@ -175,7 +177,7 @@ def disabled(*names: str) -> Iterator[None]:
 
 @contextmanager
 def substituted(**functions: Any) -> Iterator[None]:
-    """With these in place of whatever `find` gives, for any arguments: stand-ins of tests."""
+    """Replaces the results of `find` by these functions, for any arguments; for tests."""
     for name in functions:
         check_mechanism(name)
     saved = dict(_replaced)

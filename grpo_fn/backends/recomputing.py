@@ -1,4 +1,4 @@
-"""Backward passes that compute again what the forward pass has computed, and so save less memory for them."""
+"""Backward passes that recompute parts of the forward pass, so that less memory is needed for them."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import mlx.core as mx
 
 
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
-    """The same arrays, for a backward pass that computes with them again.
+    """The same arrays, for recomputation in a backward pass.
 
-    `mx.compile` merges what is computed twice from one array, and would save it from the forward pass on:
-    these arrays depend on the cotangent, so that nothing is merged.
+    `mx.compile` would merge the two computations from one array and keep the result from the forward pass.
+    These arrays depend on the cotangent, so that nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])

@@ -10,7 +10,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("c_q", "c_k", "c_v"), ("gate_proj",
 
 
 class SharedInput(nn.Module):
-    """Products of one input: holds the last input, and the results that have not been asked for yet."""
+    """Products of one input: holds the last input, and the results that were not used yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class SharedInput(nn.Module):
         raise NotImplementedError
 
     def take(self, number: int, x: mx.array) -> mx.array:
-        """One of the results; all of them are computed when the first is asked for."""
+        """One of the results; all are computed when the first is needed."""
         if self._input is not x or number not in self._results:
             self._input, self._results = x, dict(enumerate(self.products(x)))
         result = self._results.pop(number)

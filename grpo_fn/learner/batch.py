@@ -1,7 +1,7 @@
 """Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
 
-A row is prompt + completion + padding. So positions are right and causal attention never sees the padding, in
-every architecture and without a mask.
+A row is prompt + completion + padding. So in every architecture, without a mask, positions are right and
+causal attention never sees the padding.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from grpo_fn.trees import map_arrays, on_host
 class Batch:
     """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
 
-    In a batch with shared prompts (`prompt_index_b`) each prompt stands once: `tokens_bl` is [P,L] with
-    prompts alone, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L] and has
+    only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
     """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
@@ -32,8 +32,8 @@ class Batch:
     mask_bt: mx.array  # True on tokens that count
     advantages_b: mx.array  # float32
     rollout_logp_bt: mx.array  # log μ, float32
-    num_sequences: mx.array  # rows that the denominator counts, float32 0-d: also those left out here
-    num_tokens: mx.array  # tokens that it counts
+    num_sequences: mx.array  # rows for the denominator, float32 0-d, including those left out here
+    num_tokens: mx.array  # tokens for the denominator
     old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
     ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
@@ -111,7 +111,7 @@ def make_batch(
 
 
 def check_vocabulary(batch: Batch, rows: int | None) -> None:
-    """Raise ValueError where a batch has token ids that an embedding of so many rows does not (None: any)."""
+    """Raise ValueError if a batch has token ids outside an embedding of so many rows (None: any)."""
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
             f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "
@@ -122,8 +122,8 @@ def check_vocabulary(batch: Batch, rows: int | None) -> None:
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     """Leave out the rows without a gradient; they still count in the denominators.
 
-    Those are the rows with no counted token, and, where neither a KL term nor an entropy bonus acts, the rows
-    with A = 0 (all of a group whose rewards are equal). Reads the advantages: waits for the device.
+    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows with A = 0
+    (all of a group whose rewards are equal). It reads the advantages, and so waits for the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -134,7 +134,7 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Cut a batch into `number` parts of consecutive rows, each with counts of its own: one update each.
+    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update each.
 
     Raises:
         ValueError: there are fewer rows than parts.
@@ -157,7 +157,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """The given rows, in that order; the denominators' counts stay those of the whole.
 
-    For batches in which each row has its own prompt, that is before `split_batch` shares them.
+    Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
     """
     index = mx.array(list(rows), mx.int32)
 
@@ -170,7 +170,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """What all token ids of a rollout are below. Waits for the device where `generate` did not make it."""
+    """A number that all token ids of a rollout are below. Waits for the device unless `generate` set it."""
     check_token_ids(rollout.prompts, rollout.vocabulary)
     if rollout.vocabulary is not None:  # the completions were drawn from it
         return rollout.vocabulary

@@ -1,4 +1,4 @@
-"""How the learner's steps are compiled: with fused kernels, or as the operations that they are."""
+"""Compiles the learner's steps: with fused kernels, or with their operations unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,5 +9,5 @@ from grpo_fn.compile import Compiled, compiled
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool) -> Compiled:
     """Compile a step. On CUDA nothing is fused: a gradient's eighty kernels would take minutes to compile,
-    and what a compiled step saves there is the Python that describes it."""
+    and a compiled step mainly saves the Python that describes it."""
     return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))

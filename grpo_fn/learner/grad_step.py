@@ -52,13 +52,13 @@ class GradStep:
 
     @property
     def traces(self) -> int:
-        """How often the step has been traced: once per shape of a (micro-)batch."""
+        """How often the step was traced: once per shape of a (micro-)batch."""
         return self._micro_step.traces
 
     def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
         """Add a batch's gradient and denominator to the state's; one batch step.
 
-        A loss that is not finite makes the denominator NaN, whatever its gradient: its update is skipped.
+        A loss that is not finite makes the denominator NaN, so that its update is skipped.
 
         Args:
             state: the gradient is that of its params; its ref_params are used if the spec has a KL term.
@@ -97,7 +97,7 @@ class GradStep:
             accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
             stats.append(part_stats)
             if number < len(parts):
-                # The device computes it while the next graph is built. The caller evaluates the last one.
+                # The device computes this while the next graph is built. The caller evaluates the last one.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)

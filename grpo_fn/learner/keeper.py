@@ -1,4 +1,4 @@
-"""Which new values an update takes: those that are finite, of an update that may be taken at all."""
+"""Chooses the new values of an update: they replace the old ones if they and the update are finite."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ Keep = Callable[[mx.array, mx.array], mx.array]
 
 
 class Keeper:
-    """A `keep`: a new value takes the old one's place if it is finite and the update may be taken."""
+    """A `keep`: a new value replaces the old one if it is finite and the update may be taken."""
 
     def __init__(self, finite: mx.array, store: Keep) -> None:
-        """`finite`: 0-d bool, whether the update may be taken; `store`: as `rounding.storing` makes it."""
+        """`finite`: 0-d bool, whether the update may be taken; `store`: from `rounding.storing`."""
         self.finite, self._store = finite, store
         self._sound: list[mx.array] = []
         self._faults: list[mx.array] = []
@@ -23,11 +23,11 @@ class Keeper:
         return mx.where(self._sound[-1], stored, old)
 
     def chosen(self, new: mx.array, old: mx.array) -> mx.array:
-        """A value of the old one's dtype that was chosen likewise before; see `faulty`."""
+        """A value in the old one's dtype for which a kernel has already made this choice; see `faulty`."""
         return self._store(new, old)  # which counts the leaves
 
     def faulty(self, fault_n: mx.array) -> None:
-        """Numbers that are 0 where such values were finite."""
+        """Takes numbers that are 0 for finite values of this kind."""
         self._faults.append(fault_n)
 
     def skipped(self) -> mx.array:
@@ -40,11 +40,11 @@ class Keeper:
 
 def all_finite(x: mx.array) -> mx.array:
     """0-d bool: whether all numbers are finite."""
-    # A sum with an infinity or a NaN in it is not finite, and is faster than a test of each number. Only in
-    # float32: in 16 bits a sum of finite numbers can overflow.
+    # A sum that contains an infinity or a NaN is not finite, and a sum is faster than testing each number.
+    # Only in float32: in 16 bits a sum of finite numbers can overflow.
     return mx.isfinite(sum_of(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
 
 
 def sum_of(x: mx.array) -> mx.array:
-    """The sum of all numbers: by columns first, as a CPU sums several columns at a time."""
+    """The sum of all numbers, by columns first, because a CPU sums several columns at a time."""
     return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()

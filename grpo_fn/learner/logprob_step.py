@@ -22,7 +22,7 @@ def make_logprob_step(
 ) -> Callable[[Tree, Batch], mx.array]:
     """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without gradient.
 
-    For π_old where a rollout serves several updates, and for π_ref where one wants it kept.
+    For π_old if a rollout serves several updates, and for π_ref if it should be kept.
     """
     step = compiled_step(
         lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
@@ -37,7 +37,7 @@ def make_logprob_step(
 
 
 def batch_logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
-    """log π of the batch's tokens, [B,T], float32, without gradient; 0 where none is wanted."""
+    """log π of the batch's tokens, [B,T], float32, without gradient; 0 at positions that are not computed."""
     hidden_1nd = hidden_at_positions(policy, params, frozen, batch)
     head = policy.head(params, frozen)
     logp_1n = token_logprobs(hidden_1nd, head, targets_at_positions(batch), temperature=temperature)

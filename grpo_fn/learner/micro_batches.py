@@ -1,4 +1,4 @@
-"""Micro-batches: a batch cut to what the learner's memory holds, in few shapes and with little padding."""
+"""Micro-batches: cuts a batch to fit the learner's memory, in few shapes and with little padding."""
 
 from collections.abc import Collection, Sequence
 
@@ -20,7 +20,7 @@ def split_batch(
     known: Collection[Shape] = (),
     new_shape_tokens: int = 0,
 ) -> list[Batch]:
-    """Cut a batch into micro-batches of at most `max_tokens` tokens each, padding included.
+    """Cut a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
     Rows of similar length come into one micro-batch; see `packing`. With `bucketed` sizes are rounded up, by
     at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
@@ -64,7 +64,7 @@ def split_batch(
 
 
 def halve_batch(piece: Batch) -> list[Batch]:
-    """Two micro-batches of half the rows each, for less memory; a single row is returned as it is.
+    """Two micro-batches with half of the rows each, to save memory; a single row is returned unchanged.
 
     Both keep all shared prompts. Their counts add up to those of `piece`.
     """
@@ -91,7 +91,7 @@ def shape_of(piece: Batch) -> Shape:
 
 
 def _rows_between(piece: Batch, low: int, high: int, width: int) -> Batch:
-    """The rows from `low` to before `high`; what belongs to shared prompts, and the counts, as they are."""
+    """The rows from `low` to before `high`; shared prompts and the counts are unchanged."""
     prompts = {"tokens_bl", "prompt_lengths_b"} if piece.prompt_index_b is not None else set()
     of_whole = {"num_sequences", "num_tokens", "positions_n", "vocabulary", "images"}
     by_row = {field.name for field in attrs.fields(Batch)} - prompts - of_whole
@@ -165,7 +165,7 @@ def _fitted_to(piece: Batch, shape: Shape) -> Batch:
 
 
 def _counted_positions(mask_bt: mx.array, number: int) -> mx.array:
-    """Flat positions of the mask's tokens; the rest of `number` lies one past its end."""
+    """Flat positions of the mask's tokens, filled up to `number` with the position one past its end."""
     size = mask_bt.size
     flat = mx.where(mask_bt.reshape(-1), mx.arange(size, dtype=mx.int32), size)
     if number > size:

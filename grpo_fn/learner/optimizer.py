@@ -43,12 +43,12 @@ def adamw(
     """AdamW (arXiv 1711.05101) with bias correction, through mlx.optimizers.
 
     Decay is decoupled and applies to every leaf, as in mlx; with weight_decay = 0 this is Adam. It computes
-    in float32 whatever the dtypes of parameters and moments, one leaf after the other.
+    in float32, whatever the dtypes of parameters and moments, one leaf after the other.
 
     Args:
         learning_rate: a number, or a schedule of the update's number.
         betas: the paper's β1 and β2.
-        eps: the paper's ε, beside the root of the second moment.
+        eps: the paper's ε, added to the root of the second moment.
         weight_decay: the paper's λ; it is multiplied by the learning rate.
         moment_dtype: in which the two moments are stored, float32 or bfloat16.
 
@@ -144,8 +144,8 @@ def warmup_schedule(
 ) -> Schedule:
     """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
 
-    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one already moves
-    (Hugging Face's schedule gives it 0).
+    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one already has an
+    effect (Hugging Face's schedule gives it 0).
 
     Raises:
         ValueError: the kind is unknown or a number is out of range.

@@ -1,8 +1,8 @@
-"""Which rows go into which micro-batch: little padding, few shapes, at most so many tokens.
+"""Assigns rows to micro-batches: little padding, few shapes, a limit on tokens.
 
 Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A run costs
-the positions of its shape, padding included, and a constant. A shape for which no step was compiled yet costs
-more, so that a larger known shape may be used instead.
+the positions of its shape, including padding, and a constant. A shape without a compiled step costs more, so
+that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import attrs
 
-PIECE_TOKENS = 256  # what a micro-batch costs beside its tokens, in tokens: launches, gradients added up
-HEAD_SHARE = 0.25  # of a token's cost that lies in the log-prob of what follows it
+PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients
+HEAD_SHARE = 0.25  # share of a token's cost that is for the log-prob of the next token
 
 
 class Shape(NamedTuple):
     """The sizes on which a compiled step depends."""
 
-    prompts: int  # rows of `tokens_bl` where a group's prompt stands once; 0: each row has its own
+    prompts: int  # rows of `tokens_bl` if groups share their prompt; 0: each row has its own
     length: int  # columns of `tokens_bl`
     rows: int  # completions
     width: int  # columns of `targets_bt`
@@ -136,7 +136,7 @@ class Packer:
         return self._cheapest(units, shape, _row_counts(len(units)))
 
     def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """A group, cut evenly where its rows are too many tokens for one run."""
+        """A group, cut evenly if its rows have too many tokens for one run."""
         for number in range(1, len(group) + 1):
             bounds = [len(group) * i // number for i in range(number + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
@@ -154,7 +154,7 @@ class Packer:
         )
 
     def _positions(self, number: int) -> int:
-        """Coarse, since it is the cheapest of the sizes to pad."""
+        """Rounded coarsely, because this is the cheapest size to pad."""
         return round_up(max(number, 16), steps=4) if self._bucketed else max(number, 1)
 
     def _cheapest(
@@ -198,7 +198,7 @@ class Packer:
 
 
 def round_up(number: int, steps: int = 8) -> int:
-    """The next size of a ladder with 8 or 4 steps an octave (16, 18, 20, …); up to twice that, the number."""
+    """The next size on a ladder with 8 or 4 steps per octave (16, 18, 20, …); numbers up to 2·steps stay."""
     if number <= 2 * steps or not number & (number - 1):
         return number
     step = (1 << (number.bit_length() - 1)) // steps
@@ -206,7 +206,7 @@ def round_up(number: int, steps: int = 8) -> int:
 
 
 def _row_counts(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, … up to `most`: any number of rows is a few of them."""
+    """1, 2, 3, 4, 6, 8, 12, … up to `most`: any number of rows is a sum of a few of them."""
     counts = {1 << k for k in range(most.bit_length())} | {3 << k for k in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
 

@@ -1,4 +1,4 @@
-"""The routing steps: which experts a model chooses for a batch, and how evenly. Forward passes alone."""
+"""The routing steps: a model's chosen experts for a batch, and their load. Only forward passes."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from grpo_fn.trees import Tree
 
 
 class RoutingStats(NamedTuple):
-    """Of the counted tokens of a batch: 0-d float32 each."""
+    """The experts' load for the counted tokens of a batch: 0-d float32 each."""
 
     max_load: mx.array  # share of the expert with most tokens over the mean share: the largest of all layers
     unused: mx.array  # share of experts without a token, mean over layers
-    balance: mx.array  # `load_balancing_loss`, mean over layers; 1 where the load is even
+    balance: mx.array  # `load_balancing_loss`, mean over layers; 1 if the load is even
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
@@ -40,10 +40,10 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
-    """`Batch.experts_blnk` as this policy's routers choose: uint16 [B,L,N,k]. Eager, as `routing_stats`.
+    """`Batch.experts_blnk` as chosen by this policy's routers: uint16 [B,L,N,k]. Eager, like `routing_stats`.
 
-    For a sampler's policy and parameters these are the experts that the completions were drawn with, so that
-    the learner can take the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters these are the experts with which the completions were drawn, so
+    that the learner can use the same ones (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: as `routing_stats`.

@@ -21,12 +21,12 @@ class TrainState:
     """
 
     params: Tree  # π_θ: trainable leaves, master precision
-    old_params: Tree  # π_old: what rolls out; the same arrays as params right after a sync
-    ref_params: Tree  # π_ref; None where there is no KL term
+    old_params: Tree  # π_old, which samples; the same arrays as params right after a sync
+    ref_params: Tree  # π_ref; None if there is no KL term
     opt_state: Tree
     accum_grads: Tree  # Σ of gradients of summed losses since the last update, float32
     accum_weight: mx.array  # Σ of their denominators, float32 0-d
-    step: mx.array  # calls of grad_step: batches taken, each pass over a rollout counted, int32 0-d
+    step: mx.array  # calls of grad_step: batches, counting each pass over a rollout, int32 0-d
     update_step: mx.array  # optimizer updates taken, int32 0-d
     key: mx.array  # PRNG key; every random draw of the run descends from it
 
@@ -57,7 +57,7 @@ def init_state(
 
 
 def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
-    """π_old ← π_θ, through `transform` (a cast, a quantizer) where given. Without one it copies nothing."""
+    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one it copies nothing."""
     return attrs.evolve(state, old_params=state.params if transform is None else transform(state.params))
 
 
@@ -66,7 +66,7 @@ def sync_ref(
 ) -> TrainState:
     """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
 
-    `transform` is what `ref_params` went through (a quantizer), if anything: α must then be 1.
+    `transform` is the one that made `ref_params` (a quantizer), if any: α must then be 1.
 
     Raises:
         ValueError: there is no reference, `mixup` is outside (0, 1], or below 1 with a transform.
@@ -92,5 +92,5 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shape of `params` that take no memory: one number, broadcast."""
+    """Float32 zeros in the shape of `params` that use no memory: one number, broadcast."""
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

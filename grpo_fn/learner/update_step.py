@@ -1,4 +1,4 @@
-"""The update step: divides what has accumulated, clips it, and applies the optimizer. Pure, compiled once."""
+"""The update step: divides and clips the accumulated gradient, applies the optimizer. Pure, compiled once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,22 +16,23 @@ from grpo_fn.trees import Tree, arrays_of
 
 
 class UpdateStats(NamedTuple):
-    """What one optimizer update did: 0-d arrays."""
+    """The figures of one optimizer update: 0-d arrays."""
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
     learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True where loss, gradient, rate or new values were not finite, and not taken
+    skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
 
 
 def make_update_step(
     optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
-    """The learner's second step: divide what has accumulated by its weight, clip, and apply the optimizer.
+    """The learner's second step: divide the accumulated gradient by its weight, clip, apply the optimizer.
 
     If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they are. Only
-    the counters and what has accumulated change, and the stats say so. A leaf also keeps its values if the
-    new ones are not finite. That is decided leaf by leaf, as waiting for all leaves would need memory for all
-    of them. bfloat16 leaves are rounded stochastically, with a key from the state's and the update's number.
+    the counters and the accumulated sums change, and the stats report it. A leaf also keeps its values if its
+    new ones are not finite. This is decided leaf by leaf, because waiting for all leaves would need memory
+    for all of them. bfloat16 leaves are rounded stochastically, with a key from the state's key and the
+    update's number.
 
     Args:
         optimizer: see `adamw`.

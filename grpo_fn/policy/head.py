@@ -1,8 +1,8 @@
-"""The head of a model: what maps hidden states to logits, and where an mlx-lm model has it, found by trying.
+"""The head of a model, from hidden states to logits, and its place in an mlx-lm model, found by trying.
 
 mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled, soft
-capped. None of that is written again here: the head is the model itself, called with its backbone replaced by
-a stand-in that returns given hidden states.
+capped. None of that is rewritten here: the head is the model itself, called with its backbone replaced by an
+object that returns given hidden states.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
 _SMALL, _LARGE = 1e-2, 1e4  # products far below every soft cap in use, and far above
-_BETWEEN = (0.3, 1.0, 3.0)  # of a cap: where a function is looked at to tell whether it is that one
+_BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
 @attrs.frozen(eq=False)
 class Head:
-    """What maps hidden states to logits: trainable parameters and a function of them.
+    """The function from hidden states to logits, with its trainable parameters.
 
     `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
     the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
@@ -53,16 +53,16 @@ def linear_head(weight_vd: mx.array) -> Head:
 
 @attrs.frozen
 class HeadSplit:
-    """How one architecture's head is reached.
+    """The place of the head in an architecture.
 
-    path: attributes from the root to the backbone; None where the head is inside it (the whole model then
+    path: attributes from the root to the backbone; None if the head is inside it (the whole model then
         counts as backbone, and its logits as hidden states).
     trainable: names of the trainable leaves that the head uses.
     weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x with it,
         or scale · x without a cap; else None.
     scale: that number.
     cap: that number; None: no cap.
-    over_caches: whether the model has to be given caches of its own to compute what it decodes.
+    over_caches: whether the model needs its own caches to compute what it decodes.
     """
 
     path: tuple[str, ...] | None
@@ -84,11 +84,11 @@ class HeadSplit:
         return self.backbone(module)(tokens_bl, self.caches(module))
 
     def caches(self, module: nn.Module) -> Caches | None:
-        """What a forward over whole rows is given as its caches."""
+        """The caches for a forward pass over whole rows."""
         return plain_caches(module) if self.over_caches else None
 
     def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
-        """[N,D] hidden states to [N,V] logits, by the module with the leaves that it now holds."""
+        """[N,D] hidden states to [N,V] logits, by the module with its current leaves."""
         if self.path is None:
             return hidden_nd
         with _given(module, self.path, hidden_nd[None]):
@@ -96,7 +96,7 @@ class HeadSplit:
 
 
 class _Given:
-    """Stands in for a backbone: returns fixed hidden states, and hands on every other attribute."""
+    """Replaces a backbone: returns fixed hidden states, and passes on every other attribute."""
 
     def __init__(self, backbone: Any, hidden: mx.array) -> None:
         self._backbone, self._hidden = backbone, hidden
@@ -123,12 +123,12 @@ def _given(module: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Iterat
 
 
 def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
-    """Find how `module` comes apart; runs it on a single token.
+    """Find the backbone and head of `module`; runs it on a single token.
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves; where there are none `weight` is not looked for, which takes
-            several products with the head's matrix and serves the learner alone.
+        trainable: names of its trainable leaves; without any, `weight` is not searched, which takes several
+            products with the head's matrix and is only for the learner.
     """
     return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
 
@@ -177,7 +177,7 @@ def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, 
 def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
-    """Scale and cap that make the head of the product with this matrix; None where none do."""
+    """Scale and cap with which the product with this matrix gives the head; None if there are none."""
     unit = mx.maximum(mx.abs(probe @ weight_vd.T).mean(), 1e-6)
 
     def at(size: float) -> tuple[mx.array, mx.array]:

@@ -1,7 +1,7 @@
-"""Images in a model's forward: features in place of embeddings, and rotations by three positions a token.
+"""Images in a model's forward pass: features for embeddings, and rotations by three positions per token.
 
-Positions come in with the caches: a layer rotates by its cache's `offset`, which is a number or one for each
-row for text, and `Positions` here.
+Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or one for
+each row) for text, and `Positions` here.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Positions:
 
 
 def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
-    """Let this model's layers rotate by `Positions`, where a cache has them; text is rotated as before.
+    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as before.
 
     Call it before `Policy.from_module`.
 
@@ -87,7 +87,7 @@ def forward_with_images(backbone: Any, tokens_bl: mx.array, rows: ImageRows, cac
 
 
 class WholeRows:
-    """In place of a layer's cache, where whole rows are computed at once."""
+    """Replaces a layer's cache when whole rows are computed at once."""
 
     keeps_nothing = True  # so that checkpointed blocks may call it again
 
@@ -95,7 +95,7 @@ class WholeRows:
         self.offset = Positions(positions_b3l)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """All that there is to attend to."""
+        """All keys and values."""
         return keys, values
 
     def make_mask(self, length: int, **kwargs: Any) -> str | None:

@@ -13,8 +13,8 @@ from grpo_fn.trees import Tree, map_arrays
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
     """The module with the leaves of these trees in place of its own, until the end of the `with` block.
 
-    Of two trees with one leaf the later one counts. The module's own leaves are put back whatever happens: a
-    traced call would leave dead tracers in it.
+    If two trees have the same leaf, the later one counts. The module's own leaves are always restored:
+    otherwise a traced call would leave dead tracers in it.
     """
     saved = module.parameters()
     try:

@@ -1,7 +1,7 @@
 """Policy: a language model as a pure function of a parameter tree.
 
-An mlx-lm module is used as a skeleton: for the time of one call its leaves are replaced by the given
-parameters, then put back. What is trainable is what the module says is (all of it, or LoRA's adapters).
+An mlx-lm module is used as a skeleton: during a call its leaves are replaced by the given parameters, and
+then restored. The module decides what is trainable (all of it, or LoRA's adapters).
 """
 
 from collections.abc import Callable, Iterator
@@ -38,12 +38,12 @@ class Policy:
 
     module: nn.Module  # the skeleton
     params: Tree  # trainable leaves as they were when the policy was made
-    frozen: Tree  # the other leaves, shared by all roles; {} where everything trains
-    compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward; None: as they are
-    split: HeadSplit  # how hidden states and head come apart in this architecture
+    frozen: Tree  # the other leaves, shared by all roles; {} if everything trains
+    compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward pass; None: not cast
+    split: HeadSplit  # the backbone and the head of this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
-    takes_program: bool  # whether the backend's compiled decoding steps take it: see `decode_programs`
+    takes_program: bool  # whether the backend's compiled decoding steps support it: see `decode_programs`
     joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     compiled_programs: dict[str, Compiled] = attrs.field(
@@ -56,9 +56,9 @@ class Policy:
     ) -> "Policy":
         """Split a module into its function and its leaves.
 
-        Freeze the module's parts first (`module.freeze()`, mlx-lm's `linear_to_lora_layers`) where only some
-        leaves train. The arrays are shared with the module, not copied; its layers call this library's
-        functions from then on (`use_own_functions`), unless `own_functions` is False.
+        If only some leaves train, first freeze the others (`module.freeze()`, mlx-lm's
+        `linear_to_lora_layers`). The arrays are shared with the module, not copied. From then on its layers
+        call this library's functions (`use_own_functions`), unless `own_functions` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -103,7 +103,7 @@ class Policy:
     def skeleton(self) -> "Policy":
         """The same function without the initial parameters, over a module that holds no trainable weights.
 
-        For long runs: `params` and the module would keep the initial weights in memory for ever. The module
+        For long runs: otherwise `params` and the module would keep the initial weights in memory. The module
         is emptied in place; use it through `bound` from then on.
         """
         empty(self.module, self.params)
@@ -124,7 +124,7 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """`bound` for decoding so many rows, with `decode_weights` where the policy `joins_weights`."""
+        """`bound` for decoding so many rows, with `decode_weights` if the policy `joins_weights`."""
         with self.bound(params) as module:
             if not self.joins_weights:
                 yield module
@@ -139,14 +139,14 @@ class Policy:
             yield module
 
     def cast(self, params: Tree) -> Tree:
-        """The parameters as the forward sees them: floating leaves in the compute dtype."""
+        """The parameters for the forward pass: floating leaves in the compute dtype."""
         dtype = self.compute_dtype
         if dtype is None:
             return params
         return map_arrays(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params)
 
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
-        """Next-token logits [B,L,V] in the compute dtype; a cache, where given, is advanced."""
+        """Next-token logits [B,L,V] in the compute dtype; a given cache is extended."""
         with self.bound(params) as module:
             return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
 
@@ -160,9 +160,9 @@ class Policy:
     ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
-        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, since a
-        traced function pins what it closes over. `images` are those of the rows; None: there are none. With
-        `experts_blnk` each token gets these experts, not those that the routers would choose: see
+        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, because a
+        traced function keeps the arrays that it closes over. `images` are those of the rows; None: there are
+        none. With `experts_blnk` each token gets these experts, not those that the routers would choose: see
         `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
@@ -181,8 +181,8 @@ class Policy:
         frozen: Tree | None = None,
         experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and what each router gave its experts: logits [B,L,E] a layer with experts, also of those
-        that `experts_blnk` shuts out.
+        """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of experts that
+        `experts_blnk` excludes.
 
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
@@ -196,7 +196,7 @@ class Policy:
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
-        """What maps those hidden states to logits, with the trainable parameters that it uses."""
+        """The function from those hidden states to logits, with its trainable parameters."""
         frozen = self.frozen if frozen is None else frozen
         leaves = named_leaves(params)
         used = from_names({name: leaves[name] for name in self.split.trainable})
@@ -216,7 +216,7 @@ class Policy:
 
 
 def _embedding_rows(module: nn.Module) -> int | None:
-    """Rows of the token embedding: of several tables (positions may have one), one for each logit."""
+    """Rows of the token embedding; of several tables (positions may have one), that with a row per logit."""
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     rows = {part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)}
     if len(rows) > 1:

@@ -1,8 +1,8 @@
-"""Quantized roles: what rolls out, or the reference, may have few-bit weights; the learner keeps its own.
+"""Quantized roles: the sampler, or the reference, may have few-bit weights; the learner keeps its own.
 
-What is quantized: the linear layers inside the model's blocks, and embeddings and head where asked for. Norms
-keep their precision. `dequantized` storage rounds the weights once a sync and computes at full speed with
-them; `packed` keeps them small (see `packed`). Both compute with the same rounded weights.
+The linear layers inside the model's blocks are quantized, and embeddings and head if asked for. Norms keep
+their precision. `dequantized` storage rounds the weights at each sync and computes with them at full speed;
+`packed` keeps them small (see `packed`). Both compute with the same rounded weights.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ MODES: dict[str, QuantMode] = {
     "nvfp4": QuantMode("nvfp4", 4, 16),
 }
 STORAGES = ("dequantized", "packed")
-GROUP_SIZES = (32, 64, 128)  # that affine modes can have; the others' are part of their format
+GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed groups
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +44,7 @@ class QuantizedRole:
     policy: Policy
     transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
     names: tuple[str, ...]  # the weights that are quantized
-    unfit: tuple[str, ...]  # those that keep their precision, as their rows are no multiple of the group
+    unfit: tuple[str, ...]  # those that keep their precision, because their rows are no multiple of the group
 
 
 def quantized_role(
@@ -64,8 +64,8 @@ def quantized_role(
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
-        unpack_rows: of packed storage: rows of a product from which its weight is unpacked first; 0: never;
-            None: from where this machine gains by it.
+        unpack_rows: for packed storage: rows of a product from which its weight is unpacked first; 0: never;
+            None: this machine's measured number.
 
     Raises:
         ValueError: a name is unknown, the mode has no such group, the model is quantized already, or none of
@@ -105,7 +105,7 @@ def quantized_role(
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
-    """The mode of that name, with another group size where one is given (affine modes only).
+    """The mode of that name, with another group size if one is given (only affine modes).
 
     Raises:
         ValueError: the name is unknown, or the mode has no such group.
@@ -132,14 +132,14 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
-    """Whether a role rounds this layer's weights, where its rows are multiples of the group."""
+    """Whether a role rounds this layer's weights, if its rows are multiples of the group."""
     if head:
         return isinstance(module, nn.Linear | nn.Embedding)
     return isinstance(module, nn.Linear) and any(part.isdigit() for part in path.split("."))
 
 
 def _packed_split(split: HeadSplit, names: tuple[str, ...], mode: QuantMode) -> HeadSplit:
-    """Packed, a head's matrix is several leaves and no plain product any more."""
+    """The split for packed weights: a packed head's matrix is several leaves and no plain product."""
     trainable = tuple(
         leaf for name in split.trainable for leaf in (packed_names(name, mode) if name in names else [name])
     )

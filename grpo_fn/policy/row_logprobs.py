@@ -1,4 +1,4 @@
-"""Log-probs of one completion by the plainest forward there is: what every faster path is compared with."""
+"""Log-probs of one completion by the plainest forward pass, with which every faster path is compared."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def row_logprobs(policy: Policy, params: Tree, prompt: Sequence[int], completion
     """log π [T] float32 of a completion's tokens, at temperature 1: prompt and completion alone, unpadded.
 
     Args:
-        policy, params: the model, called as the learner calls it.
+        policy, params: the model, called as by the learner.
         prompt, completion: token ids, at least one each.
 
     Raises:

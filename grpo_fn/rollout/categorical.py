@@ -1,18 +1,18 @@
-"""A token of each row, drawn by inverting the cumulative distribution level by level.
+"""Draws a token of each row by inverting the cumulative distribution level by level.
 
-A float32 running sum over a large vocabulary loses every weight below 2^−24 of what stands before it: a third
-of 150,000 nearly equal tokens. And a random number in float32 has no more than 24 bits. So the vocabulary is
-cut into groups of 64 tokens, and a large one into blocks of 64 groups: a block is drawn, a group of it, and a
-token of that, each by 32 random bits of its own.
+A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before it: a third of
+150,000 nearly equal tokens. And a random number in float32 has at most 24 bits. So the vocabulary is cut into
+groups of 64 tokens, and a large one into blocks of 64 groups. A block is drawn, then a group of it, then a
+token of that, each with its own 32 random bits.
 
-A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So no token that
-has any weight is lost. What lies below 2^−30 at its level comes too often: 2e-7 of all draws at most.
+A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So no token with a
+weight is lost. Weights below 2^−30 at their level are drawn too often: in at most 2e-7 of all draws.
 """
 
 import mlx.core as mx
 
 WIDTH = 32  # tokens of a group, groups of a block
-WORDS = 3  # random numbers of 32 bits that a draw takes: for the token, its group, its block
+WORDS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
 _WHOLE = 2.0**30
 
 
@@ -39,7 +39,7 @@ def draw(weights_bv: mx.array, words_bw: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _grouped(weights_bn: mx.array) -> mx.array:
-    """[B,N] as [B,N/WIDTH,WIDTH], zeros added where the last group is not full."""
+    """[B,N] as [B,N/WIDTH,WIDTH]; zeros fill up the last group."""
     missing = -weights_bn.shape[1] % WIDTH
     if missing:
         weights_bn = mx.pad(weights_bn, [(0, 0), (0, missing)])
@@ -53,6 +53,6 @@ def _inverted(weights_bn: mx.array, total_b1: mx.array, word_b1: mx.array) -> mx
     upto_bn = mx.cumsum(counts_bn, axis=-1)
     all_b1 = upto_bn[:, -1:]
     wanted_b1 = ((all_b1.astype(mx.uint64) * word_b1) >> 32).astype(mx.int32)
-    # Without any count nothing lies above 0, and the place would be one past the end.
+    # Without any count, no place is above 0, and the result would be one past the end.
     wanted_b1 = mx.where(all_b1 > 0, wanted_b1, -1)
     return (upto_bn <= wanted_b1).sum(axis=-1, keepdims=True)

@@ -14,26 +14,26 @@ from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
-# From a completion's tokens so far, and how many of them earlier calls have seen without finding an end, to
-# how many of them to keep if it has ended, else None.
+# Takes a completion's tokens so far, and how many of them earlier calls have checked without finding an end.
+# Returns how many tokens to keep if it has ended, else None.
 FindStop = Callable[[Sequence[int], int], int | None]
 
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. It changes speed and memory; the numbers are the same, to rounding.
+    """How completions are decoded. It affects only speed and memory; the numbers are the same, to rounding.
 
     Attributes:
-        max_batch: rows decoded together at most; 0: all. Whole groups, at least one.
-        check_every: steps between looks at which rows have ended; a look waits for the device.
-        pipelined: hand each step to the device without waiting for the last (hides launch time on a GPU;
+        max_batch: the most rows decoded together; 0: all. Whole groups, at least one.
+        check_every: steps between checks which rows have ended; a check waits for the device.
+        pipelined: submit each step to the device without waiting for the last (hides launch time on a GPU;
             costs a copy of the cache).
-        share_prefix: keep a prompt's keys and values once for all its completions, where the model can; None:
+        share_prefix: keep a prompt's keys and values once for all its completions, if the model can; None:
             on CPU and CUDA.
         compact: drop rows that have ended from the batch once a quarter of it has.
         turns_together: in conversations, begin a turn when no row decodes any more and all replies are there:
-            the same numbers bit for bit each time. False: as soon as a reply is there, so that a slow one
-            holds up nobody; the numbers then depend on its timing, to rounding.
+            the same numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
+            reply delays no other row; then the rounding of the numbers depends on timing.
     """
 
     max_batch: int = 0
@@ -48,7 +48,7 @@ class Decoding:
 class Columns:
     """What has been sampled so far of all rows, in full size."""
 
-    drawn: dict[str, mx.array]  # "tokens" int32, "logp" and, where asked for, "entropy": [B,T]
+    drawn: dict[str, mx.array]  # "tokens" int32, "logp" and, if asked for, "entropy": [B,T]
     lengths: list[int]  # tokens of each row that count
     finished: list[bool]  # as `Rollout.finished_b`
 
@@ -150,7 +150,7 @@ class Decoder:
         return drawn
 
     def _places_to_keep(self, batch: RowBatch) -> list[int] | None:
-        """Places of the rows to go on with, where enough have ended; None: all."""
+        """Places of the rows to keep, if enough rows have ended; None: all."""
         if not self._compact:
             return None
         places = batch.steps.rows_to_keep([row in batch.alive for row in batch.rows])
@@ -159,7 +159,7 @@ class Decoder:
     def _collect(
         self, batch: RowBatch, texts: dict[int, list[int]], whole: Columns | Transcript, turns: Turns | None
     ) -> None:
-        """Store the batch's tokens since the last look and find the rows that go on."""
+        """Store the batch's tokens since the last check, and find the rows that go on."""
         start = batch.count - len(batch.drawn)
         stacked = {name: mx.stack([step[name] for step in batch.drawn], axis=1) for name in batch.drawn[0]}
         batch.drawn = []

@@ -1,7 +1,7 @@
 """One decoding step of a batch: a token of each row goes in, the logits after it come out.
 
-`CacheSteps` call the model as it is, over any caches. A backend may have a compiled program for steps over
-one copy of each prompt, which `shared_steps` takes.
+`CacheSteps` call the unchanged model, over any caches. A backend may have a compiled program for steps over
+one copy of each prompt; `shared_steps` uses it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Steps(Protocol):
         ...
 
     def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
-        """Rows that the batch should keep, in rising order: all that have not ended, and maybe others."""
+        """Rows that the batch should keep, in rising order: all that have not ended, and possibly others."""
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
@@ -43,7 +43,7 @@ class CacheSteps:
         caches: Caches,
         keep_rows: Callable[[Caches, list[int]], None] = cache_rows.keep_rows,
     ) -> None:
-        """`keep_rows` is what drops rows of such caches."""
+        """`keep_rows` is the function that drops rows of such caches."""
         self._model, self.caches, self._keep_rows = model, caches, keep_rows
 
     def __call__(self, token_b: mx.array) -> mx.array:
@@ -68,10 +68,10 @@ def shared_steps(
     *,
     room: int,
 ) -> Steps:
-    """Steps over one copy of each prompt; a backend's program where the policy takes it.
+    """Steps over one copy of each prompt; a backend's program if the policy supports it.
 
     Args:
-        policy, model: the policy, and its module as `Policy.bound` gives it.
+        policy, model: the policy, and its module from `Policy.bound`.
         caches: plain ones after P prompts, padded on the right.
         lengths: tokens of each prompt.
         num_generations: rows of each prompt.

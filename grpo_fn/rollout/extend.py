@@ -1,7 +1,7 @@
-"""Extending decoding rows by given tokens: one prefill over the rows that got some, into their caches.
+"""Extends decoding rows by given tokens: one prefill over these rows, into their caches.
 
 A row whose turn has ended is parked: its caches are taken out of the batch. Later it is resumed with others,
-each with tokens of its own (ragged), and decoding goes on after them. Nothing is computed twice.
+each with its own tokens (ragged), and decoding continues after them. Nothing is computed twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from grpo_fn.rollout.decode_step import CacheSteps, Steps
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays
 
-EXTEND_TOKENS = 8192  # new tokens of all rows and call, padding included: bounds the memory of long ones
+EXTEND_TOKENS = 8192  # new tokens of all rows in a call, including padding: limits the memory of long ones
 LEAST_EXTENSION = 16  # new tokens of a row and call, however many rows there are
-_SPARSE = 0.75  # own places are gathered where a row uses no more than this share of them
+_SPARSE = 0.75  # own places are gathered if a row uses at most this share of them
 
 Resumed = tuple[
     Steps, list[int], mx.array
@@ -32,15 +32,15 @@ Resumed = tuple[
 class Extender(Protocol):
     """Parks the rows of a batch and resumes them."""
 
-    sees_each_step: bool  # a row has to be parked before it is fed anything after its last token
+    sees_each_step: bool  # a row has to be parked before anything is fed after its last token
 
     def park(self, steps: Any, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
         """Take the caches of rows out of the batch.
 
         Args:
-            steps: what decodes them; the batch itself stays as it is.
-            places, rows: where they stand in the batch, and their numbers.
-            fed: tokens that each was fed of this turn and is to keep.
+            steps: their decoding steps; the batch itself does not change.
+            places, rows: their places in the batch, and their numbers.
+            fed: tokens of this turn that each row was fed and keeps.
             step: tokens that all rows were fed since these steps began.
         """
         ...
@@ -50,7 +50,7 @@ class Extender(Protocol):
         ...
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> list[Resumed]:
-        """Feed parked rows their tokens, at least one each, and what decodes them from there."""
+        """Feed parked rows their tokens, at least one each; returns the steps that continue from there."""
         ...
 
 
@@ -58,7 +58,7 @@ class TurnSteps(CacheSteps):
     """Steps over one copy of each prompt, of rows that have own tokens from earlier turns."""
 
     def __init__(self, model: nn.Module, caches: list[PrefixCache], seen_bt: mx.array | None = None) -> None:
-        """`seen_bt` says which of the own places so far each row has; None: there are none yet."""
+        """`seen_bt`: the valid own places of each row so far; None: there are none yet."""
         super().__init__(model, caches, keep_prefix_rows)
         self.seen_bt = seen_bt
 
@@ -74,19 +74,19 @@ class _Block:
     """Rows that were parked together."""
 
     layers: list[Pair]  # keys and values [W,K,T,D]
-    seen_wt: mx.array  # which places a row has
+    seen_wt: mx.array  # the valid places of each row
 
     def array(self, layer: int, which: int, like: list[Pair]) -> mx.array:
-        """Keys (0) or values (1) of a layer; empty, in the shape of `like`, where no row has own tokens."""
+        """Keys (0) or values (1) of a layer; empty, in the shape of `like`, if no row has own tokens."""
         if self.layers:
             return self.layers[layer][which]
         return mx.repeat(like[layer][which][:1, :, :0], self.seen_wt.shape[0], axis=0)
 
 
 class SharedPromptRows:
-    """`Extender` of rows over one copy of each prompt: prompts stay there once, whatever the rows do."""
+    """`Extender` of rows over one copy of each prompt; the prompts are always kept once."""
 
-    sees_each_step = False  # what was fed too much is masked
+    sees_each_step = False  # excess tokens are masked
 
     def __init__(
         self, policy: Policy, model: nn.Module, caches: Caches, lengths: Sequence[int], rows: Sequence[int]
@@ -97,7 +97,7 @@ class SharedPromptRows:
             policy, model: the policy, and its module as `Policy.bound` gives it.
             caches: plain ones after P prompts, padded on the right.
             lengths: tokens of each prompt.
-            rows: numbers of all rows, those of a prompt side by side, of each prompt as many.
+            rows: numbers of all rows, grouped by prompt, the same number for each prompt.
         """
         self._policy, self._model, self._lengths = policy, model, list(lengths)
         group = len(rows) // len(lengths)
@@ -122,7 +122,7 @@ class SharedPromptRows:
         new_wt = mx.arange(max(fed))[None] < mx.array(fed)[:, None]
         parts = [new_wt] if steps.seen_bt is None else [steps.seen_bt[index], new_wt]
         block = _Block(layers, mx.concatenate(parts, axis=1))
-        mx.eval(list(arrays_of(layers)), block.seen_wt)  # or they would keep the batch's own buffers
+        mx.eval(list(arrays_of(layers)), block.seen_wt)  # otherwise they would keep the batch's buffers
         for place, (row, tokens) in enumerate(zip(rows, fed, strict=True)):
             self._own_tokens[row] += tokens
             self._parked[row] = block, place, self._own_tokens[row]
@@ -258,7 +258,7 @@ class CopiedPromptRows:
             self._parked[row] = mine
         mx.eval(
             [list(arrays_of(cache_rows.arrays(self._parked[row]))) for row in rows]
-        )  # or they would keep the batch's own buffers
+        )  # otherwise they would keep the batch's buffers
 
     def drop(self, row: int) -> None:
         """As `Extender`."""

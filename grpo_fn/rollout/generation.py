@@ -2,8 +2,8 @@
 
     prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ tokens and log-probs
 
-Everything is explicit: caches go in and come out, keys are counted, nothing global is read or written. What
-a completion becomes depends on its key, its prompt and the model alone (to the rounding of batched products).
+Everything is explicit: caches go in and come out, keys are counted, nothing global is read or written. A
+completion depends only on its key, its prompt and the model (to the rounding of batched products).
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ def generate(
     replies: Replies | None = None,
     images: Sequence[PromptImages | None] | None = None,
 ) -> Rollout:
-    """Sample G completions of each prompt, or conversations where there are `replies`.
+    """Sample G completions of each prompt, or conversations if there are `replies`.
 
     Args:
         policy: the model that samples.
@@ -56,17 +56,19 @@ def generate(
         prompts: token ids of each prompt, at least one token each.
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
         num_generations: G.
-        max_new_tokens: length limit of a completion, tokens; with those that replies give.
+        max_new_tokens: length limit of a completion in tokens, including those of replies.
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
         eos_ids: tokens that end a completion; it stays in the completion and counts.
-        find_stop: `find_stop(tokens, start)`, given a completion's tokens so far, of which earlier calls have
-            seen the first `start` and found no end: how many of them to keep if it has ended, else None.
-        prompt_numbers: p of each prompt, where these are a part of more; None: 0, 1, 2, …
-        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers to rounding.
-        replies: what answers a turn that has ended, with the tokens to go on after; None: nothing does. The
-            n-th token that is sampled of a conversation draws as above. Conversations are decoded without a
-            backend's compiled steps, which cannot be extended by several tokens.
-        images: those of each prompt, None where it has none; None: no prompt has any. Such completions are
+        find_stop: `find_stop(tokens, start)` gets a completion's tokens so far; earlier calls have checked
+        the
+            first `start` without finding an end. It returns how many to keep if it has ended, else None.
+        prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
+        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
+        replies: answers turns that have ended with the tokens that follow them; None: no turn is answered.
+        The
+            n-th sampled token of a conversation draws as above. Conversations are decoded without a backend's
+            compiled steps, which cannot be extended by several tokens.
+        images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
             decoded over one copy of each prompt, and without a backend's compiled steps.
 
     Raises:
@@ -128,7 +130,7 @@ def generate(
             seen_bv = None
             if sampler.repetition_penalty != 1:
                 seen_bv = seen_tokens(these, logits_pv.shape[-1])[index]
-            # All at once on the device: a number that the host hands over at each step is waited for.
+            # All at once on the device, because a number from the host at each step would be waited for.
             words_nbw = draw_words(keys_b2, 0, max_new_tokens)
             batch = RowBatch(steps, logits_pv[index], words_nbw, rows, seen_bv)
             turns = None
@@ -158,7 +160,7 @@ def _prefilled(
     room: int,
     share_prefix: bool,
 ) -> tuple[mx.array, Steps]:
-    """Logits [P,V] after the prompts, and what decodes their completions from there."""
+    """Logits [P,V] after the prompts, and the steps that decode their completions from there."""
     if not share_prefix:
         logits_pv, caches = prefill(model, prompts)
         copies = [p for p in range(len(prompts)) for _ in range(num_generations)]
@@ -210,7 +212,7 @@ def _extendable(
     rows: Sequence[int],
     share_prefix: bool,
 ) -> tuple[mx.array, SharedPromptRows | CopiedPromptRows]:
-    """Logits [P,V] after the prompts, and what decodes their conversations."""
+    """Logits [P,V] after the prompts, and the steps that decode their conversations."""
     if share_prefix:
         logits_pv, caches = prefill_once(policy, model, prompts)
         return logits_pv, SharedPromptRows(policy, model, caches, list(map(len, prompts)), rows)
@@ -227,7 +229,7 @@ def _together(prompts: int, num_generations: int, max_batch: int) -> int:
 
 def _parts(prompts: Sequence[Sequence[int]], together: int, takes_ragged: bool) -> list[list[int]]:
     """Indices of the prompts that are decoded together."""
-    # Like lengths together: less padding, and parts without any.
+    # Similar lengths together, for less padding and for parts without padding.
     order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
     if together >= len(prompts):
         order = list(range(len(prompts)))

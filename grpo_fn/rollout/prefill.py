@@ -1,4 +1,4 @@
-"""Prefill: the prompts go through the model, and caches to decode from come out."""
+"""Prefill: runs the prompts through the model and returns caches for decoding."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from grpo_fn.policy.images import PositionedCache, forward_with_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of
 
-PREFILL_TOKENS = 2048  # prompt tokens a row and call: bounds the memory of a long prompt's forward
+PREFILL_TOKENS = 2048  # prompt tokens per row and call: limits the memory of a long prompt's forward pass
 
 
 def prefill(
@@ -20,16 +20,16 @@ def prefill(
 ) -> tuple[mx.array, Caches]:
     """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there.
 
-    `caches` are those that hold what comes before the prompts, ragged ones where these differ in length;
-    None: nothing does.
+    `caches` hold the tokens before the prompts (ragged caches if these differ in length); None: there are
+    none.
     """
-    lengths = [len(prompt) - 1 for prompt in prompts]  # the last token goes in by itself
+    lengths = [len(prompt) - 1 for prompt in prompts]  # the last token is fed separately
     longest = max(lengths)
     ragged = min(lengths) < longest
     if caches is None:
         caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
     if ragged and longest % PREFILL_TOKENS == 1:
-        longest += 1  # a lone last column would pass for a decoding step
+        longest += 1  # a single last column would look like a decoding step
     body_pl = mx.array([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32)
     if ragged:
         cache_rows.prepare_padding(caches, lengths, longest)
@@ -54,7 +54,7 @@ def prefill_once(
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    # What pads a prompt on its right comes after all that it holds: nothing looks at it.
+    # Padding on the right comes after the prompt, and no token attends to it.
     tokens_pl = mx.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], mx.int32)
     caches = cache_rows.plain_caches(model)
     backbone = policy.split.backbone(model)

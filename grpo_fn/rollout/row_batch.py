@@ -14,8 +14,8 @@ class RowBatch:
     logits_bv: mx.array  # of the next token
     words_nbw: mx.array  # the random bits of each draw
     rows: list[int]  # numbers of its rows in the whole
-    seen_bv: mx.array | None = None  # the tokens that each row has had, where repeating them is penalized
-    drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last look
+    seen_bv: mx.array | None = None  # the tokens that each row has had, if repeating them is penalized
+    drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last check
     alive: set[int] = attrs.field(init=False)  # of `rows`, those that have not ended
     count: int = attrs.field(init=False, default=0)  # tokens drawn of each row
 
@@ -24,11 +24,11 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether no row may have another token."""
+        """Whether all rows have reached the length limit."""
         return self.count == self.words_nbw.shape[0]
 
     def keep_rows(self, places: list[int]) -> None:
-        """Go on with the rows at these places alone."""
+        """Keep only the rows at these places."""
         self.steps.keep_rows(places)
         index = mx.array(places)
         self.words_nbw, self.rows = self.words_nbw[:, index], [self.rows[i] for i in places]

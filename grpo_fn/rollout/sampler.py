@@ -1,4 +1,4 @@
-"""Sampling with explicit keys: one key a row and step, so that a row's draw depends on nothing beside it."""
+"""Sampling with explicit keys, one per row and step: a row's draw does not depend on other rows."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def sample(
     top_k: int = 0,
     min_p: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """Draw one token a row, by inverting the cumulative distribution (see `categorical`).
+    """Draw one token per row by inverting the cumulative distribution (see `categorical`).
 
     Args:
         logits_bv: [B,V], any floating dtype.
@@ -46,7 +46,7 @@ def sample(
 
 
 def draw_words(keys_b2: mx.array, first: int, count: int) -> mx.array:
-    """The random bits [N,B,W] that rows with these keys take for their draws `first`, `first` + 1, …"""
+    """The random bits [N,B,W] for the draws `first`, `first` + 1, … of rows with these keys."""
     return random_words(keys_b2, first, count, WORDS)
 
 
@@ -84,8 +84,8 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
     """The logits with every token outside the included set at −inf. Ties at a threshold are all included.
 
     In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest set with at
-    least this probability of what top-k left, normalised again; min-p keeps those of at least this share of
-    the largest probability.
+    least this probability after top-k, normalised again; min-p keeps those with at least this share of the
+    largest probability.
     """
     if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
         return z_bv
@@ -99,7 +99,7 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
             least_b1 = mx.maximum(least_b1, kth_b1)
             sorted_bv = mx.where(sorted_bv >= kth_b1, sorted_bv, -mx.inf)
         if top_p < 1:
-            p_bv = softmax(sorted_bv)  # of what top-k has left
+            p_bv = softmax(sorted_bv)  # after top-k
             before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
             included_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
             least_b1 = mx.maximum(least_b1, included_bv.min(axis=-1, keepdims=True))
@@ -107,7 +107,7 @@ def truncate(z_bv: mx.array, *, top_p: float = 1.0, top_k: int = 0, min_p: float
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
-    """Which tokens each prompt has: bool [P,V]."""
+    """Whether each prompt has each token: bool [P,V]."""
     seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
     rows = mx.array([p for p, prompt in enumerate(prompts) for _ in prompt], mx.int32)
     seen_pv[rows, mx.array([token for prompt in prompts for token in prompt], mx.int32)] = True
@@ -115,14 +115,15 @@ def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
 
 
 def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
-    """`seen_bv` with one more token a row."""
+    """`seen_bv` with one more token per row."""
     return mx.put_along_axis(seen_bv, token_b[:, None], mx.array(True), axis=-1)
 
 
 def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
-    """Logits with the repetition penalty: of tokens seen, z/penalty where z > 0, z·penalty elsewhere.
+    """Logits with the repetition penalty: for seen tokens, z/penalty where z > 0, else z·penalty.
 
-    CTRL's (arXiv 1909.05858, section 4.1), in the form that looks at the sign, as transformers and mlx-lm.
+    CTRL's (arXiv 1909.05858, section 4.1), in the form that depends on the sign, as in transformers and
+    mlx-lm.
     """
     scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
     return mx.where(seen_bv, scaled_bv, logits_bv)
@@ -131,7 +132,7 @@ def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
     z_bv = logits_bv.astype(mx.float32) / temperature
-    # A logit of −∞ adds nothing: 0 times the lowest number, where 0 · −∞ were NaN.
+    # A logit of −∞ adds nothing: 0 times the lowest number, because 0 · −∞ would be NaN.
     logp_bv = mx.maximum(z_bv - logsumexp(z_bv)[:, None], mx.finfo(mx.float32).min)
     return -(exp(logp_bv) * logp_bv).sum(axis=-1)
 
@@ -148,11 +149,11 @@ class Sampler:
     with_entropy: bool = False  # also give the entropy of the whole distribution at each position
 
     def __call__(self, logits_bv: mx.array, keys_b2: mx.array) -> dict[str, mx.array]:
-        """Token and log-prob of each row, and its entropy where asked for."""
+        """Token and log-prob of each row, and its entropy if asked for."""
         return self.at(logits_bv, draw_words(keys_b2, 0, 1)[0])
 
     def at(self, logits_bv: mx.array, words_bw: mx.array) -> dict[str, mx.array]:
-        """The same with the random bits of each row, as `draw_words` gives them."""
+        """The same with the random bits of each row, from `draw_words`."""
         token_b, logp_b = _sample(logits_bv, words_bw, self.temperature, self.top_p, self.top_k, self.min_p)
         drawn = {"tokens": token_b, "logp": logp_b}
         if self.with_entropy:
@@ -162,5 +163,5 @@ class Sampler:
 
 @functools.cache
 def drawing(sampler: Sampler) -> Compiled:
-    """`Sampler.at`, compiled. One value a sampler, so traced once a shape."""
+    """`Sampler.at`, compiled; the same object for each sampler, so that it is traced once per shape."""
     return compiled(sampler.at)

@@ -1,9 +1,9 @@
-"""Conversations in the decoding loop: who waits for a reply, who goes on with which tokens, what was said.
+"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all tokens so far.
 
     sample a turn ─its end→ park the row ─reply→ extend it by the given tokens ─→ sample the next turn
 
-Replies come from outside, through `Replies`. What a row becomes depends on its key, its prompt and its
-replies alone, to the rounding of batched products.
+Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its replies, to
+the rounding of batched products.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +21,28 @@ from grpo_fn.trees import on_host
 
 
 class Replies(Protocol):
-    """What answers a model's turns, seen from the decoding loop. Rows are those of the `Rollout`."""
+    """The decoding loop's interface to the answers of turns. Rows are those of the `Rollout`."""
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """A turn has ended, by an end token or a stop; `tokens` are the turn's, its end included.
 
-        Returns whether there may be a reply: False ends the conversation. It should not wait for anything.
+        Returns whether there may be a reply; False ends the conversation. It must not wait.
         """
         ...
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """The replies that have come since the last call, of `least` rows at least: it waits for these.
+        """The replies since the last call; waits for those of at least `least` rows.
 
-        A reply is the token ids to go on after, exactly as they follow the turn's last token; None ends the
-        conversation.
+        A reply is the token ids that follow the turn's last token, exactly; None ends the conversation.
         """
         ...
 
 
 class Respond:
-    """`Replies` of a plain function, called where its reply is collected, row by row."""
+    """`Replies` from a plain function, which is called row by row when its reply is collected."""
 
     def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
-        """`function(row, tokens)` gives the tokens to go on after, or None at the conversation's end."""
+        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's end."""
         self._function = function
         self._begun: dict[int, Sequence[int]] = {}
 
@@ -64,7 +63,7 @@ class _Said:
 
     tokens: list[int] = attrs.field(factory=list)
     sampled: list[bool] = attrs.field(factory=list)
-    drawn: dict[str, list[float]] = attrs.field(factory=dict)  # "logp" and, where asked for, "entropy"
+    drawn: dict[str, list[float]] = attrs.field(factory=dict)  # "logp" and, if asked for, "entropy"
     turn: int = 0  # where its last turn begins
     finished: bool = False
 
@@ -76,7 +75,7 @@ class _Said:
             del values[end:]
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled; the next turn begins behind them."""
+        """Append tokens that were not sampled; the next turn begins after them."""
         self.tokens += tokens
         self.sampled += [False] * len(tokens)
         for values in self.drawn.values():
@@ -85,7 +84,7 @@ class _Said:
 
 
 class Transcript:
-    """All rows' conversations; stands in the loop where `Columns` do for completions of one turn."""
+    """All rows' conversations, in place of `Columns`, which are for completions of one turn."""
 
     def __init__(self, rows: int, with_entropy: bool) -> None:
         """Nothing said."""
@@ -93,7 +92,7 @@ class Transcript:
         self.rows = [_Said(drawn={name: [] for name in names}) for _ in range(rows)]
 
     def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
-        """The batch's tokens since the last look, of rows that have not ended."""
+        """Stores the batch's tokens since the last check, for rows that have not ended."""
         columns = {name: on_host(array) for name, array in stacked.items()}
         for place, row in enumerate(batch.rows):
             if row in batch.alive:
@@ -152,10 +151,10 @@ class Turns:
         Args:
             prompts: of each row of the part, by its number, in the order of `words_nbw`.
             words_nbw: random bits of all draws.
-            limit: tokens of a conversation at most, given ones included.
+            limit: the most tokens of a conversation, including given ones.
             together: turns begin together, when no row decodes any more; else as soon as replies are there.
             vocabulary: given token ids are below it; None: any.
-            penalizes: whether the sampler wants to know the tokens that a row has had.
+            penalizes: whether the sampler needs the tokens that a row has had.
         """
         self._replies, self._extender, self._transcript = replies, extender, transcript
         self._prompts, self._words_nbw, self._limit = prompts, words_nbw, limit
@@ -170,7 +169,7 @@ class Turns:
         return bool(self._waiting)
 
     def room(self, row: int) -> int:
-        """Tokens that the row's present turn may have."""
+        """Tokens that the row's current turn may have."""
         return self._limit - self._transcript.rows[row].turn
 
     def ended(self, batch: RowBatch, ends: Sequence[tuple[int, int, int]]) -> None:
@@ -192,9 +191,9 @@ class Turns:
             self._waiting.update(rows)
 
     def resumed(self, decoding: bool) -> list[RowBatch]:
-        """The rows whose replies have come, as batches that are ready to be drawn from.
+        """The rows with new replies, as batches that are ready for the next draw.
 
-        Raises ValueError where replies are of other rows than asked for, or token ids are out of range.
+        Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
         """
         if not self._waiting or (self._together and decoding):
             return []
@@ -228,7 +227,7 @@ class Turns:
         return batches
 
     def _words(self, rows: Sequence[int]) -> mx.array:
-        """The random bits [N,B,W] of draws to come: a row's n-th sampled token takes the n-th ones."""
+        """The random bits [N,B,W] of the next draws: a row's n-th sampled token uses the n-th bits."""
         used = [sum(self._transcript.rows[row].sampled) for row in rows]
         most = max(map(self.room, rows))
         number_nb = mx.arange(most)[:, None] + mx.array(used, mx.int32)

@@ -1,4 +1,4 @@
 """A run's folder on disk: locked, saved, pruned, and opened again.
 
-It knows nothing of the training loop.
+It does not depend on the training loop.
 """

@@ -1,4 +1,4 @@
-"""Room on the disk for what a run writes: looked at before it trains, and again before each checkpoint."""
+"""Checks the disk space for a run's files: before training, and again before each checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class DiskRoom:
-    """What a run writes into its folder, in bytes."""
+    """The sizes of a run's files, in bytes."""
 
     folder: Path
     final: int  # the final model
@@ -31,15 +31,15 @@ class DiskRoom:
     def check_start(
         self, settings: CheckpointConfig, where: str, *, batch_steps: int, anew: bool
     ) -> list[str]:
-        """Before training: a line where not all checkpoints fit that are kept at a time.
+        """Before training: returns a line if the disk cannot hold all checkpoints that are kept at a time.
 
         Args:
             settings: [checkpoint].
-            where: of the config's key for the folder, for messages.
-            batch_steps: those that are left.
-            anew: whether what an earlier run left in the folder is going to be removed.
+            where: the config's key for the folder, for messages.
+            batch_steps: the remaining ones.
+            anew: whether an earlier run's files in the folder will be removed.
 
-        Raises UserError where the final model does not fit.
+        Raises UserError if the final model does not fit.
         """
         free = _free(self.folder)
         if free is None:
@@ -53,7 +53,7 @@ class DiskRoom:
                 f"{gigabytes(free)} free; make room, or choose another run.output_dir"
             )
         more = batch_steps // settings.every if settings.every else 0
-        if settings.keep_last:  # the oldest goes when the next one is whole
+        if settings.keep_last:  # the oldest one is deleted when the next one is complete
             kept = settings.keep_last + settings.keep_best
             more = min(more, max(kept + 1 - (0 if anew else len(there)), 1))
         fit = (free - self.final) // max(self.checkpoint, 1)
@@ -61,14 +61,14 @@ class DiskRoom:
             return []
         return [
             f"{self.folder}: the disk has {gigabytes(free)} free; beside the final model "
-            f"({gigabytes(self.final)}) it has room for {fit} of the {more} checkpoints of "
-            f"{gigabytes(self.checkpoint)} that are to come: make room, or lower checkpoint.keep_last"
+            f"({gigabytes(self.final)}) it has room for {fit} of the {more} further checkpoints of "
+            f"{gigabytes(self.checkpoint)} each: make room, or lower checkpoint.keep_last"
         ]
 
     def check_checkpoint(self, name: str, size: int, *, last: bool) -> None:
-        """Raises UserError where a checkpoint of so many bytes leaves no room for the final model.
+        """Raises UserError if a checkpoint of `size` bytes leaves no room for the final model.
 
-        The `last` one, of a run that ends early, may take that room.
+        The `last` checkpoint of a run that ends early may use that room.
         """
         free, reserved = _free(self.folder), 0 if last else self.final
         if free is not None and free < size + reserved:
@@ -80,16 +80,16 @@ class DiskRoom:
 
 
 def disk_room(folder: Path, state: TrainState, loaded: LoadedModel) -> DiskRoom:
-    """What a run writes into this folder, to some kilobytes; with adapters on packed weights, at most."""
+    """The sizes of a run's files, accurate to some kilobytes; with adapters on packed weights at most."""
     others = _size(companions(loaded.path))
     weights = named_leaves(state.params) | loaded.frozen
     final = sum(_stored(name, array, loaded) for name, array in weights.items())
-    # The reference's arrays are the policy's only until the first update.
+    # The reference shares the policy's arrays only until the first update.
     checkpoint = nbytes(state.params, state.old_params, state.opt_state) + nbytes(state.ref_params)
     if loaded.adapter is None:
         checkpoint += nbytes(loaded.frozen)
     else:
-        final += nbytes(state.params)  # the adapters lie beside the merged weights
+        final += nbytes(state.params)  # the adapters are saved beside the merged weights
         if loaded.quantized:  # merged layers are stored unpacked
             layers = [name.removesuffix("lora_a") for name in weights if name.endswith("lora_a")]
             final += loaded.source_dtype.size * sum(
@@ -117,7 +117,7 @@ def _size(paths: list[Path]) -> int:
 
 
 def _free(folder: Path) -> int | None:
-    """Bytes that this user may write where the folder is; None where the file system does not say."""
+    """Bytes that this user may write on the folder's disk; None if the file system does not tell."""
     place = next((path for path in (folder, *folder.parents) if path.exists()), Path())
     try:
         return shutil.disk_usage(place).free

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, of what size and content, and what wrote them."""
+"""The manifest of a checkpoint: its files with their sizes and digests, and the program that wrote them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from runners.files.json_files import read_json
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "grpo_fn.checkpoint"
-MANIFEST_VERSION = 2  # 1 drew from other random streams: a run could not be resumed to the same result
+MANIFEST_VERSION = 2  # version 1 used other random streams: a resumed run would give another result
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what its manifest says."""
+    """A checkpoint whose files do not match its manifest."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes manifest.json about all that lies in the folder. OSError where the disk refuses."""
+    """Writes manifest.json for all files in the folder. OSError if the disk refuses."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.rglob("*"))
@@ -41,16 +41,16 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
-    """Raises Damaged unless every file is there as it was written, those of `wanted` among them.
+    """Raises Damaged unless every file, including those of `wanted`, is there as it was written.
 
-    Raises UserError for a manifest of another version: that is no damage.
+    Raises UserError for a manifest of another version, which is not damage.
     """
     if folder.is_symlink():
         raise Damaged(f"{folder}: found a link, wanted a folder")
     if not folder.is_dir():
         raise Damaged(f"{folder}: there is no such folder")
     if not os.path.lexists(folder / MANIFEST):
-        raise Damaged(f"{folder}: {MANIFEST} is missing, so nothing tells whether it is whole")
+        raise Damaged(f"{folder}: {MANIFEST} is missing, so it cannot be checked")
     files = _read(folder)
     for name in wanted:
         if name not in files:
@@ -78,8 +78,9 @@ def _read(folder: Path) -> dict[str, Any]:
     if content.get("version") != MANIFEST_VERSION:
         raise UserError(
             f"{file}: found version {show(content.get('version'))} of {MANIFEST_FORMAT}, written by "
-            f"{_writer(content)}; grpo_fn {runners.__version__} goes on from version {MANIFEST_VERSION} "
-            "alone: finish the run with the grpo_fn that wrote it, or start again with --overwrite"
+            f"{_writer(content)}; grpo_fn {runners.__version__} continues only from version "
+            f"{MANIFEST_VERSION}: finish the run with the grpo_fn that wrote it, or start again with "
+            "--overwrite"
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
@@ -114,7 +115,7 @@ def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
         raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-@functools.cache  # reading what is installed takes as long as a small file's digest
+@functools.cache  # reading the installed versions takes as long as a small file's digest
 def _versions() -> dict[str, str]:
     installed = {name: version(name) for name in ("mlx", "mlx-lm")}
     return {"grpo_fn": runners.__version__, **installed, "python": platform.python_version()}

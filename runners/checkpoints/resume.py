@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it is whole and belongs to this config, and its values."""
+"""Continuing from a checkpoint: finds it, checks that it is complete and fits the config, and reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runners.data.prompts import Example
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
 
-# What may differ without a word: it changes neither weights nor completions.
+# Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = (
     "run.name",
     "run.output_dir",
@@ -37,14 +37,14 @@ HARMLESS = (
     "system.collective_timeout",
     "system.check_model",
 )
-# Of a table [judge.NAME], what changes no verdict that comes.
+# Keys of a table [judge.NAME] that change no verdict.
 HARMLESS_OF_JUDGES = (
     "api_key_env", "concurrency", "timeout", "batch_timeout", "retries", "cache", "price_in", "price_out",
     "batch_tokens",
 )  # fmt: skip
-# What the config may leave to the machine, and a resumed run takes over from the first one.
+# Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("quantization", "storage", "launch", "max_batch")
-LEFT_OPEN = (0, "auto")  # what such a key holds, and one that the model or the machine decides
+LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
 Note = Callable[[str], None]
 
 
@@ -57,7 +57,7 @@ class Origin:
     facts: dict[str, Any]  # trainer_state.json
 
     def table(self, name: str) -> dict[str, Any]:
-        """A table of the facts; UserError where there is none."""
+        """A table of the facts. Raises UserError if it is missing."""
         found = self.facts.get(name)
         if not isinstance(found, dict):
             raise UserError(
@@ -67,14 +67,14 @@ class Origin:
 
 
 def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
-    """The checkpoint that a run goes on from, or None where the run's folder has none yet.
+    """The checkpoint that a run continues from, or None if the run's folder has none yet.
 
     Args:
         folder: the run's.
         wish: a checkpoint, or a folder with checkpoints; None: the run's own.
-        note: is told of damaged ones, which are passed over for the one before.
+        note: gets a line for each damaged one, which is skipped.
 
-    Raises UserError: the checkpoint that was named is damaged, all of them are, or one is of another version.
+    Raises UserError if the named checkpoint is damaged, if all are, or if one is of another version.
     """
     if wish is not None and not checkpoint_folders(wish):
         check_manifest(wish, (TRAINER_STATE, STATE_FILE))
@@ -86,7 +86,7 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
             check_manifest(path, (TRAINER_STATE, STATE_FILE))
         except Damaged as error:
             damaged.append(error)
-            note(f"{error}; {path.name} is passed over")
+            note(f"{error}; {path.name} is skipped")
             continue
         return _opened(path)
     if damaged:
@@ -100,9 +100,9 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
 
 
 def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:
-    """Raises UserError where the folder holds a run, or (with `replace_finished`) an interrupted one.
+    """Raises UserError if the folder holds a run, or (with `replace_finished`) an interrupted one.
 
-    `key` is the config's, for the message.
+    `key` is the config's key, for the message.
     """
     checkpoint = interrupted(folder)
     name = checkpoint or (None if replace_finished else holds_a_run(folder))
@@ -122,7 +122,7 @@ def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
     found = []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
-        # What the run's config left open, its config.resolved.json has as the run then did it.
+        # For keys that the config left open, config.resolved.json has the values that the run used.
         if before != after and not (before in LEFT_OPEN and after == resolved.get(key, before)):
             found.append((key, show(before), show(after)))
     return found
@@ -135,7 +135,7 @@ def _resolved(origin: Origin) -> dict[str, Any]:
 
 
 def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:
-    """Raises UserError where a key differs on which weights or completions depend."""
+    """Raises UserError if a key differs on which weights or completions depend."""
     grave = [row for row in found if not _harmless(row[0])]
     if grave:
         listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in grave)
@@ -145,7 +145,7 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """What an earlier process decided for this config; None where [rollout] has changed in that."""
+    """The decisions of an earlier process for this config; None if their keys of [rollout] have changed."""
     asked = origin.table("config").get("rollout")
     if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in DECIDED):
         return None
@@ -154,12 +154,12 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """What `earlier_decisions` gives back: of a config in which nothing is left open."""
+    """The decisions that `earlier_decisions` returns, from a config in which all is decided."""
     return {name: getattr(config.rollout, name) for name in DECIDED}
 
 
 def data_digest(examples: Sequence[Example]) -> str:
-    """A hash of all that a run trains on, in order."""
+    """A hash of all training data of a run, in order."""
     whole = hashlib.sha256()
     for example in examples:
         whole.update(repr((example.tokens, example.answer)).encode("utf-8", "backslashreplace"))

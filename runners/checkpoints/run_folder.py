@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, where it is now, and what of an earlier run lies there."""
+"""The folder of a run: its lock, its current path, and the files of an earlier run in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOCK = ".lock"
 LOGS = ("training_log.jsonl", "completions.jsonl")
 BAD_BATCHES = "bad_batches"
 T = TypeVar("T")
-_OWNER = re.compile(rb"\d{0,20}\n?")  # what a lock file holds
+_OWNER = re.compile(rb"\d{0,20}\n?")  # the content of a lock file
 
 
 class FolderGone(UserError):
@@ -34,7 +34,7 @@ class FolderGone(UserError):
 
 @attrs.frozen
 class RunFolder:
-    """A run's folder, held open: it stays the same one, whatever happens to its path."""
+    """A run's folder, held open, so that it stays the same folder even if its path changes."""
 
     path: Path  # as the config names it
     held: HeldFile
@@ -42,16 +42,16 @@ class RunFolder:
 
     @property
     def descriptor(self) -> int:
-        """The open folder's. FolderGone where a reward closed it and its path leads elsewhere."""
+        """The open folder's descriptor. FolderGone if a reward closed it and its path leads elsewhere."""
         try:
             return self.held.number
         except OSError as error:
             raise FolderGone(f"{self.path}: the run's folder is gone: {error.strerror or error}") from error
 
     def here(self) -> Path:
-        """Where the folder is now: its own path, or the one that it was renamed to. FolderGone: nowhere."""
+        """The folder's current path: its own, or the one after a rename. FolderGone if it is deleted."""
         held, path, answer = os.fstat(self.descriptor), self.path, None
-        while True:  # it may be renamed between the system's answer and the look there: then once again
+        while True:  # it may be renamed between the system's answer and the check: then try again
             with suppress(OSError):
                 if os.path.samestat(os.stat(path), held):
                     return path
@@ -61,10 +61,10 @@ class RunFolder:
             path = answer
 
     def write(self, act: Callable[[Path, int], T]) -> T:
-        """What `act` returns for the folder's path and descriptor.
+        """The result of `act` for the folder's path and descriptor.
 
-        Where the folder is renamed meanwhile, `act` fails, as the path of its new files is no more. It is
-        called once again, with the new path.
+        If the folder is renamed meanwhile, `act` fails, because the path of its new files is gone. Then it is
+        called once more with the new path.
         """
         path = self.here()
         self._keep_lock()
@@ -77,7 +77,7 @@ class RunFolder:
         return act(now, self.descriptor)
 
     def _keep_lock(self) -> None:
-        """Takes the lock again where a reward has closed it; UserError where another run was faster."""
+        """Takes the lock again if a reward has closed it. UserError if another run was faster."""
         try:
             _ = self.lock and self.lock.number
         except BlockingIOError as error:
@@ -88,7 +88,7 @@ class RunFolder:
 
     @contextmanager
     def anew(self) -> Iterator[RunFolder]:
-        """A new folder under the run's path, for a run whose own is gone. UserError: another run has it."""
+        """A new folder at the run's path, for a run whose folder is gone. UserError if another run has it."""
         with locked(self.path, "run.name") as fresh:
             if name := holds_a_run(self.path):
                 raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
@@ -97,13 +97,13 @@ class RunFolder:
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[RunFolder]:
-    """The folder, made if need be, for this process alone; `key` is what messages call it.
+    """The folder, created if missing, for this process alone; `key` is its name in messages.
 
-    The lock is the kernel's and ends with the process, however that ends: a file left by a dead one holds
-    nothing. At the end the lock's file goes, and so does the folder if it is still empty; of another folder
-    that has the path by then nothing is touched.
+    The lock is the kernel's and ends with the process, however it ends: a file left by a dead process locks
+    nothing. At the end the lock's file is removed, and the folder too if it is still empty. If the path leads
+    to another folder by then, nothing in it is touched.
 
-    Raises UserError where another process is in it, or where it cannot be written to.
+    Raises UserError if another process uses it, or if it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
@@ -120,11 +120,11 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
 
 
 def _sweep(held: RunFolder) -> None:
-    """Clears away what a killed run left half-done."""
+    """Removes incomplete files that a killed run left."""
     sweep(held.descriptor)
     try:
         inside = os.open(BAD_BATCHES, FOLDER_FLAGS, dir_fd=held.descriptor)
-    except OSError:  # there is no such folder, or a file or a link has its name
+    except OSError:  # the folder does not exist, or a file or a link has its name
         return
     try:
         sweep(inside)
@@ -147,7 +147,7 @@ def _acquire(held: RunFolder) -> HeldFile:
         if not _OWNER.fullmatch(os.read(lock.number, 64)):
             lock.close()
             raise UserError(f"{held.path / LOCK}: found a file that is no run's lock; move it, {other}")
-        # Between the two calls its owner may have removed the file: then the lock is on nothing.
+        # Between the two calls its owner may have removed the file: then the lock is useless.
         if _is_lock(held, lock):
             os.ftruncate(lock.number, 0)
             os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
@@ -160,13 +160,13 @@ def _flock(number: int) -> None:
 
 
 def _release(held: RunFolder, made: Sequence[Path]) -> None:
-    """Removes the lock's file, and the folders in `made` that are still empty: this run's, no others."""
+    """Removes the lock's file, and those of this run's folders in `made` that are still empty."""
     with suppress(OSError, FolderGone):
         if held.lock and _is_lock(held, held.lock):
             os.unlink(LOCK, dir_fd=held.descriptor)
     if held.lock:
         held.lock.close()
-    with suppress(OSError, FolderGone):  # something is in one: then it stays
+    with suppress(OSError, FolderGone):  # a folder that is not empty stays
         if made and os.path.samestat(os.stat(held.path), os.fstat(held.descriptor)):
             for path in made:
                 path.rmdir()
@@ -182,7 +182,7 @@ def _is_lock(held: RunFolder, lock: HeldFile) -> bool:
 
 
 def _path_of(descriptor: int) -> Path | None:
-    """The path that the system has for an open folder now; None where it does not tell."""
+    """The current path of an open folder, as the system knows it; None if it does not tell."""
     if command := getattr(fcntl, "F_GETPATH", None):  # macOS
         name = fcntl.fcntl(descriptor, command, bytes(1024))
         return Path(os.fsdecode(name.rstrip(b"\0")))
@@ -193,16 +193,16 @@ def _path_of(descriptor: int) -> Path | None:
 
 
 def holds_a_run(folder: Path) -> str | None:
-    """The name of something that a run left in the folder; None: there is nothing."""
+    """The name of a file or folder that a run left here; None if there is none."""
     left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)
 
 
 def model_of_run(name: str, note: Callable[[str], None]) -> str:
-    """The model that a run's folder stands for: `final`, else its newest whole checkpoint.
+    """The model of a run's folder: `final`, else its newest whole checkpoint.
 
-    Any other name is returned as it is. `note` gets a line where a checkpoint is used, and for each damaged
-    one. Raises UserError where the run has neither.
+    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each damaged one.
+    Raises UserError if the run has neither.
     """
     folder = Path(name).expanduser()
     if not (folder / RESOLVED).is_file():
@@ -221,7 +221,7 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of a checkpoint that the folder's run has not gone beyond: there is no later final model."""
+    """The name of the folder's newest checkpoint, if no later final model exists; else None."""
     whole = list_checkpoints(folder)
     if not whole:
         return None
@@ -234,7 +234,7 @@ def interrupted(folder: Path) -> str | None:
 
 
 def clear(folder: RunFolder) -> None:
-    """Removes an earlier run's checkpoints and model; its logs are kept aside once new ones begin."""
+    """Removes an earlier run's checkpoints and model; its logs are renamed when new ones begin."""
     path = folder.path
     try:
         with suppress(FileNotFoundError):
@@ -247,9 +247,10 @@ def clear(folder: RunFolder) -> None:
 
 
 def set_aside(folder: RunFolder, after: int) -> list[tuple[str, str]]:
-    """Renames the checkpoints of later steps: the run goes on from an earlier one. Names: old, new.
+    """Renames the checkpoints of later steps, because the run continues from an earlier one. Returns the old
+    and the new names.
 
-    The new one is NAME.aside, or NAME.aside-2 and so on where there is one: nothing is replaced.
+    The new name is NAME.aside, or NAME.aside-2 and so on if that exists: nothing is replaced.
     """
     moved = []
     try:

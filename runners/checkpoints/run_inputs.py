@@ -1,6 +1,6 @@
-"""What a run is made from besides its config, as short digests: a resumed run compares them.
+"""Digests of a run's inputs besides its config; a resumed run compares them.
 
-Digests are SHA-256. Files and columns are read whole; of the weights under adapters see `base_digest`.
+Digests are SHA-256. Files and columns are read whole; for the weights under adapters see `base_digest`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SELF_TELLING = (str, int, float, bool, bytes, type(None))
 def run_inputs(
     config: Config, loaded: LoadedModel, examples: Sequence[Example], rewards: Sequence[Reward]
 ) -> dict[str, Any]:
-    """Digests by what they are of, as a message names it."""
+    """Digests of the inputs, by their names in messages."""
     found = {
         f'the column "{name}", which a reward reads': _column_digest(examples, name)
         for name in columns_read(rewards, _columns(examples))
@@ -51,7 +51,7 @@ def run_inputs(
 
 
 def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
-    """Raises UserError where weights or completions depend on something that is not what it was."""
+    """Raises UserError if an input has changed on which weights or completions depend."""
     found = _differing(_stated(origin, "inputs", inputs), inputs)
     if found:
         raise UserError(
@@ -63,7 +63,7 @@ def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
 def tell_differences(
     inputs: Mapping[str, Any], computing: Mapping[str, Any], origin: Origin, note: Callable[[str], None]
 ) -> None:
-    """Notes what differs where that is allowed: inputs, if asked for, and what `arithmetic` names."""
+    """Notes differences that are allowed: of inputs, if asked for, and of the facts of `arithmetic`."""
     found = _differing(_stated(origin, "inputs", inputs), inputs)
     if found:
         note(f"{', '.join(found)}: not what {origin.folder} was trained with")
@@ -84,9 +84,9 @@ def tell_differences(
 
 
 def columns_read(rewards: Iterable[Reward], names: Sequence[str]) -> list[str]:
-    """The columns of the data that a reward is given: those that it names, or all where it takes **kwargs.
+    """The columns of the data that a reward gets: those that it names, or all if it takes **kwargs.
 
-    The built-in rewards take **kwargs too, and read nothing of it. The answer is compared with the prompts.
+    The built-in rewards also take **kwargs but do not read it. The answer is compared with the prompts.
     """
     read: set[str] = set()
     for reward in rewards:
@@ -96,12 +96,12 @@ def columns_read(rewards: Iterable[Reward], names: Sequence[str]) -> list[str]:
 
 
 def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys in which two tables differ, those of one alone included."""
+    """The keys in which two tables differ, including keys of only one of them."""
     return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
 
 
 def _stated(origin: Origin, name: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint's table; that of now where an earlier version of the program wrote none."""
+    """A checkpoint's table, or the current one if an earlier version of the program wrote none."""
     return origin.table(name) if name in origin.facts else now
 
 
@@ -118,7 +118,7 @@ def _column_digest(examples: Sequence[Example], name: str) -> str:
 
 
 def _images_digest(examples: Sequence[Example]) -> str:
-    """Of the images' names and sizes in bytes: to read them all would take long."""
+    """A digest of the images' names and sizes in bytes: reading all of them would take long."""
     whole = hashlib.sha256()
     for example in examples:
         whole.update(repr([(image.name, image.size) for image in example.images]).encode())
@@ -126,7 +126,7 @@ def _images_digest(examples: Sequence[Example]) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """A value in full, the same in every process: an object may spell itself with its place in memory."""
+    """A value's full text, the same in every process: an object's own text may contain its address."""
     if isinstance(value, _SELF_TELLING):
         return repr(value)
     if isinstance(value, Mapping):

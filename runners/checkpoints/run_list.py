@@ -1,4 +1,4 @@
-"""The runs in a folder: how far each is, how well it did, how to continue it. Nothing is changed."""
+"""Lists the runs in a folder: progress, results, and how to continue each. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ State = Literal["running", "finished", "interrupted", "stopped"]
 
 @attrs.frozen
 class RunSummary:
-    """What one run's folder says of it. None: the folder does not say."""
+    """The facts in one run's folder. None: the folder does not tell."""
 
     folder: str
-    state: State  # interrupted: there is a checkpoint to resume from; stopped: none is
+    state: State  # interrupted: has a checkpoint to resume from; stopped: has none
     update: int  # the last one in the log
-    batch_steps: int | None  # of those that the run was to take, where optim.max_steps says it
+    batch_steps: int | None  # planned ones, if optim.max_steps gives them
     batch_step: int
     first_em: float | None  # exact match, 0 to 1
     last_em: float | None
@@ -42,14 +42,14 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and below it, the last changed one first. UserError: there is no such folder."""
+    """The runs in a folder and below it, the last changed one first. UserError if it does not exist."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder, want one that holds runs, such as outputs")
     return sorted(map(summarize, _folders(folder, DEPTH)), key=lambda run: (-run.changed, run.folder))
 
 
 def summarize(folder: Path) -> RunSummary:
-    """One run. Lines of its log that are no JSON are passed over: a run may be writing there."""
+    """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
     config = _table(folder / RESOLVED)
     state = _state(folder)
     update = batch_step = 0
@@ -61,7 +61,7 @@ def summarize(folder: Path) -> RunSummary:
             scores += [em] if (em := _number(line["em"])) is not None else []
             seconds += _number(line.get("time/eval")) or 0.0
         else:
-            # With log.every above 1 a line stands for the updates before it, too.
+            # With log.every above 1 a line also counts for the updates before it.
             seconds += (_number(line.get("step_time")) or 0.0) * max(step - update, 1)
             reward = _number(line.get("reward"))
         update, batch_step = max(update, step), max(batch_step, _count(line.get("batch_step")))
@@ -81,7 +81,7 @@ def summarize(folder: Path) -> RunSummary:
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders of runs; links are not followed, and nothing in a run is searched."""
+    """Folders of runs; links are not followed, and runs are not searched inside."""
     if (folder / RESOLVED).is_file():
         yield folder
     elif depth:
@@ -100,7 +100,7 @@ def _state(folder: Path) -> State:
 
 
 def _is_locked(file: Path) -> bool:
-    """Whether a process has the run's lock. The look takes a lock that others may share, for an instant."""
+    """Whether a process has the run's lock. The check takes a shared lock for an instant."""
     try:
         number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -148,14 +148,14 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     found = json.loads(line)
                     if isinstance(found, dict):
                         yield found
-    except OSError:  # a run without this log, or one whose folder has gone meanwhile
+    except OSError:  # a run without this log, or whose folder is gone by now
         return
 
 
 def _table(file: Path) -> dict[str, Any]:
     try:
         return read_json(file)
-    except UserError:  # a folder that was damaged is listed all the same
+    except UserError:  # a damaged folder is still listed
         return {}
 
 

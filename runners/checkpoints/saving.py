@@ -1,8 +1,8 @@
-"""Saving while the run goes on: one checkpoint at a time, written in a thread of its own.
+"""Saving while the run goes on: one checkpoint at a time, written in a separate thread.
 
-The arrays of a state never change, so that a checkpoint needs no copy of them. They stay in memory until it
-is written: mostly that is while the next rollout is sampled. An update, which makes new ones, waits for it
-where memory has no room for both.
+The arrays of a state never change, so a checkpoint needs no copy of them. They stay in memory until it is
+written, usually while the next rollout is sampled. An update makes new arrays; it waits for the checkpoint if
+memory cannot hold both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[int, int]  # batch step, update
 
 class _Job(NamedTuple):
     place: Place
-    why: str  # before the line that tells of it
+    why: str  # the start of the line that reports it
     nbytes: int
     future: Future[Path]
 
@@ -42,22 +42,22 @@ class Saver:
         note: Callable[[str], None],
         room: DiskRoom | None = None,
     ) -> None:
-        """Saves into `folder`. The files `logs` in it are brought to the disk with each checkpoint; `note`
+        """Saves into `folder`. The files `logs` in it are flushed to the disk with each checkpoint; `note`
         takes lines.
 
-        With `room`, a checkpoint is not begun where the disk has none for it and the final model.
+        With `room`, no checkpoint is started if the disk cannot hold it and the final model.
         """
         self._room = room
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
-        self.done: Place | None = None  # what was saved last
+        self.done: Place | None = None  # the last saved one
         self._stopped = 0.0
 
     def save(
         self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
     ) -> None:
-        """Begins to write what `take` returns; with `strict` ends it too, and fails where that fails."""
+        """Starts to write the snapshot of `take`; with `strict` also waits for it, and raises if it fails."""
         self.wait()
         started = time.perf_counter()
         try:
@@ -68,25 +68,25 @@ class Saver:
             self.failed(error, strict)
         else:
             self._job = _Job(place, why, snapshot.nbytes, self._pool.submit(self._write, snapshot))
-            del snapshot  # its arrays go when they are written
+            del snapshot  # so that its arrays are freed when they are written
         self._stopped += time.perf_counter() - started
         if strict or not enabled("background_saving"):
             self.wait(strict=strict)
 
     def poll(self) -> None:
-        """Says what became of a checkpoint, if that is known."""
+        """Reports the result of a checkpoint, if it is known."""
         if self._job and self._job.future.done():
             self.wait()
 
     def wait_for_memory(self, free: Callable[[], int]) -> None:
-        """Before new weights are made: waits where twice the arrays being written are over `free` bytes."""
+        """Before new weights are made: waits if twice the arrays being written exceed `free` bytes."""
         if self._job and 2 * self._job.nbytes > free():
             self.wait()
 
     def wait(self, *, strict: bool = False) -> None:
-        """Waits until nothing is being written, and says what became of it.
+        """Waits until nothing is being written, and reports the result.
 
-        Raises UserError where it failed, and `strict` or checkpoint.on_error = "stop" asks for it.
+        Raises UserError if it failed and `strict` or checkpoint.on_error = "stop" asks for that.
         """
         if self._job is None:
             return
@@ -101,13 +101,13 @@ class Saver:
             self._stopped += time.perf_counter() - started
 
     def failed(self, error: UserError, strict: bool = False) -> None:
-        """Goes on after a line, or raises the error, as checkpoint.on_error says."""
+        """Reports the error and continues, or raises it, as checkpoint.on_error says."""
         if strict or self._settings.on_error == "stop":
             raise error
         self._note(f"{error}; the run goes on (checkpoint.on_error)")
 
     def stopped_seconds(self) -> float:
-        """How long training stood still for saving since this was last asked."""
+        """Seconds that training waited for saving since the last call."""
         seconds, self._stopped = self._stopped, 0.0
         return seconds
 
@@ -141,7 +141,7 @@ class Saver:
 
 
 class NoSaver(Saver):
-    """For a rank that writes nothing: rank 0 has what it would save."""
+    """For a rank that writes nothing, because rank 0 saves for all."""
 
     def save(
         self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False

@@ -1,4 +1,4 @@
-"""Checkpoints: folders that mlx-lm opens, written whole or not at all; and which of them stay.
+"""Checkpoints: folders that mlx-lm opens, written completely or not at all; and which ones are kept.
 
 A checkpoint keeps the master weights (float32, exact) and the rest of the state.
 """
@@ -38,7 +38,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @attrs.frozen(eq=False)
 class Snapshot:
-    """A checkpoint in memory: all of it is computed, so that another thread can write it."""
+    """A checkpoint in memory, fully computed, so that another thread can write it."""
 
     step: int
     weights: dict[str, mx.array]  # the trained ones, and with full tuning the frozen ones too
@@ -66,11 +66,11 @@ def take_snapshot(
 
     Args:
         step: the batch step, as in the folder's name.
-        state: everything that training goes on from.
+        state: the training state.
         loaded: the model the state belongs to.
         trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
         loop: trees of arrays that belong to the state.
-        prompt: how the model is asked; goes into a file of its own.
+        prompt: how the model is asked; written to a separate file.
     """
     weights = trained(state.params, loaded)
     packed = pack_state(state, weights, loop or {})
@@ -83,7 +83,7 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = 
     """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
 
     A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.files.durable`.
-    Raises UserError where the disk refuses: what was there is still there.
+    Raises UserError if the disk refuses; then the existing files are unchanged.
     """
     target = run_dir / f"checkpoint-{snapshot.step}"
     with new_folder(target, within=within) as folder:
@@ -105,7 +105,7 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = 
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
-    """All that is named as a checkpoint, by step, oldest first."""
+    """All folders with a checkpoint's name, by step, oldest first."""
     if not run_dir.is_dir():
         return {}
     found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
@@ -122,7 +122,7 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
 
-    With `keep_last` 0 everything stays. Best is the highest "em" in trainer_state.json, then the highest
+    With `keep_last` 0 all are kept. Best is the highest "em" in trainer_state.json, then the highest
     "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of `run_dir`.
     """
     folders = list_checkpoints(run_dir)
@@ -139,7 +139,7 @@ def prune_checkpoints(
 def _score(folder: Path) -> tuple[float, float]:
     try:
         state = read_json(folder / TRAINER_STATE)
-    except UserError:  # a damaged one is the first to go
+    except UserError:  # a damaged one is deleted first
         return (-math.inf, -math.inf)
     em, reward = (
         number if isinstance(number := state.get(name), int | float) else -math.inf

@@ -1,8 +1,8 @@
-"""A TrainState, and what else belongs to it, as flat named arrays and back, bit for bit.
+"""A TrainState and the trees that belong to it as flat named arrays and back, bit for bit.
 
-safetensors knows names, not trees: the shape of the trees (dict order, list or tuple, empty parts, None)
-travels as JSON in the file's metadata. An array that roles share is written once and comes back shared; a
-zero that is broadcast, as between updates the accumulated gradients are, is not written at all.
+safetensors has names but no trees: the structure of the trees (dict order, list or tuple, empty parts, None)
+is saved as JSON in the file's metadata. An array that roles share is written once and is shared again after
+loading. A broadcast zero, such as the accumulated gradients between updates, is not written at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {_name(kind): kind for kind in vars(mx).values() if isinstance(kind, m
 
 
 class Missing(KeyError):
-    """An array that a structure names and no file holds."""
+    """An array that a structure names but no file contains."""
 
 
 def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
@@ -44,11 +44,11 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
     Args:
         tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
-        name: where the tree hangs, such as "opt_state".
+        name: the prefix of the tree, such as "opt_state".
         arrays: flat name -> array; grows.
         known: id -> name of the arrays seen so far; grows. A known array is referred to, not added again.
 
-    Raises TypeError for anything else, ValueError where two leaves get one name.
+    Raises TypeError for anything else, ValueError if two leaves get the same name.
     """
     if isinstance(tree, mx.array):
         if id(tree) not in known:
@@ -77,7 +77,7 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
-    """The tree that `pack` described; Missing, with its name, where an array is not there."""
+    """The tree that `pack` described. Raises Missing, with the name, if an array is missing."""
     ((kind, content),) = shape.items()
     if kind == "array":
         if content not in arrays:
@@ -97,28 +97,28 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
 
 
 def _is_spread_zero(array: mx.array) -> bool:
-    """Whether it is one zero in the shape of many: strides are looked at for nothing, contents are not."""
+    """Whether this is a broadcast zero. Strides cost nothing to read; contents would."""
     if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
         return False
-    # Of the bits, not the value: -0.0 is to come back as it was.
+    # Compares bits, not values, so that -0.0 is restored exactly.
     first = array[tuple([slice(0, 1)] * array.ndim)]
     return not mx.any(first.view(mx.uint8)).item()
 
 
 @attrs.frozen(eq=False)
 class PackedState:
-    """What `save_state` writes: computed, in rows, so that it can be written in another thread."""
+    """The arrays for `save_state`: computed and contiguous, so that another thread can write them."""
 
     arrays: dict[str, mx.array]
     metadata: dict[str, str]
 
 
 def pack_state(state: TrainState, weights: dict[str, mx.array], loop: Mapping[str, Any]) -> PackedState:
-    """The whole state but for what lies in the folder's weights file already.
+    """The whole state without the arrays that the folder's weights file already has.
 
     Args:
         state: to be saved.
-        weights: the arrays of that file by name; what of them belongs to the state is only referred to.
+        weights: the arrays of that file by name; the state's arrays among them are only referred to.
         loop: trees that belong to the state, see `pack`.
     """
     arrays: dict[str, mx.array] = {}
@@ -141,9 +141,9 @@ def save_state(folder: Path, packed: PackedState) -> None:
 
 
 def load_state(folder: Path | str) -> TrainState:
-    """The TrainState of a checkpoint folder, bit for bit as it was saved, shared arrays shared.
+    """The TrainState of a checkpoint folder, bit for bit as it was saved; shared arrays are shared again.
 
-    Raises UserError: a file is missing, cut off, of another format or version, or lacks an array.
+    Raises UserError if a file is missing, cut off, of another format or version, or lacks an array.
     """
     return load_trees(folder)[0]
 

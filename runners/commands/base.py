@@ -1,4 +1,4 @@
-"""What the commands have in common: loaded when asked for, and ended with a line and an exit code."""
+"""Shared by all commands: imported only when needed, and errors shown as a line with an exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported now; None where there is none."""
+        """Imports and returns the command of that name; None if there is none."""
         if cmd_name not in self.table:
             return None
         module, attribute = self.table[cmd_name].split(":")
@@ -42,11 +42,10 @@ class LazyGroup(click.Group):
 
 
 def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose user errors are lines on stderr and their exit code (2), and whose Ctrl-C is code 130
-    (or the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
+    """Makes a command show a UserError as lines on stderr and exit with its code (2). After Ctrl-C it exits
+    with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory is a user error as well. Any other exception is a fault of the program and keeps its
-    traceback.
+    Running out of memory counts as a user error. Any other exception is a bug and keeps its traceback.
     """
 
     @functools.wraps(function)
@@ -64,7 +63,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
         except OutputLost as lost:
             drop_output(sys.stdout)
-            # Whoever reads a pipe may stop reading: then there is nothing to say.
+            # A pipe's reader may stop reading: then nothing is shown.
             _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
         except ConfigError as error:
             if getattr(error, "reported", False):
@@ -77,7 +76,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            more = "`grpo plan CONFIG` shows what takes it in a run"
+            more = "`grpo plan CONFIG` shows what needs memory in a run"
             _end([f"out of memory ({error or 'Python'}); {more}"], UserError.exit_code)
 
     return run

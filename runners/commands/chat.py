@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 PROMPT_SIGN = ">>> "
 _COMMANDS = """\
   /help    shows this
-  /clear   begins a new conversation
-  /exit    or Ctrl-D ends
-  Ctrl-C   ends the reply; twice, without a message in between, the program
+  /clear   starts a new conversation
+  /exit    or Ctrl-D ends the program
+  Ctrl-C   ends the reply; pressed again before the next message, it ends the program
 """
 _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
@@ -48,8 +48,8 @@ def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
 
     MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". A model that
-    was trained here is asked as in training; options that are given win. Where standard input is no terminal,
-    each of its lines is a message, and only the replies are written.
+    was trained here is asked as in training, unless an option says otherwise. If standard input is not a
+    terminal, each of its lines is a message, and only the replies are written.
     """
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
@@ -60,7 +60,7 @@ def chat_command(model: str, **values: Any) -> None:
 
 
 def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) -> Conversation:
-    """A new conversation by resolved options, with tools where there are some."""
+    """A new conversation with the resolved options, and with tools if there are any."""
     from runners.inference.conversation import Conversation
     from runners.inference.tool_conversation import ToolConversation
 
@@ -72,8 +72,8 @@ def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) 
 
 
 def show_reply(pieces: Iterable[str | Event], *, raw: bool) -> None:
-    """A reply as it comes, to standard output; calls, answers and rewards on lines of standard error."""
-    open_line = True  # one that has to be ended
+    """Writes a reply to standard output as it comes; calls, answers and rewards go to standard error."""
+    open_line = True  # whether the current line still needs its line break
     for piece in pieces:
         if isinstance(piece, str):
             echo(piece, nl=False, raw=raw)
@@ -97,7 +97,7 @@ def talk(conversation: Conversation, *, raw: bool = False) -> None:
 
     speed = Speed()
     speed.start()
-    asked = False  # whether the last thing that came was Ctrl-C
+    asked = False  # whether the last input was Ctrl-C
     while True:
         try:
             message = _read()
@@ -106,7 +106,7 @@ def talk(conversation: Conversation, *, raw: bool = False) -> None:
             if asked:
                 break
             asked = True
-            echo("Ctrl-C again ends the program", err=True)
+            echo("Press Ctrl-C again to quit.", err=True)
             continue
         if message is None or message == "/exit":
             asked = False
@@ -131,14 +131,14 @@ def _read() -> str | None:
     """The next message, stripped; None at the end of the input."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return _read_edited()
-    if sys.stdin.isatty():  # replies go into a file: nothing else may stand there
+    if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
         echo(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
 
 
 def _read_edited() -> str | None:
-    """The same on a terminal, with line editing and the messages of this conversation to go back to."""
+    """The next message from a terminal, with line editing and this conversation's messages as history."""
     with suppress(ImportError):  # not every Python has it; macOS has editline under its name
         import readline  # noqa: F401 (importing it is what turns editing on in `input`)
     try:

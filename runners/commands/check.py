@@ -1,4 +1,4 @@
-"""`grpo check`: what a run would train on, before it does."""
+"""`grpo check`: shows what a run would train on, before it is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
     from runners.judges import Exchange
 
-TOKENS_SHOWN = 32  # of a part of an episode
+TOKENS_SHOWN = 32  # of each part of an episode
 _NOTES = """\
 \b
 Examples:
@@ -27,7 +27,7 @@ Examples:
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
 form, the form without an answer, one cut off before the answer, and nothing. A judge's first questions and
 answers are shown. With an [env] one episode is played: a call of the first tool, then the gold answer. No
-weights are loaded but a judge's own.
+weights are loaded, except a judge's.
 """
 
 
@@ -99,7 +99,7 @@ def _show_rewards(checked: RewardCheck) -> None:
 
 
 def _show_rehearsal(rehearsal: Rehearsal) -> None:
-    """The episode: what was given and what counts as sampled, as text, tokens and mask."""
+    """Shows the episode as text, tokens and mask: what was given, and what counts as sampled."""
     echo("an episode, played by a script: a call, then the gold answer")
     for span in rehearsal.spans:
         sampled = span.kind == "sampled"
@@ -114,7 +114,7 @@ def _show_rehearsal(rehearsal: Rehearsal) -> None:
 
 
 def _show_exchange(name: str, exchange: Exchange) -> None:
-    """What a judge was asked, what it answered, and the rewards of that."""
+    """Shows a judge's questions, its answers, and the rewards that follow from them."""
     echo(f"{name} is asked")
     for message in exchange.messages:
         for line in f"{message['role']}: {message['content']}".split("\n"):

@@ -25,8 +25,8 @@ Examples:
 @click.argument("target", type=click.Path(path_type=Path))
 @options(QUANTIZE, DTYPE)
 @click.option("--dequantize", is_flag=True, help="Unpack a quantized model.")
-@click.option("--step", type=int, help="Of nanochat's checkpoints [the last].")
-@click.option("--text-only", is_flag=True, help="Of a vision-language model, the language part alone.")
+@click.option("--step", type=int, help="Which nanochat checkpoint [the last].")
+@click.option("--text-only", is_flag=True, help="Take only the language part of a vision-language model.")
 @click.option("--force", is_flag=True, help="Replace TARGET if it exists.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 @ends_with_a_line

@@ -41,8 +41,8 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
 @click.option(
     "--data", default="", metavar="SOURCE", help="A file, a folder or a name on the Hub: all its problems."
 )
-@click.option("--split", default="", metavar="NAME", help="Of the data [data.eval_split of the config].")
-@click.option("--samples", type=click.IntRange(0), default=None, help="Problems [200]; 0: all.")
+@click.option("--split", default="", metavar="NAME", help="The data's split [data.eval_split of the config].")
+@click.option("--samples", type=click.IntRange(0), default=None, help="Number of problems [200]; 0: all.")
 @click.option("--num", type=click.IntRange(0), default=None, help="Samples of each problem [the largest k].")
 @click.option("--k", "ks", default="", metavar="K[,K…]", help="pass@k and maj@k, such as 1,8.")
 @click.option("--max-tokens", type=click.IntRange(1), default=None, help="Length limit [the config's].")
@@ -57,11 +57,14 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
     type=float,
     default=1.0,
     show_default=True,
-    help="An environment's own reward from which an episode is a success.",
+    help="An episode is a success if the environment's own reward is at least this.",
 )
 @SET
 @click.option(
-    "--loader", default="", metavar="FUNCTION", help="What opens the models [model.loader of the config]."
+    "--loader",
+    default="",
+    metavar="FUNCTION",
+    help="The function that opens the models [model.loader of the config].",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a model.")
 @ends_with_a_line
@@ -114,7 +117,7 @@ def _ks(text: str) -> tuple[int, ...]:
 
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
-    """The config to measure by; and whether --config or a model's run says what it is."""
+    """The config to measure with, and whether it comes from --config or from a model's run."""
     from runners.config.loading import load_config
     from runners.evaluation.origin_config import config_of_runs
 
@@ -128,7 +131,7 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:
-    """What the command line says, as --set takes it; later ones win."""
+    """The values of the command line in the form of --set; later ones win."""
     given = {
         "model.path": "embedded",  # not used: models are those of the command line
         "model.loader": "" if values["loader"] else None,
@@ -150,7 +153,7 @@ def _overrides(values: dict[str, Any]) -> list[str]:
 def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any]) -> Config:
     """The config with the prompt settings of the models' grpo_prompt.json, if there is one.
 
-    Raises UserError where two models were asked in different ways.
+    Raises UserError if two models were asked in different ways in training.
     """
     from runners.config.loading import load_config
     from runners.inference.inference_model import prompt_of
@@ -162,7 +165,7 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
     if len(set(found.values())) > 1:
         raise UserError(
             f"{' and '.join(found)} were asked in different ways in training (grpo_prompt.json); --config "
-            "says how both are asked"
+            "sets how both are asked"
         )
     name, prompt = next(iter(found.items()))
     echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
@@ -172,7 +175,7 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
 def _measure_all(
     models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
 ) -> list[ModelResult]:
-    """One model after the other, so that only one is in memory."""
+    """Measures one model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
     from runners.environments.tools import check_names
@@ -218,7 +221,7 @@ def _measure_all(
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         if too_long:
             echo(
-                f"{name}: {too_long} of {len(rows)} prompts left out as over data.max_prompt_length = "
+                f"{name}: {too_long} of {len(rows)} prompts left out, longer than data.max_prompt_length = "
                 f"{config.data.max_prompt_length} tokens",
                 err=True,
             )

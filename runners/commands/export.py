@@ -27,7 +27,7 @@ Examples:
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="The new folder.")
 @options(QUANTIZE, DTYPE)
 @click.option("--upload-repo", default="", metavar="OWNER/NAME", help="Upload the folder to the Hub as well.")
-@click.option("--private", is_flag=True, help="Make the repository private, if it is made.")
+@click.option("--private", is_flag=True, help="Make a new repository private.")
 @click.option("--force", is_flag=True, help="Replace DIR if it exists.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 @ends_with_a_line

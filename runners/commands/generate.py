@@ -48,8 +48,8 @@ Examples:
 
 \b
 The text goes to stdout; speed and memory go to stderr. With --prompts, or --num above 1, stdout gets a JSON
-object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools also messages,
-turns, calls, failures and, where the environment gives one, reward.
+object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
+messages, turns, calls, failures and, if the environment gives one, reward.
 """
 
 
@@ -90,8 +90,8 @@ def generate_command(
     """Let a model answer one prompt, or many.
 
     MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". PROMPT is a
-    text, or - for all of standard input. A model that was trained here is asked as in training; options that
-    are given win.
+    text, or - for all of standard input. A model that was trained here is asked as in training, unless an
+    option says otherwise.
     """
     if (prompt is None) == (not prompts):
         raise UserError("wanted either PROMPT or --prompts FILE")
@@ -127,7 +127,7 @@ def generate_command(
 
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
-    """The messages after the system message; those that bring one of their own keep it."""
+    """The messages with `system` in front, unless they already have a system message."""
     own = not system.strip() or messages[0]["role"] == "system"
     return list(messages) if own else [{"role": "system", "content": system}, *messages]
 
@@ -169,7 +169,7 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
 
 
 def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
-    """A reply as it comes, then its speed; the first Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
+    """Shows a reply as it comes, then its speed; Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
     from runners.inference.generation import Speed
     from runners.machine.signals import Interrupts
 
@@ -189,7 +189,7 @@ def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, A
 def _one_with_tools(
     model: InferenceModel, environments: Environments, text: str, values: dict[str, Any]
 ) -> None:
-    """Stream a reply and its turns; the first Ctrl-C ends it."""
+    """Stream a reply and its turns; Ctrl-C ends it."""
     from runners.inference.generation import Speed
     from runners.inference.tool_conversation import ToolConversation
     from runners.machine.signals import Interrupts
@@ -207,7 +207,7 @@ def _one_with_tools(
 
 
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
-    """A JSON line for each completion, as its batch is done; the first Ctrl-C ends the batch under way."""
+    """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
     from runners.files.json_lines import json_line
     from runners.inference.generation import Speed
     from runners.machine.signals import Interrupts
@@ -265,7 +265,7 @@ def _completed(
 
 
 def _shown(messages: Sequence[Message], values: dict[str, Any]) -> Any:
-    """A prompt in a row: the system message that all of them have is not repeated."""
+    """The prompt as a row shows it, without the system message that all prompts share."""
     plain = list(messages) == _with_system(messages[-1:], values["system"])
     return messages[-1]["content"] if plain else list(messages)
 
@@ -303,7 +303,7 @@ def _played(
 
 @contextmanager
 def _sink(out: str) -> Iterator[Callable[[str], None]]:
-    """What takes a line: of the file `out`, or of standard output."""
+    """The function that writes a line: to the file `out`, or to standard output."""
     if not out:
         yield echo
         return

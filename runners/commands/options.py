@@ -34,23 +34,27 @@ SAMPLING = (
         "--top-p",
         type=click.FloatRange(0, 1, min_open=True),
         default=1.0,
-        help="Smallest set with this share.",
+        help="The likeliest tokens with this share of the probability.",
     ),
     click.option("--top-k", type=click.IntRange(0), default=0, help="This many tokens; 0: all."),
     click.option(
         "--min-p",
         type=click.FloatRange(0, 1),
         default=0.0,
-        help="At least this share of the largest probability.",
+        help="Tokens with at least this share of the largest probability.",
     ),
     click.option(
         "--repetition-penalty",
         type=click.FloatRange(0, min_open=True),
         default=1.0,
-        help="Above 1: tokens that were there already become less likely.",
+        help="Above 1: tokens that have occurred become less likely.",
     ),
     click.option(
-        "--seed", type=click.IntRange(0), default=0, show_default=True, help="One seed, one result."
+        "--seed",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="The same seed gives the same result.",
     ),
     click.option(
         "--max-tokens", type=click.IntRange(1), help="Length limit of a reply [as in training, else 512]."
@@ -59,7 +63,10 @@ SAMPLING = (
 MODEL = (
     click.option("--adapter", default="", metavar="FOLDER", help="Adapters to apply to the model."),
     click.option(
-        "--loader", default="", metavar="FUNCTION", help="What opens the model, as model.loader in a config."
+        "--loader",
+        default="",
+        metavar="FUNCTION",
+        help="The function that opens the model, as model.loader in a config.",
     ),
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
 )
@@ -91,12 +98,12 @@ DTYPE = (
     click.option(
         "--dtype",
         type=click.Choice(["float32", "float16", "bfloat16"]),
-        help="Of the weights [the source's].",
+        help="The weights' dtype [the source's].",
     ),
 )
 RAW = (
     click.option(
-        "--raw", is_flag=True, help="On a terminal, too: control characters as the model writes them."
+        "--raw", is_flag=True, help="Show control characters as the model writes them, also on a terminal."
     ),
 )
 PROMPT = (
@@ -117,7 +124,7 @@ PROMPT = (
     click.option(
         "--no-prompt-file",
         is_flag=True,
-        help="Do not use the model's grpo_prompt.json, which says how it was asked in training.",
+        help="Ignore the model's grpo_prompt.json, which says how it was asked in training.",
     ),
 )
 TOOLS = (
@@ -125,7 +132,7 @@ TOOLS = (
         "--tools",
         multiple=True,
         metavar="FILE[:FUNCTION]",
-        help="Functions that the model may call: one, or all public ones of a Python file. May be given more "
+        help="A function that the model may call, or a Python file with such functions. May be given more "
         "than once.",
     ),
     click.option(
@@ -144,7 +151,7 @@ TOOLS_OF = (
     click.option("--config", default="", metavar="CONFIG", help="A training's config: its [env]."),
     click.option("--row", default="", metavar="JSON", help="What the environment's reset gets: columns."),
 )
-MAX_TOKENS = 512  # of a reply, where neither the command line nor the model says
+MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets it
 
 
 def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[_Function], _Function]:
@@ -186,17 +193,18 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
 
 
 def check_stops(values: Mapping[str, Any]) -> None:
-    """Raises UserError for an empty stop string beside others; alone it means none."""
+    """Raises UserError for an empty stop string beside others. Alone, it means no stop string."""
     stops = values.get("stop", ())
     if len(stops) > 1 and not all(stops):
         raise UserError('--stop "" means no stop string; found others beside it')
 
 
 def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
-    """The options with values for those of PROMPT and --max-tokens that were not given.
+    """The options, with missing ones of PROMPT and --max-tokens filled in.
 
-    They are the model's own, `prompt`, which is said in a line on stderr, and else nothing and 512 tokens.
-    `template_kwargs`, what the chat template gets besides, has no option.
+    The values come from the model's own settings, `prompt`; a line on stderr shows them. Without such
+    settings they are empty and 512 tokens. `template_kwargs`, further arguments of the chat template, has
+    no option.
     """
     given = {
         "system": values["system"],
@@ -227,7 +235,7 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 
 def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
-    """What is taken from the model's grpo_prompt.json, in a line."""
+    """A line with the settings that come from the model's grpo_prompt.json."""
     from runners.errors import one_line, show, spell
 
     words = {
@@ -242,7 +250,7 @@ def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def env_options(model: str, values: Mapping[str, Any]) -> tuple[EnvConfig, Sequence[Path]]:
-    """[env] by the options of TOOLS, and where its files are; notices go to stderr."""
+    """[env] from the options of TOOLS, and the folders of its files; notices go to stderr."""
     from runners.inference.tool_options import ToolOptions, env_of
 
     bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
@@ -254,7 +262,7 @@ def env_options(model: str, values: Mapping[str, Any]) -> tuple[EnvConfig, Seque
 
 
 def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
-    """The tools of a command with the options of TOOLS, which are resolved; None where there are none."""
+    """The tools of a command with the resolved options of TOOLS; None if there are none."""
     from runners.inference.tool_options import build_tools
 
     env, folders = env_options(name, values)
@@ -265,7 +273,7 @@ def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> E
 
 
 def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """--row as columns. UserError where it is no JSON object."""
+    """--row as columns. Raises UserError if it is not a JSON object."""
     text = values["row"]
     try:
         found = json.loads(text) if text else {}

@@ -1,4 +1,4 @@
-"""What a run will take: `grpo plan CONFIG` its memory, before it is loaded, `grpo bench CONFIG` its time."""
+"""What a run needs: `grpo plan CONFIG` predicts its memory, `grpo bench CONFIG` measures its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from runners.machine.terminal import echo
 
 _EPILOG = """\
 \b
-Exit codes: 0 the run fits, 2 it does not, or something in the config, the data or the model has to change.
+Exit codes: 0 the run fits; 2 it does not fit, or something in the config, the data or the model has to
+change.
 """
 
 
@@ -25,15 +26,15 @@ Exit codes: 0 the run fits, 2 it does not, or something in the config, the data 
     "--ranks",
     type=click.IntRange(1),
     default=1,
-    help="The memory of each of so many processes of mlx.launch.",
+    help="Number of mlx.launch processes; shows the memory of each.",
 )
 @ends_with_a_line
 def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
     """Predict the memory that a run will take.
 
     Shows, for every phase of a step, the bytes of weights, moments, activations, caches and logits, the peak
-    against this machine's memory, and the largest batch that fits. Of the model only config.json and the
-    headers of its weights are read; of the data the longest prompt, where both are on this machine.
+    against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
+    of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
     """
     from runners.config.loading import load_config
     from runners.errors import UserError
@@ -60,9 +61,9 @@ Examples:
   grpo bench quickstart --json
 
 \b
-The first step, which compiles, is shown by itself. A step is the rollouts of an update and all updates that
-they serve. A floor is what the machine's own rates allow, measured beforehand: the time to read the weights
-once a decoding step, and that of the products. Evaluations, checkpoints and logs are left out.
+The first step includes compilation and is shown by itself. A step is the rollouts of an update and all
+updates that use them. A floor is the least time that the machine's measured rates allow: reading the weights
+once per decoding step, and computing the products. Evaluations, checkpoints and logs are left out.
 """
 
 
@@ -70,7 +71,7 @@ once a decoding step, and that of the products. Evaluations, checkpoints and log
 @click.argument("config")
 @SET
 @click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps that are measured."
+    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Number of measured steps."
 )
 @click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @ends_with_a_line

@@ -1,4 +1,4 @@
-"""`grpo report`: one HTML page of a run, or of several over each other."""
+"""`grpo report`: one HTML page of a run, or of several runs in the same curves."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _EXAMPLES = """\
 \b
 Examples:
   grpo report outputs/my-first                           writes outputs/my-first/report.html
-  grpo report outputs/a outputs/b --out compared.html    two runs over each other
+  grpo report outputs/a outputs/b --out compared.html    two runs in one page
 """
 
 
 @click.command("report", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
 @click.option("--out", default="", metavar="FILE", help="The page [RUN/report.html; of several report.html].")
-@click.option("--all", "everything", is_flag=True, help="All completions, also where they make a large page.")
+@click.option("--all", "everything", is_flag=True, help="All completions, even if the page becomes large.")
 @ends_with_a_line
 def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     """Write the page of a run, or of several.
 
-    It has curves, events, completions and the config. RUN is a run's folder: finished, broken off, or still
-    training. The page is one HTML file that needs no network: it can be sent by mail. Where completions.jsonl
-    is larger than 96 MB, the page has those of evenly spread updates.
+    It has curves, events, completions and the config. RUN is a run's folder: finished, interrupted, or still
+    training. The page is one HTML file that needs no network: it can be sent by mail. If completions.jsonl
+    is larger than 96 MB, the page has the completions of evenly spread updates.
     """
     from runners.report import write_report
     from runners.report.page import MOST_BYTES, REPORT

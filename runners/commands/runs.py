@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _NOTES = """\
 \b
-States: running; finished, with a final model; interrupted, with a checkpoint to resume from; stopped, before
-its first checkpoint.
+States: running; finished (has a final model); interrupted (has a checkpoint to resume from); stopped (before
+its first checkpoint).
 """
 
 
@@ -28,8 +28,8 @@ its first checkpoint.
 def runs_command(folder: str, as_json: bool) -> None:
     """List the runs of a folder [outputs].
 
-    Shows, the last changed one first, each run's state, updates, exact match at its first and last
-    evaluation, last reward, time, and the command that continues it. Nothing is changed.
+    Shows each run's state, updates, exact match at its first and last evaluation, last reward, time, and the
+    command that continues it. The run that changed last comes first. Nothing is changed.
     """
     from pathlib import Path
 

@@ -17,7 +17,7 @@ _EXAMPLES = """\
 Examples:
   grpo watch outputs/my-first           one run, while it trains or later
   grpo watch outputs                    all runs of a folder, as a list
-  ssh -L 8517:127.0.0.1:8517 HOST       from elsewhere: a tunnel, and then http://127.0.0.1:8517/
+  ssh -L 8517:127.0.0.1:8517 HOST       from another machine: a tunnel, then open http://127.0.0.1:8517/
 """
 
 
@@ -25,16 +25,16 @@ Examples:
 @click.argument("place", metavar="RUN")
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on [127.0.0.1].")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8517, help="The port, or the next free [8517]."
+    "--port", type=click.IntRange(0, 65535), default=8517, help="The port, or the next free one [8517]."
 )
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Also answer under this name.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @ends_with_a_line
 def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: bool) -> None:
-    """Serve the page of a run, which follows it.
+    """Serve the page of a run and keep it up to date.
 
-    RUN is a run's folder, or a folder with runs. The page can only be read, and only from this machine unless
-    --host says otherwise: it has no password. Ctrl-C ends it; the run goes on.
+    RUN is a run's folder, or a folder with runs. The page is read-only and has no password. It can be reached
+    only from this machine, unless --host says otherwise. Ctrl-C ends the page; the run goes on.
     """
     from runners.report.server import address, check_installed, listening, runs_in, serve
 
@@ -43,13 +43,13 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
         from runners.report.run_record import find_run
 
         find_run(folder)
-        raise UserError(f"{folder}: there is no run in it")
+        raise UserError(f"{folder}: it contains no run")
     check_installed()
     with listening(host, port) as found:
         url = address(found)
         echo(f"{url}  (Ctrl-C ends the page, not the run)")
         if host not in ("127.0.0.1", "::1", "localhost"):
-            echo("anybody who reaches this address can read the run", err=True)
+            echo("anyone who can reach this address can read the run", err=True)
         if show:
             import webbrowser
 

@@ -1,4 +1,4 @@
-"""What no key can tell alone: that files exist, and that keys fit each other. Nothing is loaded."""
+"""Checks beyond a single key: that files exist, and that keys fit each other. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _judges(built: dict[str, Any], found: Settings) -> None:
 
 
 def _function(name: str, key: str, want: str, found: Settings) -> str:
-    """A function of one's own as a config names it, with the path of a Python file resolved."""
+    """A custom function as a config names it, with the path of a Python file resolved."""
     module, colon, function = name.rpartition(":")
     path = None
     if not colon or not function.isidentifier():
@@ -152,10 +152,10 @@ def _function(name: str, key: str, want: str, found: Settings) -> str:
 def _reward_function(name: str, found: Settings) -> str:
     """One entry of reward.functions."""
     if name in REWARD_NAMES or judge_of(name) is not None:
-        return name  # judges are looked at when all tables are there
-    want = f"one of ours, {FUNCTION_FORMS}"
+        return name  # judges are checked when all tables have been read
+    want = f"a built-in reward, {FUNCTION_FORMS}"
     if ":" not in name:
-        want += did_you_mean(name, REWARD_NAMES) or f"; ours are {', '.join(REWARD_NAMES)}"
+        want += did_you_mean(name, REWARD_NAMES) or f"; built in are {', '.join(REWARD_NAMES)}"
     return _function(name, "reward.functions", want, found)
 
 
@@ -171,7 +171,7 @@ def _lengths(built: dict[str, Any], found: Settings) -> None:
 
 
 def _roles(built: dict[str, Any], found: Settings) -> None:
-    """Quantized roles that have no meaning."""
+    """Rejects quantized roles that have no meaning."""
     rollout, loss, model = built["rollout"], built["loss"], built["model"]
     if rollout and loss and rollout.group_size:
         modes = {rollout.quantization, loss.ref_quantization} - {"none"}
@@ -198,7 +198,7 @@ def _roles(built: dict[str, Any], found: Settings) -> None:
 
 
 def _sharding(built: dict[str, Any], found: Settings) -> None:
-    """What optim.shard cannot be together with: it would not give the same numbers."""
+    """Rejects keys that cannot be combined with optim.shard: the numbers would differ."""
     optim, model, rollout, loss = built["optim"], built["model"], built["rollout"], built["loss"]
     if not (optim and optim.shard and model and rollout and loss):
         return
@@ -235,7 +235,7 @@ def _env(env: EnvConfig, found: Settings) -> EnvConfig:
 
 
 def _environment(built: dict[str, Any], found: Settings) -> None:
-    """Rewards, and with them the answers, may be left to the environment, where there is one."""
+    """Checks that there are rewards and answers, unless an environment gives the rewards."""
     env, reward = built["env"], built["reward"]
     plays = env is not None and env.factory and env.factory != CALCULATOR
     if built["data"] and not built["data"].answer and not plays:
@@ -247,7 +247,7 @@ def _environment(built: dict[str, Any], found: Settings) -> None:
 
 
 def _images(built: dict[str, Any], found: Settings) -> None:
-    """What prompts with images cannot be together with."""
+    """Rejects keys that cannot be combined with prompts with images."""
     data = built["data"]
     if data is None or not data.image:
         for key, off in (("image_max_pixels", 0), ("image_folder", "")):
@@ -275,7 +275,7 @@ def _images(built: dict[str, Any], found: Settings) -> None:
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:
-    """Conditions of stop.when that say nothing, or something about what is not logged."""
+    """Rejects conditions of stop.when that cannot be read, or that name a metric that is not logged."""
     stop, reward = built["stop"], built["reward"]
     for text in stop.when if stop else ():
         condition = Condition.parse(text)
@@ -293,14 +293,14 @@ def _conditions(built: dict[str, Any], found: Settings) -> None:
 
 
 def _existing(path: str, found: Settings) -> str | None:
-    """`path` as it stands, from the home folder or beside the config file: the first that exists."""
+    """The first that exists: `path` itself, with ~ expanded, or beside the config file."""
     expanded = os.path.expanduser(path)
     beside = os.path.normpath(os.path.join(found.folder, expanded))
     return next((candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None)
 
 
 def _not_local(name: str, suffixes: tuple[str, ...], key: str, want: str, found: Settings) -> None:
-    """A fault where a name that is no file can be no Hub name either."""
+    """Adds a fault if a name is neither a file nor a possible Hub name."""
     is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
     if is_path or "\\" in name:
         relative = not os.path.isabs(os.path.expanduser(name))

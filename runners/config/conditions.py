@@ -123,7 +123,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition | None:
-        """The condition that a text says, such as "kl > 0.5 for 20"; None where it says none."""
+        """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
         found = _CONDITION.fullmatch(text)
         if not found:
             return None
@@ -139,7 +139,7 @@ class Condition:
         )
 
     def holds(self, value: float) -> bool:
-        """Whether one reading is on that side."""
+        """Whether one reading meets the condition."""
         return _SIGNS[self.sign](value, self.limit)
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Condition:
 
 
 def unknown_metric(metric: str, rewards: Iterable[str]) -> str | None:
-    """For a metric that no log line will have, what to write instead, or an empty string; None: it is known.
+    """None if the metric is known. Otherwise the name to write instead, or "" if none is near.
 
     `rewards` are the config's reward.functions.
     """

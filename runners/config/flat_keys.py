@@ -1,13 +1,13 @@
 """The flat keys of the MLX-GRPO project's TOML files, translated to this project's sections.
 
-MLX-GRPO has one table, at the file's top level or under [mlx_grpo], and a default for every key. A file of
-that kind keeps those defaults here, so that it means what it meant. Two rules, where keys overlap:
+MLX-GRPO has one table, at the file's top level or under [mlx_grpo], and a default for every key. Such a file
+keeps those defaults here, so that its meaning does not change. Two rules apply if keys overlap:
 
 - `max_new_tokens` limits MLX-GRPO's rollouts (it never reads `max_completion_length`); `eval_every_updates`
   and `eval_subset_size` drive the exact match in its log (`eval_steps`, counted in batch steps, and
   `eval_samples` drive a second evaluation beside it). Of two such keys the first wins, and a notice says so
-  where they disagree.
-- The other key of such a pair is used where it stands alone, as it is all that the file says. A notice tells.
+  if they disagree.
+- The other key of such a pair is used if it stands alone, and a notice says so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class FlatKey:
     target: tuple[str, ...]
     kind: type
     default: Any = None
-    low: int | None = None  # where a smaller value means another thing here than it did there
+    low: int | None = None  # smaller values mean something else here
 
 
 @attrs.frozen
 class Entry:
-    """One value for the config: its place in the sections, and the flat key that it comes from."""
+    """One value for the config: its key in the sections, and the flat key that it comes from."""
 
     path: tuple[str, ...]
     value: Any
@@ -45,7 +45,7 @@ class Entry:
 
 @attrs.define
 class Translation:
-    """What a flat table says: values, faults as (key, reason), and lines that the person should see."""
+    """A translated flat table: values, faults as (key, reason), and notices for the user."""
 
     entries: list[Entry] = attrs.field(factory=list)
     problems: list[tuple[str, str]] = attrs.field(factory=list)
@@ -92,7 +92,7 @@ PAIRS = {
     "eval_steps": "eval_every_updates",
     "eval_samples": "eval_subset_size",
 }
-"""Keys that another key outranks."""
+"""Keys that are not used if another key is given."""
 
 _WRITTEN_INTO_THE_SCRIPT: dict[tuple[str, ...], Any] = {
     ("data", "source"): "openai/gsm8k",
@@ -105,17 +105,17 @@ _WRITTEN_INTO_THE_SCRIPT: dict[tuple[str, ...], Any] = {
     ("rollout", "top_p"): 0.95,
     ("rollout", "stop"): ["</answer>"],
 }
-"""What MLX-GRPO has no key for: it is fixed in its script."""
+"""Values that are fixed in MLX-GRPO's script, without a key."""
 
 
 def translate(
     table: Mapping[str, Any], *, complete: bool, sections: Mapping[str, Any] | None = None
 ) -> Translation:
-    """The sections' values that a flat table stands for.
+    """The sections' values for a flat table.
 
     Args:
         table: flat keys and their values.
-        complete: the table is a whole file: MLX-GRPO's defaults stand for the keys that it leaves out.
+        complete: the table is a whole file: missing keys get MLX-GRPO's defaults.
         sections: the values so far, for keys that mean only a part of ours (`adam_beta1`) or count in other
             units (`eval_steps`).
     """
@@ -156,7 +156,7 @@ def _table(sections: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
 
 
 def _resolve_pairs(given: dict[str, Any], accumulation: Any, notices: list[str]) -> dict[str, Any]:
-    """`given` with one key of each pair at most, named as the one that wins, in its units."""
+    """`given` with at most one key of each pair, under the name and in the units of the one that wins."""
     chosen = dict(given)
     for lesser, winner in PAIRS.items():
         if lesser not in given:
@@ -176,7 +176,7 @@ def _resolve_pairs(given: dict[str, Any], accumulation: Any, notices: list[str])
 
 
 def _at_least_once(batch_steps: int, steps_an_update: int) -> int:
-    """Batch steps in updates, rounded; only 0, which is never, becomes 0."""
+    """Batch steps in updates, rounded to at least 1; 0, which means never, stays 0."""
     if batch_steps <= 0 or steps_an_update < 1:
         return batch_steps
     return max(1, round(batch_steps / steps_an_update))
@@ -190,8 +190,8 @@ def _entries(chosen: Mapping[str, Any], optim: Mapping[str, Any], *, correct: bo
         if key == "quantize_for_rollouts":
             yield Entry(path, "affine-4" if value else "none", key)
             if value and correct:
-                # MLX-GRPO's ratio is against the quantized sampler, ours against the learner's own forward:
-                # the sampler's part comes back as a correction.
+                # MLX-GRPO's ratio is against the quantized sampler, ours against the learner's own forward
+                # pass: the sampler's part is added as a correction.
                 yield Entry(("loss", "correction"), "token_truncate", key)
             continue
         yield Entry(path, value, key)

@@ -1,4 +1,4 @@
-"""What the keys of a table [judge.NAME] have to be together, and that rewards and judges name each other."""
+"""Checks that the keys of a table [judge.NAME] fit together, and that rewards and judges match."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Fault = Callable[[str, str], None]  # of a key, with a message
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
-"""A name in braces; in double braces it is left alone."""
-_OF_OTHERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # clients that a run uses look there
+"""A name in braces; a name in double braces is not a placeholder."""
+_OF_OTHERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # other clients of a run read these
 _OF_ENDPOINTS = ("url", "model", "api_key_env", "system_prompt", "prompt", "pattern", "extra")
 _OF_CLASSIFIERS = ("path", "label")
 
@@ -41,7 +41,7 @@ def is_local(url: str) -> bool:
 
 
 def check_judge(name: str, judge: JudgeConfig, fault: Fault, notice: Callable[[str], None]) -> None:
-    """Tells `fault` of every key that does not fit the others, and `notice` of what is allowed but unwise."""
+    """Passes keys that do not fit the others to `fault`, and what is allowed but unwise to `notice`."""
 
     def key(part: str) -> str:
         return f"{JUDGE_PREFIX}{name}.{part}"
@@ -49,9 +49,9 @@ def check_judge(name: str, judge: JudgeConfig, fault: Fault, notice: Callable[[s
     classifier = judge.kind == "classifier"
     for part in _OF_ENDPOINTS if classifier else _OF_CLASSIFIERS:
         if found := getattr(judge, part):
-            # An address may hold a password, and a mistaken variable the key itself.
+            # An address may contain a password, and a wrong api_key_env may be the key itself.
             value = "a value" if part in ("url", "api_key_env") else show(found)
-            fault(key(part), f"found {value} with kind = {show(judge.kind)}, which has no use for it")
+            fault(key(part), f"found {value} with kind = {show(judge.kind)}, which does not use it")
     if classifier:
         if not judge.path:
             fault(key("path"), "missing, want the folder of a classifier or a name on the Hugging Face Hub")
@@ -61,8 +61,10 @@ def check_judge(name: str, judge: JudgeConfig, fault: Fault, notice: Callable[[s
         want = "the name of the environment's variable that holds the key, such as OPENAI_API_KEY"
         fault(key("api_key_env"), f"found no such name (not shown: it may be the key itself), want {want}")
     elif judge.api_key_env in _OF_OTHERS:
-        want = "a variable of the judge's own: a judge's key is taken out of the environment"
-        fault(key("api_key_env"), f"found {show(judge.api_key_env)}, which others read too, want {want}")
+        want = "a variable for this judge alone: a judge's key is removed from the environment"
+        fault(
+            key("api_key_env"), f"found {show(judge.api_key_env)}, which other clients read too, want {want}"
+        )
     elif judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
         notice(f"{key('url')}: the key in ${judge.api_key_env} goes over the network unencrypted")
     _check_prompt(judge, key("prompt"), fault)
@@ -73,7 +75,7 @@ def check_judge(name: str, judge: JudgeConfig, fault: Fault, notice: Callable[[s
 def check_names(
     reward: RewardConfig, judges: Mapping[str, Any], fault: Fault, notice: Callable[[str], None]
 ) -> None:
-    """Tells `fault` of a reward that names no judge, `notice` of a judge that no reward names."""
+    """Passes a reward without its judge to `fault`, and a judge that no reward names to `notice`."""
     named = [name for function in reward.functions if (name := judge_of(function)) is not None]
     for name in named:
         if name not in judges:
@@ -88,7 +90,7 @@ def check_names(
 
 
 def resolved_path(judge: JudgeConfig, existing: Callable[[str], str | None]) -> JudgeConfig:
-    """The judge with the path of its folder as it was found; a name on the Hub stays."""
+    """The judge with the resolved path of its folder; a name on the Hub stays as it is."""
     found = existing(judge.path) if judge.path else None
     return judge if found is None else attrs.evolve(judge, path=found)
 

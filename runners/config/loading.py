@@ -34,14 +34,14 @@ RESOLVED = "config.resolved.json"  # in a run's folder
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Everything that a run is told, one attribute for each section of the TOML file."""
+    """The whole config of a run, one attribute for each section of the TOML file."""
 
     run: sections.RunConfig = attrs.field(factory=sections.RunConfig)
     model: sections.ModelConfig
     data: sections.DataConfig = attrs.field(factory=sections.DataConfig)
     rollout: sections.RolloutConfig = attrs.field(factory=sections.RolloutConfig)
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
-    judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by their names
+    judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by name
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
     env: sections.EnvConfig = attrs.field(factory=sections.EnvConfig)
@@ -56,17 +56,17 @@ class Config:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where one's own files and modules are looked for: the current folder, then the config's."""
+        """The folders in which custom files and modules are searched: the current one, then the config's."""
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     def where(self, key: str) -> str:
-        """Where `section.key` was written, for messages: `train.toml: data.source`."""
+        """The place where `section.key` was set, for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
 
     def loss_spec(self) -> LossSpec:
         """The LossSpec of [loss]: the preset's, with the given fields replaced.
 
-        Raises ConfigError where the combination has no meaning. Imports grpo_fn, and so MLX.
+        Raises ConfigError if the combination has no meaning. Imports grpo_fn, and so MLX.
         """
         from grpo_fn import LossSpec, preset
 
@@ -80,7 +80,7 @@ class Config:
             raise ConfigError([f"{self.where(key)}: {error}"]) from error
 
     def check(self) -> Config:
-        """This config with [loss] complete: each field that was left to the preset has the preset's value.
+        """This config with [loss] complete: fields that were not set have the preset's values.
 
         Raises ConfigError as `loss_spec` does. Imports grpo_fn, and so MLX.
         """
@@ -106,7 +106,7 @@ class Config:
         return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The sections as JSON takes them; keys that are still left to the preset are left out."""
+        """The sections for JSON, without the keys that are still left to the preset."""
         return {name: _plain(getattr(self, name)) for name in SECTIONS}
 
     def to_toml(self) -> str:
@@ -136,13 +136,13 @@ SECTIONS: dict[str, Any] = {
     "system": sections.SystemConfig,
 }
 NAMED = ("judge",)
-"""Sections that are tables of tables, each with a name of the user's own."""
+"""Sections that are tables of tables, each with a name that the user chooses."""
 
 
 def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
 
-    A run's config.resolved.json is read as well; None is the defaults alone, with the overrides.
+    It may also be a run's config.resolved.json. None means the defaults with the overrides.
 
     Relative paths in it are looked up in the current folder first, then beside the file.
 
@@ -167,7 +167,7 @@ def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
 def write_resolved(config: Config) -> Path:
     """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
 
-    A crash leaves the old file or the new one. Raises UserError where the folder cannot be written to.
+    A crash leaves either the old or the new file. Raises UserError if the folder cannot be written to.
     """
     folder = Path(config.run.output_dir) / config.run.name
     path = folder / RESOLVED
@@ -182,7 +182,7 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_mechanisms(config: Config) -> None:
-    """Raises ConfigError where system.disable names what does not exist."""
+    """Raises ConfigError if system.disable names an unknown mechanism."""
     from grpo_fn.backends import check_mechanism
 
     for name in config.system.disable:
@@ -193,7 +193,7 @@ def _check_mechanisms(config: Config) -> None:
 
 
 def _check_scale(config: Config) -> None:
-    """Raises ConfigError where groups without variance would be divided by their own deviation."""
+    """Raises ConfigError if groups without variance would be divided by their own deviation."""
     if (config.loss.baseline, config.loss.scale) == ("batch_mean", "group"):
         raise ConfigError(
             [
@@ -204,7 +204,7 @@ def _check_scale(config: Config) -> None:
 
 
 def _check_reference(config: Config, beta: float) -> None:
-    """Raises ConfigError where a key asks something of a reference that does not exist."""
+    """Raises ConfigError if a key concerns the reference, but there is no reference."""
     loss = config.loss
     asked = {
         "loss.ref_sync_every": (loss.ref_sync_every, 0, "to sync"),
@@ -221,7 +221,7 @@ def _check_reference(config: Config, beta: float) -> None:
 
 
 def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
-    """A section from its raw table; None where it has faults, which go to `found.problems`."""
+    """A section from its raw table; None if it has faults, which are added to `found.problems`."""
     if not isinstance(raw, Mapping):
         found.problems.append(f"{found.where(path)}: found {show(raw)}, want a table")
         return None
@@ -252,7 +252,7 @@ def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
 
 
 def _build_named(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
-    """The tables of a section by their names; None where one has faults."""
+    """The tables of a section by name; None if one has faults."""
     if not isinstance(raw, Mapping):
         found.problems.append(f"{found.where(path)}: found {show(raw)}, want tables [{path[0]}.NAME]")
         return None
@@ -303,4 +303,4 @@ KEYS: dict[KeyPath, Any] = {
     for name, cls in SECTIONS.items()
     for path, kind in _leaf_kinds(cls, (name, ANY_NAME) if name in NAMED else (name,)).items()
 }
-"""The type of every key, by its path; `ANY_NAME` stands where the user gives a table its name."""
+"""The type of every key, by its path; `ANY_NAME` stands for a table name that the user chooses."""

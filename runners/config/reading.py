@@ -1,6 +1,6 @@
-"""Where a config's values come from: a TOML file or packaged preset, then --set, each value with its origin.
+"""Reads a config's values: a TOML file or packaged preset, then --set. Each value keeps its origin.
 
-Nothing is typed here; `runners.config.loading` turns the merged values into the frozen config.
+Types are not checked here; `runners.config.loading` turns the merged values into the frozen config.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have som
 
 KeyPath = tuple[str, ...]
 ANY_NAME = "*"
-"""In a key's path, the place of a name that the user gives to a table."""
+"""In a key's path, stands for a table name that the user chooses."""
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Such a name."""
 
 
 @attrs.define
 class Settings:
-    """Values by section, merged so far; where each was written; the faults and notices on the way."""
+    """The values merged so far, by section, with their origins; the faults and notices so far."""
 
     label: str  # the file, as messages name it
     folder: Path  # what relative paths may also refer to
@@ -42,12 +42,12 @@ class Settings:
     notices: list[str] = attrs.field(factory=list)
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Set one value; a table is merged into the table that is there."""
+        """Set one value; a table is merged into an existing table."""
         table = self.values
         for key in path[:-1]:
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
-                return  # the file has a value where a table belongs: its fault is reported with the section
+                return  # the file has a value in place of a table: reported with the section
         self.origins[path] = origin
         if isinstance(value, Mapping) and isinstance(table.setdefault(path[-1], {}), dict) and len(path) < 3:
             for key, item in value.items():
@@ -71,8 +71,8 @@ def preset_names() -> list[str]:
 def read_settings(config: str | None, kinds: Mapping[KeyPath, Any]) -> Settings:
     """The values of a config file, of a packaged preset named `config`, or (None) of nothing at all.
 
-    A file is TOML, or JSON where its name ends so, as config.resolved.json. `kinds` has every key there is.
-    Raises ConfigError where there is no such file or it cannot be read as what it is.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `kinds` has all keys.
+    Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
     if config is None:
         return Settings(label="--set", folder=Path())
@@ -99,9 +99,9 @@ def read_settings(config: str | None, kinds: Mapping[KeyPath, Any]) -> Settings:
 
 
 def apply_override(settings: Settings, override: str, kinds: Mapping[KeyPath, Any]) -> None:
-    """Set what one `--set section.key=value` says. `kinds` has the type of each key.
+    """Apply one `--set section.key=value`. `kinds` has the type of each key.
 
-    The value is TOML; where the key holds a string, quotes may be left out.
+    The value is TOML; if the key holds a string, quotes may be left out.
     """
     key, equals, written = override.partition("=")
     key, written = key.strip(), written.strip()
@@ -121,14 +121,14 @@ def apply_override(settings: Settings, override: str, kinds: Mapping[KeyPath, An
 
 
 def as_listed(path: KeyPath, kinds: Iterable[KeyPath]) -> KeyPath:
-    """A key's path as `kinds` has it: with `ANY_NAME` in place of a table's name."""
+    """A key's path as in `kinds`: with `ANY_NAME` in place of a table's name."""
     if len(path) > 1 and any(known[:2] == (path[0], ANY_NAME) for known in kinds):
         return path[0], ANY_NAME, *path[2:]
     return path
 
 
 def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
-    """For an unknown key: where a key of its name lives, or the nearest spelling, or what its table takes."""
+    """A hint for an unknown key: a key of that name elsewhere, the nearest spelling, or its table's keys."""
     kinds = list(kinds)
     elsewhere = [known for known in kinds if known[-1] == path[-1] and len(known) == 2 <= len(path)]
     if path[-1] in flat_keys.FLAT_KEYS:
@@ -137,7 +137,7 @@ def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
         return f"; did you mean {'.'.join(elsewhere[0])}?"
     parent, table = as_listed(path, kinds)[:-1], ".".join(path[:-1])
     if parent in kinds:
-        return f"; {table} is no table"
+        return f"; {table} is not a table"
     siblings = {known[len(parent)]: None for known in kinds if known[: len(parent)] == parent}
     near = nearest(path[-1], siblings)
     if siblings and parent:
@@ -159,7 +159,7 @@ def _locate(config: str) -> tuple[Path, str]:
     if os.path.isdir(path):
         raise ConfigError([f"{config}: found a folder, want a TOML file"])
     if os.path.exists(path):
-        return path, config  # a pipe or a device: read as a file is
+        return path, config  # a pipe or a device: read like a file
     stem = Path(config).name.removesuffix(".toml")
     near = nearest(stem, presets)
     hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
@@ -191,7 +191,7 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
     except ValueError as error:  # Python's own limit on the digits of an integer
         raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
     found = _count(table)
-    if found > MAX_VALUES:  # each of them could be a fault of its own, with a line
+    if found > MAX_VALUES:  # each could be a fault with its own line
         raise ConfigError(
             [f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"]
         )

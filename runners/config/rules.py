@@ -1,7 +1,6 @@
-"""What a config key may hold: strict types (through cattrs) and ranges (attrs validators).
+"""The rules for config values: strict types (through cattrs) and ranges (attrs validators).
 
-Nothing is converted but an integer that stands where a number is wanted: "3" is not an integer, 1.0 is not
-one either, and true is not a number.
+Only an integer is converted, if a number is wanted. "3" and 1.0 are not integers, and true is not a number.
 """
 
 import math
@@ -19,7 +18,7 @@ Validator = Callable[[Any, Any, Any], None]
 
 
 class Mismatch(ValueError):
-    """A value that its key does not take. `want` says what it does take, with the nearest spelling."""
+    """A value that its key does not accept. `want` says what it accepts, with the nearest spelling."""
 
     def __init__(self, value: object, want: str, name: str = ""):
         self.want = want
@@ -67,7 +66,7 @@ def one_of(*values: int) -> Validator:
 
 
 def check_choices(_: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
-    """A field transformer for attrs: a field of a Literal type (or None) takes nothing else."""
+    """A field transformer for attrs: a field of a Literal type (or None) accepts nothing else."""
     return [
         field.evolve(validator=_choice(options)) if (options := _options(field.type)) else field
         for field in fields
@@ -95,7 +94,7 @@ def text() -> Validator:
 
 
 def run_name() -> Validator:
-    """A name for a folder under the output folder: relative, and never above it."""
+    """A name for a folder inside the output folder: a relative path without `..`."""
 
     def fits(value: str) -> bool:
         parts = value.replace("\\", "/").split("/")
@@ -109,7 +108,7 @@ def each_text() -> Validator:
     return _rule(lambda values: all(value != "" for value in values), "a list of strings that are not empty")
 
 
-# Arguments of transformers' apply_chat_template that are not the template's.
+# Arguments of transformers' apply_chat_template itself, which do not reach the template.
 _NOT_THE_TEMPLATE_S = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
@@ -118,7 +117,7 @@ _NOT_THE_TEMPLATE_S = (
 
 
 def template_arguments() -> Validator:
-    """A table of a chat template's own arguments."""
+    """A table of arguments that the chat template itself reads."""
 
     def check(_: Any, attribute: Any, value: Mapping[str, Any]) -> None:
         for name in value:
@@ -129,7 +128,7 @@ def template_arguments() -> Validator:
 
 
 def each_once() -> Validator:
-    """A list with nothing twice."""
+    """A list without duplicates."""
     return _rule(lambda values: len(set(values)) == len(values), "a list with no entry twice")
 
 
@@ -172,14 +171,14 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a field of this type holds a string (a bare one will do on the command line)."""
+    """Whether a field of this type holds a string (on the command line it needs no quotes)."""
     if kind is str or get_origin(kind) is Literal:
         return True
     return type(None) in get_args(kind) and is_text(get_args(kind)[0])
 
 
 def structure(value: object, kind: Any) -> Any:
-    """`value` (from TOML) as a `kind`. Raises Mismatch where it is not one."""
+    """`value` (from TOML) as a `kind`. Raises Mismatch if it is not one."""
     return _converter.structure(value, kind)
 
 

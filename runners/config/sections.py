@@ -11,10 +11,10 @@ from runners.config import rules
 EMBEDDED = "embedded"
 EMBEDDED_TOOLS = "embedded-tools"
 SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
-"""The names, for `model.path` and `data.source`, of what ships inside the package."""
+"""The names of the shipped models and data, for `model.path` and `data.source`."""
 
 CALCULATOR = "calculator"
-"""The name, for `env.factory`, of nanochat's own environment."""
+"""The name of nanochat's environment, for `env.factory`."""
 
 REWARD_NAMES = (
     "correctness_reward_func",
@@ -32,7 +32,7 @@ REWARD_ARGUMENTS = (
     "log_metric",
     "environments",
 )
-"""The names that every reward may take besides the dataset's columns."""
+"""The arguments that every reward may take besides the dataset's columns."""
 
 _NONE: dict[str, bool | int | float | str] = {}
 SYSTEM_PROMPT = """\
@@ -67,11 +67,11 @@ TokenLog = Literal["none", "sampled", "moved"]
 JudgeKind = Literal["score", "ranking", "classifier"]
 
 JUDGE_PREFIX = "judge."
-"""In `reward.functions`, what stands before the name of a table [judge.NAME]."""
+"""The prefix of a judge in `reward.functions`: the name of a table [judge.NAME] follows."""
 
 
 def judge_of(function: str) -> str | None:
-    """The NAME of the table [judge.NAME] that an entry of `reward.functions` means, else None."""
+    """The NAME of the table [judge.NAME] if an entry of `reward.functions` means one, else None."""
     is_judge = function.startswith(JUDGE_PREFIX) and ":" not in function
     return function.removeprefix(JUDGE_PREFIX) if is_judge else None
 
@@ -106,7 +106,7 @@ class ModelConfig:
     dtype: Dtype = "auto"  # of the computation
     master: Stored = "float32"  # of the weights that the optimizer moves; bfloat16 is rounded stochastically
     trust_remote_code: bool = False
-    loader: str = ""  # one's own function that opens the folder; empty: mlx-lm
+    loader: str = ""  # custom function that opens the folder; empty: mlx-lm
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -121,7 +121,7 @@ class DataConfig:
     answer: str = "answer"  # empty: rows have none, and an environment rewards
     prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
     image: str = ""  # the column of images, paths beside the data or bytes; empty: none
-    image_folder: str = ""  # that paths of images are relative to, and lie in; empty: the data's
+    image_folder: str = ""  # the folder of the images' paths, which lie inside; empty: the data's
     image_max_pixels: int = field(default=0, validator=rules.at_least(0))  # scaled down to; 0: the model's
     system_prompt: str = SYSTEM_PROMPT
     nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
@@ -131,7 +131,7 @@ class DataConfig:
     max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
     max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
     on_bad_row: OnBadRow = "raise"
-    transform: str = ""  # one's own function from a row to a row; empty: none
+    transform: str = ""  # custom function from a row to a row; empty: none
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -165,7 +165,7 @@ class RewardConfig:
     aggregate: Aggregate = "sum_then_normalize"
     timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
     on_error: OnError = "skip"
-    stop_if_all_fail: bool = True  # where a reward fails for every completion of a batch step
+    stop_if_all_fail: bool = True  # if a reward fails for every completion of a batch step
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
@@ -178,8 +178,8 @@ class JudgeConfig:
     api_key_env: str = ""  # the variable of the environment that holds the key; empty: no key
     criteria: str = "The response answers the question correctly, and its working is sound."
     system_prompt: str = ""  # empty: no system message
-    prompt: str = ""  # one's own text with {question}, {completion}, ...; empty: ours
-    pattern: str = ""  # one's own regular expression that finds the score; empty: the form that ours asks for
+    prompt: str = ""  # custom text with {question}, {completion}, ...; empty: ours
+    pattern: str = ""  # custom regular expression that finds the score; empty: the form that ours asks for
     scale: tuple[float, float] = field(default=(0.0, 10.0), validator=rules.rising())  # of scores
     temperature: float = field(default=0.0, validator=rules.not_negative())
     max_tokens: int = field(default=512, validator=rules.at_least(1))  # of an answer
@@ -231,7 +231,7 @@ class LossConfig:
     aggregation: str | None = field(default=None, validator=optional(rules.text()))
     entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
     router_aux_coef: float = field(default=0.0, validator=rules.not_negative())  # of models with experts
-    router_replay: bool = False  # of models with experts: the learner takes those that the sampler chose
+    router_replay: bool = False  # of models with experts: the learner uses the experts that the sampler chose
     baseline: Baseline | None = None
     scale: Scale | None = None
     mask_truncated_completions: bool = False
@@ -285,12 +285,12 @@ class CheckpointConfig:
     every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
     keep_last: int = field(default=3, validator=rules.at_least(0))  # 0: all
     keep_best: int = field(default=1, validator=rules.at_least(0))
-    on_error: OnSaveError = "continue"  # where the disk refuses a checkpoint or a line of the log
+    on_error: OnSaveError = "continue"  # if a checkpoint or a line of the log cannot be written
 
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class LogConfig:
-    """[log]: what is written down, and where else it goes."""
+    """[log]: which logs are written, and which dashboards get them."""
 
     every: int = field(default=1, validator=rules.at_least(1))  # updates
     jsonl: bool = True
@@ -308,7 +308,7 @@ class LogConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class WatchConfig:
-    """[watch]: when a line warns that training goes astray."""
+    """[watch]: when a line warns that training goes wrong."""
 
     patience: int = field(default=10, validator=rules.at_least(0))  # updates in a row; 0: no warnings
     min_entropy: float = field(default=0.001, validator=rules.not_negative())  # nats a token; 0: off
@@ -317,7 +317,7 @@ class WatchConfig:
 
 @attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
 class StopConfig:
-    """[stop]: what ends a run before its last step."""
+    """[stop]: conditions that end a run before its last step."""
 
     when: tuple[str, ...] = field(
         default=(), validator=rules.each_text()
@@ -336,7 +336,7 @@ class EnvConfig:
     timeout: float = field(default=30.0, validator=rules.not_negative())  # seconds a turn's calls; 0: none
     workers: int = field(default=32, validator=rules.at_least(1))  # threads that calls run in
     on_error: OnToolError = "observation"  # of a call that fails
-    schedule: Schedule = "together"  # when turns go on; arrival: as soon as a reply is there
+    schedule: Schedule = "together"  # when turns continue; arrival: as soon as a reply is there
 
     @property
     def answers(self) -> bool:

@@ -1,4 +1,4 @@
-"""One's own functions, as a config names them: package.module:function or path/to/file.py:function."""
+"""Custom functions, as a config names them: package.module:function or path/to/file.py:function."""
 
 import hashlib
 import importlib
@@ -23,21 +23,21 @@ def resolve_function(
     takes: Sequence[str] | None = None,
     classes: bool = False,
 ) -> Callable[..., Any]:
-    """The function that a name means.
+    """The function for a name in a config.
 
-    A relative file is looked for in each of `base_dirs` in turn (in the working directory where there are
-    none). The folders of `base_dirs`, and the file's own folder, join the end of Python's path, so that a
-    module there can be named and a file can import its neighbours; they stay, as an import may come late.
+    A relative file is searched in each of `base_dirs` in turn (without them, in the working directory). The
+    folders of `base_dirs` and the file's own folder are appended to Python's path, so that modules there can
+    be named and a file can import its neighbours. They stay there, because an import may come later.
 
     Args:
-        name: as the config has it.
-        base_dirs: the working directory and the config's folder, as a rule.
-        key: what messages call it, such as "model.loader".
-        takes: the names of the arguments that it will be called with, by position; None: not looked at.
-        classes: a class will do, which is called to make an instance.
+        name: as in the config.
+        base_dirs: usually the working directory and the config's folder.
+        key: its name in messages, such as "model.loader".
+        takes: the names of the positional arguments that it will get; None: not checked.
+        classes: a class is accepted too; it is called to make an instance.
 
     Raises UserError, in one line, for a missing file or module, a failing import, a missing function (with
-    the nearest spelling), something that cannot be called, or cannot be called with such arguments.
+    the nearest spelling), or something that cannot be called at all or not with these arguments.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -70,9 +70,9 @@ def resolve_function(
 def public_functions(
     file: str, base_dirs: Iterable[str | Path] = (), *, key: str
 ) -> dict[str, Callable[..., Any]]:
-    """The functions that a Python file defines, by name, but those with an underscore in front.
+    """The functions that a Python file defines, by name, without those that start with an underscore.
 
-    Raises UserError as `resolve_function` does, and where there is none.
+    Raises UserError as `resolve_function` does, and if the file defines no function.
     """
     what = f"{key} {show(file)}"
     module = _load_file(what, file, _folders(base_dirs))
@@ -87,7 +87,7 @@ def public_functions(
 
 
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
-    """The file of the module in which `resolve_function` found a function; None where it has none."""
+    """The file of the module in which `resolve_function` found a function; None if it has no file."""
     place = name.rpartition(":")[0]
     if _is_file(place):
         return _find_file(place, _folders(base_dirs))
@@ -116,7 +116,7 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
     path = path.resolve()
-    # The time stamp lets a notebook edit its functions and resolve them anew.
+    # The time stamp lets a notebook edit its functions and resolve them again.
     stamp = f"{path}:{path.stat().st_mtime_ns}".encode()
     module_name = f"grpo_own_{hashlib.sha256(stamp).hexdigest()[:16]}"
     if module_name in sys.modules:
@@ -153,5 +153,5 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:
-    # At the end: a file's neighbour never hides an installed module.
+    # At the end, so that a file's neighbour never hides an installed module.
     sys.path.extend(str(folder) for folder in dirs if str(folder) not in sys.path)

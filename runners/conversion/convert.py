@@ -32,7 +32,7 @@ _NOTHING_PACKED = "nothing was quantized: no layer's width is a multiple of the 
 
 @attrs.frozen(kw_only=True)
 class QuantizationOptions:
-    """How weights are packed; None of all: not at all."""
+    """How weights are packed; without any option they are not packed."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
     bits: int | None = None  # of "affine"
@@ -41,11 +41,11 @@ class QuantizationOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is to be packed."""
+        """Whether any option asks for packing."""
         return bool(self.mode or self.recipe or self.bits)
 
     def check(self) -> None:
-        """Raises UserError for numbers that the mode does not have."""
+        """Raises UserError for numbers that the mode does not support."""
         if self.group_size and not self.wanted:
             raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
         if self.recipe and (self.bits or self.mode not in ("", "affine")):
@@ -73,19 +73,19 @@ def convert(
     text_only: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Writes the MLX folder `target`, whole or not at all, and returns it.
+    """Writes the MLX folder `target`, completely or not at all, and returns it.
 
     Args:
         source: a folder or Hub name that mlx-lm knows, or a folder of nanochat's checkpoints.
-        target: the new folder; one that is there is replaced with `force`, and else refused.
+        target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
         dequantize: unpack a quantized model.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
-        step: of nanochat's checkpoints; None: the last.
-        text_only: of a vision-language model, its language part alone.
+        step: which nanochat checkpoint; None: the last.
+        text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that comes with the model.
 
-    Raises UserError for what is missing, unknown or in the way.
+    Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
     quantization.check()
     if dequantize and quantization.wanted:
@@ -112,8 +112,8 @@ def convert(
     path = resolve_model(source, "SOURCE")
     if tokenizer_pickle(path) is not None and (dequantize or dtype or not quantization.wanted):
         raise UserError(
-            f"{source}: this is an MLX folder of nanochat's already; all that can be done with it here is "
-            "quantization (--bits, --mode or --recipe)"
+            f"{source}: this is already an MLX folder of nanochat's; it can only be quantized (--bits, "
+            "--mode or --recipe)"
         )
     options = _options(quantization, dequantize, dtype)
     prompt = read_prompt(path)
@@ -151,7 +151,7 @@ def _options(quantization: QuantizationOptions, dequantize: bool, dtype: str) ->
 def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[str, Any]) -> None:
     import mlx_lm
 
-    target.rmdir()  # mlx-lm wants to make it
+    target.rmdir()  # mlx-lm creates it itself
     try:
         # stdout is for what a command has to say, and mlx-lm reports its progress there.
         with contextlib.redirect_stdout(sys.stderr), _readable(path) as source:
@@ -162,7 +162,7 @@ def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[
 
 @contextmanager
 def _readable(path: Path) -> Iterator[Path]:
-    """The folder, or one of links to its files where its config.json has to be spelled as mlx-lm reads it."""
+    """The folder, or a folder of links to its files if config.json must be respelled for mlx-lm."""
     config = read_config(path)
     if config == read_json(path / "config.json"):
         yield path
@@ -177,7 +177,8 @@ def _readable(path: Path) -> Iterator[Path]:
 
 
 def _check_packed(folder: Path) -> None:
-    """mlx-lm leaves a layer alone whose width is no multiple of the group, without a word."""
+    """Raises UserError if nothing was packed: mlx-lm silently skips a layer whose width is no multiple of the
+    group."""
     import mlx.core as mx
 
     names = [name for file in folder.glob("model*.safetensors") for name in cast(dict, mx.load(str(file)))]
@@ -194,9 +195,9 @@ def _copy(source: Path, target: Path) -> None:
 def pack(
     module: nn.Module, config: dict[str, Any], quantization: QuantizationOptions
 ) -> tuple[nn.Module, dict]:
-    """A module's layers packed by mlx-lm, and the config that says so.
+    """Packs a module's layers by mlx-lm, and returns the config with the quantization.
 
-    Raises UserError where the recipe does not fit the model, or nothing could be packed.
+    Raises UserError if the recipe does not fit the model, or if nothing could be packed.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import quantize_model
@@ -220,7 +221,7 @@ def pack(
 
 
 def write_weights(folder: Path, module: nn.Module, config: Mapping[str, Any]) -> None:
-    """config.json and the weights, in place of those that are there; the module is emptied."""
+    """Replaces config.json and the weights in a folder; the module is emptied."""
     from mlx_lm.utils import save_model
 
     for file in (*folder.glob("model*.safetensors"), *folder.glob("*.index.json")):
@@ -230,12 +231,12 @@ def write_weights(folder: Path, module: nn.Module, config: Mapping[str, Any]) ->
 
 
 def _pack_folder(folder: Path, quantization: QuantizationOptions) -> None:
-    """Quantizes the model in a folder, by mlx-lm's functions: its command wants another tokenizer."""
+    """Quantizes the model in a folder by mlx-lm's functions, because its command needs another tokenizer."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
     module, config = load_model(folder)
-    mx.eval(module.parameters())  # the file that they are read from is about to go
+    mx.eval(module.parameters())  # the file that they are read from will be replaced
     if "quantization" in config:
         raise UserError(f"{folder}: the weights are quantized already")
     module, config = pack(module, config, quantization)

@@ -1,4 +1,4 @@
-"""Handing a model on: a folder with fused adapters, quantized if asked for, a card, and an upload."""
+"""Exports a model: a folder with fused adapters, quantized if asked for, a card, and an upload."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Source:
 def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> Source:
     """The model behind a run's folder, a folder of a model or of adapters, or a Hub name.
 
-    Of a run it is `final`, else the newest whole checkpoint, which `note` is told of. Raises UserError where
-    there is none, or something of it is missing.
+    For a run it is `final`, else the newest whole checkpoint, and `note` gets a line. Raises UserError if
+    there is no model, or if parts of it are missing.
     """
     folder = Path(model_of_run(name, note)).expanduser()
     if is_adapter_folder(folder):
         base = base_of(folder)
         return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base))
-    stated = folder / "adapter_config.json"  # beside merged weights it tells where they are from
+    stated = folder / "adapter_config.json"  # beside merged weights it names their base model
     base = str(read_json(stated).get("model") or "") if stated.is_file() else _trained(folder)
     model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
     return Source(model, model, False, _hub_name(base if folder.exists() else name))
@@ -67,22 +67,22 @@ def export(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes a model folder with a card into `target`, whole or not at all, and returns it.
+    """Writes a model folder with a card into `target`, completely or not at all, and returns it.
 
-    Adapters are folded into the weights by mlx-lm's own `fuse`. Over packed weights the layers that they
-    change are unpacked, as rounding them again would undo much of a small update; with a quantization asked
-    for, everything is unpacked and packed anew.
+    Adapters are fused into the weights by mlx-lm's `fuse`. On packed weights the layers that they change are
+    stored unpacked, because rounding them again would undo much of a small update. If a quantization is asked
+    for, everything is unpacked and packed again.
 
     Args:
-        name: as `find_source` takes it.
-        target: the new folder; one that is there is replaced with `force`, and else refused.
+        name: as for `find_source`.
+        target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's; "" is the target's name.
         trust_remote_code: run code that comes with the model.
-        note: takes lines worth reading.
+        note: takes notices.
 
-    Raises UserError for what is missing, does not fit or is in the way.
+    Raises UserError for missing or unfit parts, and for a target that cannot be written.
     """
     quantization.check()
     check_target(target, force)
@@ -96,7 +96,7 @@ def export(
     config = read_config(source.model) | {
         key: config[key] for key in ("quantization", "quantization_config") if key in config
     }
-    config.pop("_name_or_path", None)  # a folder of whoever made it
+    config.pop("_name_or_path", None)  # a path on its author's machine
     fused: list[str] = []
     if source.adapters:
         for notice in read_adapters(module, source.folder, source.model):
@@ -138,7 +138,7 @@ def export(
 
 
 def fuse(module: nn.Module) -> list[str]:
-    """Folds a module's adapters into its weights, in place; the names of the layers that changed."""
+    """Fuses a module's adapters into its weights, in place; returns the names of the changed layers."""
     from mlx.utils import tree_unflatten
 
     layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
@@ -148,7 +148,7 @@ def fuse(module: nn.Module) -> list[str]:
 
 
 def check_repo(name: str) -> None:
-    """Raises UserError unless a name can be a repository's on the Hub."""
+    """Raises UserError unless the name is possible for a repository on the Hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -159,10 +159,10 @@ def check_repo(name: str) -> None:
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Uploads a folder to the Hub, where the repository is made if need be; the commit's address.
+    """Uploads a folder to the Hub, creates the repository if it is missing, and returns the commit's address.
 
-    Not by mlx-lm's `upload_to_hub`, which writes a card of its own over the folder's. Raises UserError where
-    the Hub refuses or cannot be reached.
+    It does not use mlx-lm's `upload_to_hub`, which replaces the folder's card. Raises UserError if the Hub
+    refuses or cannot be reached.
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi

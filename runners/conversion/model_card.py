@@ -1,6 +1,6 @@
-"""The README.md of a model that is handed on: what it was made from, how, and what came of it.
+"""The README.md of an exported model: its origin, its training and its results.
 
-Of a run it shows the config and the log's results, and nothing of the machine: no folder, no host, no user.
+It shows a run's config and results, and nothing of the machine: no folder, no host, no user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
 _OWN: dict[str, str] = dict.fromkeys(SHIPPED, "what ships with grpo_fn")
-# How the run was carried out on its machine, and no part of what the model has learned.
+# Keys about the run's machine, which do not affect what the model learns.
 _OF_THE_MACHINE = ("log", "system", "checkpoint")
 _KEYS_OF_THE_MACHINE = (
     ("run", "output_dir"),
@@ -36,17 +36,17 @@ _SHARE = 10  # the first and the last tenth of the updates are compared
 
 @attrs.frozen
 class RunFacts:
-    """What a run's folder says about a model of it."""
+    """The facts about a model in its run's folder."""
 
-    config: Mapping[str, Mapping[str, Any]]  # config.resolved.json, without what belongs to the machine
+    config: Mapping[str, Mapping[str, Any]]  # config.resolved.json without keys about the machine
     evaluations: Sequence[Mapping[str, Any]]  # the log's lines with exact match
     updates: Sequence[Mapping[str, Any]]  # the log's other lines
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts of the run that a folder `final` or `checkpoint-N` belongs to; None where it is of no run.
+    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run.
 
-    Of a checkpoint only what had happened by then counts. Raises UserError for files that cannot be read.
+    For a checkpoint only events up to its step count. Raises UserError for files that cannot be read.
     """
     run = model.resolve().parent
     if not (run / "config.resolved.json").is_file():
@@ -64,7 +64,7 @@ def run_facts(model: Path) -> RunFacts | None:
 
 
 def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved config without what belongs to the machine, and with names in place of paths."""
+    """A resolved config without keys about the machine, and with names in place of paths."""
     result = {name: dict(table) for name, table in config.items() if name not in _OF_THE_MACHINE}
     for section, key in _KEYS_OF_THE_MACHINE:
         result[section].pop(key, None)
@@ -88,11 +88,11 @@ def model_card(
 
     Args:
         title: the model's name.
-        facts: of the run that made it; None: of no run.
+        facts: of its run; None: no run.
         prompt: how the model was asked in training; None: not known.
-        quantized: how the weights are packed, in words; "" where they are not.
-        base: the Hub name of the model that was trained; "" where it has none.
-        plain_mlx: whether mlx-lm's own commands open it (nanochat's tokenizers they do not).
+        quantized: how the weights are packed, in words; "" if they are not.
+        base: the Hub name of the trained model; "" if it has none.
+        plain_mlx: whether mlx-lm's commands can open it (they cannot open nanochat's tokenizers).
     """
     parts = [_front_matter(facts, base), f"# {title}\n"]
     parts.append(_origin(facts, base, quantized))
@@ -120,7 +120,7 @@ def _log(file: Path) -> list[dict[str, Any]]:
 
 
 def _name(text: str) -> str:
-    """A path's last part, a file's function with it; a Hub name or a module's function as it is."""
+    """The last part of a path, with a file's function; a Hub name or a module's function as it is."""
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py"):
         return f"{PurePath(place).name}:{function}"
@@ -199,7 +199,7 @@ def _prompt(prompt: PromptSettings) -> list[str]:
 
 
 def _use(title: str, prompt: PromptSettings | None, plain_mlx: bool) -> str:
-    """The commands, and what the prompt settings mean to each."""
+    """The commands to use the model, and how each takes the prompt settings."""
     ours = f'grpo generate {title} "…"'
     theirs = f'mlx_lm.generate --model {title} --prompt "…"'
     if prompt is None:

@@ -1,7 +1,7 @@
-"""nanochat's PyTorch checkpoints: model_*.pt with meta_*.json, to weights and config as mlx-lm has them.
+"""Converts nanochat's PyTorch checkpoints, model_*.pt with meta_*.json, to mlx-lm's weights and config.
 
-The tensors keep their names: mlx-lm's nanochat took nanochat's. Needs PyTorch (extra `torch`); the file is
-mapped, not read, and unpickled with `weights_only`, so that nothing of it runs.
+The tensors keep their names: mlx-lm uses nanochat's. This needs PyTorch (extra `torch`). The file is mapped,
+not read, and unpickled with `weights_only`, so that it cannot run code.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
-    """The last step of a folder, or the one asked for; the tokenizer is there, or where nanochat keeps it.
+    """The last step in a folder, or the given one, with the tokenizer from there or from nanochat's folder.
 
     nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and BASE/tokenizer/tokenizer.pkl.
-    Raises UserError for what is missing.
+    Raises UserError if a file is missing.
     """
     steps = {int(m[1]): file for file in folder.iterdir() if (m := _MODEL.fullmatch(file.name))}
     if not steps:
@@ -70,7 +70,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
 def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") -> None:
     """Writes config.json, model.safetensors and tokenizer.pkl into an existing folder.
 
-    Rows of the embedding and the head that pad the vocabulary are left out, as nanochat ignores them. With
+    Padding rows of the embedding and the head are left out, because nanochat ignores them. With
     `dtype` ("float32", "float16", "bfloat16") every tensor is cast, else each keeps its own.
 
     Raises UserError: PyTorch is missing, a file cannot be read, tensors are unknown or missing (they are
@@ -125,7 +125,7 @@ def _sizes(meta: Path) -> dict[str, int]:
             f"{meta}: n_embd = {width}, n_head = {heads}, n_kv_head = {narrow}: wanted each to be a multiple "
             "of the next"
         )
-    # A pattern of long windows alone is attention to everything, which is what mlx-lm's model has.
+    # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
     others = sorted(set(found) - set(_SIZES) - plain)
     if others:
@@ -143,7 +143,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"a .pt file needs PyTorch to be read: {install_hints.extra('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle's, zip's and torch's own errors, which share no class
+    except Exception as error:  # errors of pickle, zip and torch have no common class
         raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
     if not isinstance(content, Mapping) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a table of tensors")

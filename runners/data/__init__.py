@@ -1,4 +1,4 @@
 """From a file, folder or Hub name to the prompts of a run.
 
-Rewards and models' weights are not known here.
+It does not depend on rewards or models' weights.
 """

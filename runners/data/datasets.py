@@ -42,14 +42,14 @@ _MAX_HELD_OUT = 1000
 
 
 class Rows(list[dict[str, Any]]):
-    """Usable rows, all columns kept, with the count of those left out and what was wrong with the first."""
+    """Usable rows with all their columns, the number of skipped rows, and the fault of the first one."""
 
     skipped: int = 0
     dropped: int = 0  # by data.transform
     first_fault: str = ""
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
-        """Lines on what is not used: left-out rows, and `too_long` prompts of more than `limit` tokens."""
+        """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit` tokens."""
         found = []
         if self.dropped:
             found.append(f"{split} data: {self.dropped} rows left out by data.transform")
@@ -57,8 +57,8 @@ class Rows(list[dict[str, Any]]):
             found.append(f"{split} data: {self.skipped} bad rows left out (the first: {self.first_fault})")
         if too_long:
             found.append(
-                f"{split} data: {too_long} of {len(self)} prompts left out as over data.max_prompt_length = "
-                f"{limit} tokens"
+                f"{split} data: {too_long} of {len(self)} prompts left out, longer than "
+                f"data.max_prompt_length = {limit} tokens"
             )
         return found
 
@@ -66,22 +66,21 @@ class Rows(list[dict[str, Any]]):
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
-    A source is a shipped one, a local file or folder (one that exists wins), or a Hub name. One file is the
-    split "train". Where only one split is there to draw from (a file, or `eval_split` equal to `split`), the
-    last tenth of its usable rows, one at least and 1,000 at most, is held out for evaluation and not trained
-    on.
+    A source is a shipped name, a local file or folder (an existing one has priority), or a Hub name. A single
+    file is the split "train". If there is only one split (a file, or `eval_split` equal to `split`), the last
+    tenth of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained on.
 
-    With `data.transform` each row is given to that function first (looked for in `folders`, as
-    `resolve_function` does): it returns the row to use, or None to leave it out.
+    With `data.transform`, that function (found in `folders`, as in `resolve_function`) gets each row first;
+    it returns the row to use, or None to leave it out.
 
-    Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without is a
-    bad row: `on_bad_row` "raise" ends with the place of the first one, "skip" leaves them out and counts them
-    in `Rows.skipped`.
+    Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without them
+    is a bad row: `on_bad_row` "raise" raises an error with the place of the first one, "skip" leaves them out
+    and counts them in `Rows.skipped`.
 
     A row on which the transform fails is a bad row too.
 
-    Raises UserError, in one line, for a source or split that is not there (with those found), a field that no
-    row has (with those found and the nearest spelling), a bad row, and a split without a usable row.
+    Raises UserError, in one line, for a missing source or split (with those found), a field that no row has
+    (with those found and the nearest spelling), a bad row, and a split without a usable row.
     """
     source, read = _reader(config, folders)
     if source.is_file() and config.split != "train":
@@ -103,7 +102,7 @@ def load_split(
 ) -> Rows:
     """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
 
-    `key` is what messages call the split. Raises UserError as `load_rows` does.
+    `key` is the split's name in messages. Raises UserError as `load_rows` does.
     """
     return _reader(config, folders)[1](split, key)
 
@@ -114,7 +113,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable[[str, str], Rows]]:
-    """The source as a path, there or not, and what reads a split (with its key in the config) of it."""
+    """The source as a path, which may not exist, and a function that reads a split, given with its key."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
     is_local = source.exists()
     if not is_local and (config.source in DATA or _looks_local(config.source)):
@@ -139,7 +138,7 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
 
 
 def _looks_local(source: str) -> bool:
-    # A Hub name has one slash at most and no file's suffix.
+    # A Hub name has at most one slash and no suffix of a file.
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(SUFFIXES)
 
 
@@ -152,7 +151,7 @@ def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
             found = with_image_bytes(datasets.load_dataset(config.source, name, split=split), config.image)
         place = f"{config.source} ({split}), row"
         return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
-    except Exception as error:  # of the Hub, the network, the disk or the format: each is the user's to see
+    except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         raise UserError(f"{_hub_place(config, split, key, error)}: {error_line(error)}") from error
 
 
@@ -167,7 +166,7 @@ def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> st
 def _usable(
     raw_rows: list[RawRow], config: DataConfig, where: str, transform: Transform | None = None
 ) -> Rows:
-    """The rows that have a question and an answer; those that have not end it, or are counted."""
+    """The rows with a question and an answer; others raise an error or are counted."""
     rows = Rows()
     if transform is not None:
         kept = [raw for raw in (transformed(raw, transform) for raw in raw_rows) if raw is not None]

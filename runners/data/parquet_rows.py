@@ -1,7 +1,7 @@
-"""Rows out of a Parquet file, and an end to what a small one may unpack to.
+"""Rows of a Parquet file, with a limit on what a small file may unpack to.
 
-A string that is repeated costs such a file next to nothing, however long it is. So the size of the rows is
-added up before they are made, from what a file keeps: each string once, and where it stands.
+A repeated string costs such a file almost nothing, however long it is. So the size of the rows is computed
+before they are made, from the file's dictionary: each string once, and its positions.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pyarrow.compute import call_function
 
 from runners.errors import UserError, first_line
 
-LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; and how many times its own size
-_CELL = 16  # bytes that any value takes beside its own
-_TEXTS = ("STRING", "NONE", "JSON", "ENUM")  # types whose strings can be read as a file keeps them
-_DELTA = "DELTA_BYTE_ARRAY"  # an encoding in which each string may repeat the one before
-_UNFIT = (ValueError, OverflowError)  # text that is no UTF-8, dates that Python has none for
+LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
+_CELL = 16  # bytes that any value takes in addition
+_TEXTS = ("STRING", "NONE", "JSON", "ENUM")  # types whose strings can be read as a dictionary
+_DELTA = "DELTA_BYTE_ARRAY"  # an encoding in which each string may repeat the previous one
+_UNFIT = (ValueError, OverflowError)  # text that is not UTF-8, dates that Python cannot hold
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row's values, and the fault that kept it from being read, if any.
 
-    Raises UserError for what is no Parquet file, and for one that unpacks to more than RATIO times its size.
+    Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size.
     """
     try:
         _check_size(path)
@@ -77,7 +77,7 @@ def _check_size(path: Path) -> None:
 
 
 def _repeating(metadata: Any, groups: list[Any]) -> dict[str, bool]:
-    """The columns in which a string may be there once and stand for many; whether by `_DELTA`."""
+    """The columns in which one stored string may count for many values; True for the `_DELTA` encoding."""
     found = {}
     for number in range(metadata.num_columns):
         column = metadata.schema.column(number)
@@ -90,9 +90,9 @@ def _repeating(metadata: Any, groups: list[Any]) -> dict[str, bool]:
 
 
 def _batches(file: Any, groups: list[Any], name: str, most: int) -> Iterator[Any]:
-    """A column, some rows at a time; by `_DELTA` so few that they stay within `most` bytes."""
+    """A column, some rows at a time; with `_DELTA` so few that they stay within `most` bytes."""
     rows = max((group.num_rows for group in groups), default=1) or 1
-    if most:  # each string may be as long as all of the column is in the file
+    if most:  # each string may be as long as the whole column in the file
         chunks = (group.column(number) for group in groups for number in range(group.num_columns))
         rows = max(min(most // max(1, *(chunk.total_uncompressed_size for chunk in chunks)), rows), 1)
     if "." in name:  # strings in lists cannot be read as a dictionary across groups
@@ -103,7 +103,7 @@ def _batches(file: Any, groups: list[Any], name: str, most: int) -> Iterator[Any
 
 
 def _nbytes(array: Any) -> int:
-    """Bytes of an array's values, those of a dictionary counted as often as they are used."""
+    """Bytes of an array's values; dictionary values count as often as they are used."""
     kind = array.type
     if isinstance(array, pyarrow.DictionaryArray):
         used = call_function("binary_length", [array.dictionary]).take(array.indices)

@@ -1,4 +1,4 @@
-"""Prompts out of files: a line each, or a column of rows."""
+"""Prompts from files: one per line, or a column of rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def read_prompts(name: str, column: str, system: str = "") -> list[list[Message]]:
-    """The conversations that a file asks to be continued, each ending with a user's message.
+    """The conversations of a file, each ending with a user's message.
 
     Args:
         name: a .txt file with a prompt on each line that is not blank, "-" for such lines on standard input,
             or a .jsonl, .json, .csv or .parquet file.
         column: of rows; it holds a text, or a list of messages with roles and contents.
-        system: the system message of every conversation; not where messages bring one of their own.
+        system: the system message of every conversation; messages must not have one as well.
 
-    Raises UserError, with the line, for whatever is no prompt, and where there is none.
+    Raises UserError, with the line, for a row that is not a prompt, and for a file without prompts.
     """
     path = Path(name).expanduser()
     if name == "-":

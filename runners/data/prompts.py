@@ -1,4 +1,4 @@
-"""From a row to the prompt that rollouts and evaluation share: its messages, their text, and its tokens."""
+"""From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,17 +20,17 @@ Message = dict[str, Any]  # role and content; tool_calls of an assistant, name o
 NO_KWARGS: Mapping[str, Any] = {}
 GOLD_MARK = "####"
 ROLES = ("system", "user", "assistant", "tool")
-_LONGEST_TOKEN = 256  # characters: of blanks, in the vocabularies that have such
+_LONGEST_TOKEN = 256  # characters: some vocabularies have such long tokens of blanks
 
 
 @attrs.frozen
 class Example:
     """One problem, ready for a rollout."""
 
-    messages: tuple[Message, ...]  # what rewards get as its prompt; without the nudge
+    messages: tuple[Message, ...]  # the prompt that rewards get, without the nudge
     text: str  # the rendered prompt, the nudge at its end
-    tokens: tuple[int, ...]  # of the text; of an image as many as it has cells
-    answer: str  # the gold answer; empty where the data has none
+    tokens: tuple[int, ...]  # of the text; an image has one for each of its cells
+    answer: str  # the gold answer; empty if the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
 
@@ -42,12 +42,12 @@ def build_examples(
     tools: Sequence[dict[str, Any]] = (),
     processor: ImageProcessor | None = None,
 ) -> tuple[list[Example], int]:
-    """The examples of usable rows in their order, and how many are left out as over max_prompt_length tokens.
+    """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
 
-    An empty system prompt makes no system message. `processor` is wanted where `data.image` names a column.
-    Every example has the columns of `reward_columns`, None where its row has none.
+    An empty system prompt means no system message. `processor` is needed if `data.image` names a column.
+    Every example has all columns of `reward_columns`; they are None if its row lacks them.
 
-    Raises UserError where the chat template fails, a row has no answer, or every prompt is too long.
+    Raises UserError if the chat template fails, a row has no answer, or every prompt is too long.
     """
     examples: list[Example] = []
     lengths: list[int] = []
@@ -63,7 +63,7 @@ def build_examples(
         messages = prompt_messages(row, config)
         characters = sum(len(str(message.get("content") or "")) for message in messages[-1:])
         if characters > _LONGEST_TOKEN * config.max_prompt_length:
-            dropped += 1  # to count its tokens would take long
+            dropped += 1  # counting its tokens would take long
             continue
         images = row_images(row, config)
         text, tokens = render(
@@ -94,9 +94,9 @@ def build_examples(
 
 
 def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:
-    """A row's prompt: its own messages where `data.prompt` names their column, else its question.
+    """A row's prompt: its messages if `data.prompt` names their column, else its question.
 
-    The system prompt stands in front of messages without one.
+    The system prompt is put in front of messages without one.
     """
     if config.prompt:
         found = row[config.prompt]
@@ -111,7 +111,7 @@ def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message
 
 
 def prompt_fault(value: Any) -> str:
-    """What is wrong with a prompt that is a text or a list of messages; empty: nothing."""
+    """The fault of a prompt that should be a text or a list of messages; empty: none."""
     if isinstance(value, str):
         return "" if value.strip() else "is blank"
     if not isinstance(value, list | tuple) or not value:
@@ -124,15 +124,15 @@ def prompt_fault(value: Any) -> str:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {number} has {type(content).__name__} as its content; wanted text"
     if value[-1]["role"] == "assistant":
-        return "ends with the assistant's turn, which is the model's to write"
+        return "ends with the assistant's turn, which the model has to write"
     return ""
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:
-    """The columns that rewards can name, each with the field of the rows that it comes from.
+    """The columns that rewards can name, each with its field in the rows.
 
-    They are the fields of all rows together and, where the data has it, `answer`, the gold one. A field with
-    the name of something that every reward gets (completions, prompts, completion_ids) becomes
+    They are the fields of all rows together and, if the data has one, the gold `answer`. A field with the
+    name of an argument that every reward gets (completions, prompts, completion_ids) becomes
     ``column_completions`` and so on.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
@@ -149,9 +149,9 @@ def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[st
 
 
 def gold_answer(value: object) -> str | None:
-    """The answer in a row's field: what follows its last ``####``, else the whole; stripped. None: no answer.
+    """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None: no answer.
 
-    Texts and numbers can be answers; NaN, true and false, lists and objects are none.
+    Texts and numbers can be answers; NaN, true and false, lists and objects cannot.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         return None
@@ -170,20 +170,20 @@ def render(
     tools: Sequence[dict[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[str, tuple[int, ...]]:
-    """A prompt's text, ready for the assistant's turn and ended by the nudge, and its tokens.
+    """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
 
-    `tools` are schemas, which the template gets as `tools`; a template that does not show them, and a
-    tokenizer without one, gets them as words in the system prompt. `template_kwargs` are further arguments of
-    the template, such as `enable_thinking`; with `chat_template` another template is used.
+    `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
+    is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
+    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template.
 
-    With a chat template the text is the template's, and so are its special tokens. A template that refuses or
-    drops the system role gets the system prompt at the head of the first user message instead. Without a
-    template the form is ``System: …``, ``User: …``, ``Assistant: ``, blank lines between, and the tokenizer's
-    BOS stands in front if the tokenizer puts it there by default (but no EOS, should it add one).
+    With a chat template the text and its special tokens come from the template. If a template refuses or
+    drops the system role, the system prompt is put in front of the first user message. Without a template the
+    form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, and the tokenizer's BOS in
+    front if the tokenizer adds it by default (an EOS is never added).
 
     `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
-    add_special_tokens=…)`. Raises UserError where the template fails on the messages or makes nothing of
-    them, and as `runners.tokenization.text.encode` does.
+    add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
+    `runners.tokenization.text.encode` does.
     """
     if not has_template(tokenizer) and "chat_template" not in template_kwargs:
         text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
@@ -201,8 +201,8 @@ def render(
 
 
 def template_notices(tokenizer: Any) -> list[str]:
-    """A line where a tokenizer has no chat template, as an instruction-tuned model's would have."""
-    # nanochat's tokenizers render by a function, which without their marks for turns writes plain text too.
+    """A line if a tokenizer has no chat template, which an instruction-tuned model should have."""
+    # nanochat's tokenizers render by a function; without their turn marks it also writes plain text.
     if has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
         return []
     return [
@@ -212,7 +212,7 @@ def template_notices(tokenizer: Any) -> list[str]:
 
 
 def has_template(tokenizer: Any) -> bool:
-    # mlx-lm's wrapper also knows templates that are functions, and says so here only.
+    # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
     wrapper_says = getattr(tokenizer, "has_chat_template", None)
     return (
         getattr(tokenizer, "chat_template", None) is not None if wrapper_says is None else bool(wrapper_says)
@@ -227,7 +227,7 @@ def apply_template(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; raises what that raises."""
+    """The text of a conversation by the tokenizer's chat template; errors of the template pass through."""
     options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
     return tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
@@ -248,7 +248,7 @@ def _conversation(
         text = apply(messages)
         if system in text:
             return text
-    except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
+    except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
         if not system:
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
     try:

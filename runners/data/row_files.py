@@ -1,7 +1,7 @@
-"""Rows out of local files (.jsonl, .json, .csv, .parquet), each with its place and what is wrong with it.
+"""Rows of local files (.jsonl, .json, .csv, .parquet), each with its place and its fault, if any.
 
-The parsers are the standard library's and pyarrow's: unlike the loaders of `datasets`, they say which row is
-bad and go on after it, they guess no types, and they leave no second copy of the file in a cache.
+The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report the bad
+row and continue after it, they guess no types, and they leave no second copy of the file in a cache.
 """
 
 import csv
@@ -21,7 +21,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 MAX_ROW = 1 << 24  # bytes of a row in a text file
 MAX_COLUMNS = 10_000
 
-# Datasets disagree on the name of the split one validates on.
+# Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SHARD = re.compile(r"-\d+-of-\d+$")
@@ -29,7 +29,7 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 
 @attrs.frozen
 class RawRow:
-    """One row as it was found: where, its columns, and the fault that kept it from being read, if any."""
+    """One row as read: its place, its columns, and the fault that kept it from being read, if any."""
 
     place: str  # "FILE, line 3"
     values: dict[str, Any] = attrs.field(factory=dict)
@@ -37,15 +37,15 @@ class RawRow:
 
 
 def split_name(split: str) -> str:
-    """The one name of a split that has several: validation, val and dev are valid."""
+    """The common name of a split with several names: validation, val and dev become valid."""
     return _ALIASES.get(split, split)
 
 
 def find_split(folder: Path, split: str, key: str) -> list[Path]:
     """The files of a folder that hold a split: ``train.jsonl``, or shards, ``train-00000-of-00002.parquet``.
 
-    Raises UserError, naming the config's `key` and the splits that were found, where there is none; also
-    where the same split is there twice, as two formats or as a whole beside its shards.
+    Raises UserError, with the config's `key` and the splits found, if there is none, and if a split is there
+    twice: in two formats, or as a whole beside its shards.
     """
     found: dict[str, list[Path]] = {}
     try:
@@ -72,10 +72,10 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
 
 
 def read_file(path: Path) -> list[RawRow]:
-    """Every row of a file in its order, unreadable ones with their fault; blank lines are no rows.
+    """Every row of a file in order, unreadable ones with their fault; blank lines are skipped.
 
-    Raises UserError where the file as a whole cannot be read: an unknown suffix, text that is not UTF-8, JSON
-    that is no list of rows, a broken CSV or Parquet file, and one that would become many times its size.
+    Raises UserError if the file as a whole cannot be read: an unknown suffix, text that is not UTF-8, JSON
+    that is not a list of rows, a broken CSV or Parquet file, or one that would unpack to many times its size.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -87,7 +87,7 @@ def read_file(path: Path) -> list[RawRow]:
             return [RawRow(f"{path}, row {number}", *row) for number, row in enumerate(parquet_rows(path), 1)]
         if suffix == ".csv":
             return list(_csv_rows(path, _text(path)))
-        # Many a file of JSON lines is called .json; only a list starts with a bracket.
+        # Many files of JSON lines are named .json; only a list starts with a bracket.
         if suffix == ".json" and _starts_with_bracket(path):
             return list(_json_rows(path, _text(path)))
         return list(_line_rows(path))
@@ -115,8 +115,8 @@ def _starts_with_bracket(path: Path) -> bool:
 
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
-    # Line by line, so that a line too long for a row is never held. Bytes end lines at \n alone: U+2028 and
-    # its like are allowed inside a JSON string.
+    # Line by line, so that a line too long for a row is never in memory. In bytes only \n ends a line: U+2028
+    # and similar characters are allowed inside a JSON string.
     with path.open("rb") as stream:
         number = 0
         while line := stream.readline(MAX_ROW + 1):
@@ -179,7 +179,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
 
 
 def _csv_lines(path: Path, text: str) -> Iterator[str]:
-    """The lines with their ends, which may stand inside quotes."""
+    """The lines with their line breaks, which may be inside quotes."""
     for number, found in enumerate(_LINES.finditer(text), 1):
         if found.end() - found.start() > MAX_ROW:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The images of a row's prompt: where the files lie, and how a chat template shows them."""
+"""The images of a row's prompt: where the files are, and how a chat template shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runners.quickstart import DATA
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """What a row's paths are relative to: `data.image_folder`, else that of the data; None for the Hub's."""
+    """The folder of a row's paths: `data.image_folder`, else that of the data; None for data of the Hub."""
     if config.image_folder:
         return Path(config.image_folder).expanduser()
     source = DATA.get(config.source) or Path(config.source).expanduser()
@@ -22,7 +22,7 @@ def image_folder(config: DataConfig) -> Path | None:
 
 
 def row_images(row: Mapping[str, Any], config: DataConfig) -> tuple[ImageFile, ...]:
-    """A row's images; () without `data.image`. UserError where a file is not there any more."""
+    """A row's images; () without `data.image`. UserError if a file is gone."""
     if not config.image:
         return ()
     try:
@@ -40,9 +40,9 @@ def processor_of(config: DataConfig, path: Path, stated: Mapping[str, Any]) -> I
 
 
 def with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tuple[dict[str, Any], ...]:
-    """The messages with so many images in front of the last user message's text, as chat templates want it.
+    """The messages with so many images before the last user message's text, in the form for chat templates.
 
-    Raises UserError where there is no user message.
+    Raises UserError if there is no user message.
     """
     last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
@@ -54,7 +54,7 @@ def with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tupl
 
 
 def with_image_bytes(found: Any, column: str) -> Any:
-    """A data set of the Hub whose images come as the bytes of their files, not as pixels."""
+    """A data set of the Hub whose images are read as the bytes of their files, not as pixels."""
     import datasets
 
     kind = found.features.get(column) if column else None

@@ -14,7 +14,7 @@ from runners.data.prompts import Example
 
 @attrs.define(eq=False)
 class PromptStream:
-    """Training examples of a run: epoch after epoch, each in a permutation of its own."""
+    """Training examples of a run: epoch after epoch, each in its own permutation."""
 
     examples: Sequence[Example]
     seed: int
@@ -23,11 +23,11 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Epochs gone through, with fractions."""
+        """Epochs done, with fractions."""
         return self.position / len(self.examples)
 
     def take(self, number: int) -> list[Example]:
-        """The next examples; a batch may reach over the end of an epoch."""
+        """The next examples; a batch may extend into the next epoch."""
         taken = []
         for _ in range(number):
             epoch, place = divmod(self.position, len(self.examples))
@@ -40,10 +40,10 @@ class PromptStream:
 
 @attrs.frozen
 class RunLength:
-    """How much a run does."""
+    """The length of a run."""
 
     batch_steps: int  # rollouts
-    updates: int  # optimizer updates, all passes over a rollout counted
+    updates: int  # optimizer updates, including all passes over each rollout
 
     @classmethod
     def of(cls, config: Config, examples: int) -> RunLength:

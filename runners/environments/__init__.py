@@ -1,4 +1,4 @@
-"""What answers a model's turns: tools, environments, and how calls and observations are written as tokens.
+"""Tools and environments that answer a model's turns, and the tokens of calls and observations.
 
 Imports rewards, data, tokenization and what these may import; no training.
 """

@@ -2,8 +2,8 @@
 
     … <|python_start|> 12*(3+4) <|python_end|>  →  <|output_start|> 84 <|output_end|> …
 
-A turn ends at <|python_end|>. What comes back is forced into the text, and the model goes on. Where the
-expression has no value nothing is forced, as in nanochat.
+A turn ends at <|python_end|>. The result is forced into the text, and the model continues. If the expression
+has no value, nothing is forced, as in nanochat.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runners.tokenization.text import encode
 
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 LONGEST = 200  # characters of an expression
-_DIGITS = 60  # of an integer on the way
+_DIGITS = 60  # of an intermediate integer
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,7 +36,7 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def calculate(expression: str) -> str | None:
-    """The value of an expression as Python writes it; None where it has none.
+    """The value of an expression as Python writes it; None if it has none.
 
     Numbers (commas between digits are left out), + - * / and brackets, and 'text'.count('part'), as in
     nanochat. Nothing is executed: the expression is read as a tree, and only these nodes are evaluated.
@@ -54,7 +54,7 @@ def calculate(expression: str) -> str | None:
 
 def _parsed(expression: str) -> ast.expr:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of texts such as "12or 3", which a model may well write
+        warnings.simplefilter("ignore")  # about texts such as "12or 3", which a model may write
         return ast.parse(expression.strip(), mode="eval").body
 
 
@@ -108,7 +108,7 @@ class CalculatorSession:
         max_calls: int,
         nudge: str = "",
     ) -> None:
-        """`text` is what rewards read of tokens."""
+        """`text` gives the text of tokens for rewards."""
         self.episodes, self._tokenizer, self._text, self._nudge = list(episodes), tokenizer, text, nudge
         self._start, self._end, self._output, self._output_end = mark_ids(tokenizer)
         self._max_turns, self._max_calls = max_turns, max_calls
@@ -134,7 +134,7 @@ class CalculatorSession:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """As `Replies`: all are there at once."""
+        """As `Replies`: all results are available at once."""
         found, self._replies = self._replies, {}
         return found
 
@@ -156,7 +156,7 @@ class CalculatorSession:
 
 
 def mark_ids(tokenizer: Any) -> tuple[int, int, int, int]:
-    """Ids of the four marks. UserError where the vocabulary lacks one."""
+    """Ids of the four marks. UserError if the vocabulary lacks one."""
     known = tokenizer.get_vocab()
     missing = [mark for mark in MARKS if mark not in known]
     if missing:

@@ -1,4 +1,4 @@
-"""Calls of people's own code beside the decoding: in threads, in an event loop, with a limit of time each."""
+"""Calls of user code during decoding: in threads or in an event loop, each with a time limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import attrs
 
 from runners.errors import error_line
 
-MAX_HUNG = 64  # calls that never came back, each with a thread of its own, before no more are begun
-_SLICE = 0.05  # seconds between looks at what hangs
+MAX_HUNG = 64  # hanging calls, each in its own thread, after which no new ones are started
+_SLICE = 0.05  # seconds between checks for hanging calls
 
 
 @attrs.frozen
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     value: Any = None
     fault: str = ""  # one line; empty: the call returned
@@ -32,19 +32,19 @@ class Outcome:
 class _Call:
     row: int
     act: Callable[[], Any]
-    started: float | None = None  # when it was begun; None: it waits for a worker
-    done: bool = False  # or given up
+    started: float | None = None  # when it was started; None: it waits for a worker
+    done: bool = False  # returned or given up
 
 
 class CallPool:
-    """Runs a call for each of many rows; calls of coroutines are awaited together in one event loop.
+    """Runs calls for many rows; calls of coroutines are awaited together in one event loop.
 
-    A call that is past its time is left behind in its daemon thread, which neither the pool nor the end of
-    the process waits for.
+    A call that exceeds its time limit is left in its daemon thread. Neither the pool nor the end of the
+    process waits for it.
     """
 
     def __init__(self, workers: int, timeout: float) -> None:
-        """`workers` threads at most, but for those that hang; `timeout` seconds a call, 0: no limit."""
+        """At most `workers` threads, without hanging ones; `timeout` in seconds per call, 0: no limit."""
         self._workers, self._timeout = workers, timeout
         self._results: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
         self._waiting: deque[_Call] = deque()
@@ -55,11 +55,11 @@ class CallPool:
 
     @property
     def hung(self) -> int:
-        """Calls that have not come back in their time, so far."""
+        """The number of calls so far that exceeded their time limit."""
         return self._hung
 
     def submit(self, row: int, act: Callable[[], Any]) -> None:
-        """Begin a call for a row that has none under way. An awaitable that it gives is awaited."""
+        """Start a call for a row without a running one. If it returns an awaitable, that is awaited."""
         call = _Call(row, act)
         self._calls[row] = call
         with self._lock:
@@ -72,7 +72,7 @@ class CallPool:
             self._results.put((call, Outcome(fault=f"not called: {MAX_HUNG} earlier calls still hang")))
 
     def submit_async(self, row: int, make: Callable[[], Awaitable[Any]]) -> None:
-        """The same for a coroutine function: awaited in the loop that all share."""
+        """The same for a coroutine function, awaited in the shared loop."""
         call = _Call(row, make, started=time.monotonic())
         self._calls[row] = call
         if self._loop is None:
@@ -88,7 +88,7 @@ class CallPool:
             except TimeoutError as error:
                 late = bool(self._timeout) and time.monotonic() - begun >= self._timeout
                 outcome = _late(self._timeout) if late else Outcome(fault=error_line(error))
-            except BaseException as error:  # one that is no Exception would end the loop
+            except BaseException as error:  # an error that is not an Exception would end the loop
                 outcome = Outcome(fault=error_line(error), seconds=time.monotonic() - begun)
             finally:
                 self._results.put((call, outcome))
@@ -96,7 +96,7 @@ class CallPool:
         asyncio.run_coroutine_threadsafe(act(), self._loop)
 
     def collect(self, least: int) -> Mapping[int, Outcome]:
-        """The outcomes that are there, by row; waits until there are `least`."""
+        """The available outcomes, by row; waits until there are at least `least`."""
         found: dict[int, Outcome] = {}
         while True:
             try:
@@ -137,7 +137,7 @@ class CallPool:
                 )
 
     def _work(self) -> None:
-        """A worker: takes calls until none waits."""
+        """A worker: runs calls until none waits."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -160,7 +160,7 @@ def _attempt(call: _Call) -> Outcome:
         if isinstance(value, Awaitable):
             value = asyncio.run(_once(value))
         return Outcome(value, seconds=time.monotonic() - begun)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of their own code among them
+    except BaseException as error:  # including SystemExit and KeyboardInterrupt of the user's code
         return Outcome(fault=error_line(error), seconds=time.monotonic() - begun)
 
 

@@ -1,7 +1,7 @@
-"""What follows a model's turn in its chat: observations as tokens, and the head of the next turn.
+"""The tokens after a model's turn in a chat: observations, and the header of the next turn.
 
-Nothing that was said is tokenised again. The template renders a small conversation with the observations;
-what stands behind its last assistant turn follows the tokens that are there.
+Earlier turns are not tokenised again. The template renders a small conversation with the observations; the
+part after its last assistant turn is appended to the existing tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runners.errors import UserError, error_line
 from runners.tokenization.text import encode
 
 _ASKED = {"role": "user", "content": "a question"}
-_PROBE = "observed"  # some templates leave out what they do not know
+_PROBE = "observed"  # some templates leave out what they do not support
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +29,7 @@ class ChatTurns:
     end_ids: frozenset[int] = frozenset()  # tokens that end a turn
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A turn as it was written, special tokens among it, without the token that ended it."""
+        """A turn as written, with special tokens, but without the token that ended it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.end_ids else tokens
         if not kept:
             return ""
@@ -38,22 +38,22 @@ class ChatTurns:
         )
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
-        """An observation of at most so many tokens, and whether something was cut off."""
-        head = content[: most * 32]  # hardly a token is longer on average; to encode 10 MB would take long
+        """An observation of at most `most` tokens, and whether it was shortened."""
+        head = content[: most * 32]  # tokens are hardly longer on average; encoding 10 MB would take long
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
             return content, False
         return self.tokenizer.decode(list(tokens[:most]), skip_special_tokens=False) + " [cut]", True
 
     def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        """The tokens that follow a turn with these tokens: its close, the observations, the next head."""
+        """The tokens after a turn with these tokens: its end, the observations, the next header."""
         if not has_template(self.tokenizer):
             told = "".join(f"\n\nTool: {each['content']}" for each in observations)
             return encode(self.tokenizer, f"{told}\n\nAssistant: ", add_special_tokens=False)
         return self._behind(tokens, *self._rendered(self._forms(observations)))
 
     def follow_user(self, tokens: Sequence[int], content: str, nudge: str = "") -> tuple[int, ...]:
-        """The same where the user speaks next; the nudge is the head's end."""
+        """The same if the user speaks next; the header ends with the nudge."""
         if not has_template(self.tokenizer):
             text = f"\n\nUser: {content}\n\nAssistant: {nudge}"
             return encode(self.tokenizer, text, add_special_tokens=False)
@@ -62,7 +62,7 @@ class ChatTurns:
         return self._behind(tokens, before, after + nudge)
 
     def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """An assistant's turn with a call, as the template writes it; empty where it does not."""
+        """An assistant's turn with a call, as the template writes it; empty if it cannot."""
         function = {"name": name, "arguments": dict(arguments)}
         calls = [{"id": "call00000", "type": "function", "function": function}]
         try:
@@ -70,7 +70,7 @@ class ChatTurns:
             whole = self._apply(
                 [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], head=False
             )
-        except Exception:  # a template raises what it likes: it knows no calls
+        except Exception:  # a template may raise anything: it does not support calls
             return ""
         if not has_template(self.tokenizer) or not whole.startswith(before):
             return ""
@@ -78,15 +78,15 @@ class ChatTurns:
         return whole[len(before) : len(whole) - len(close)].strip()
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
-        """What follows a turn with these tokens, as the template ends the rendered one."""
+        """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ended = self._text_of(tokens[-1]) if tokens and tokens[-1] in self.end_ids else None
         close = self._close(before)
-        if ended is not None:  # the end is there, whichever of the model's it is
+        if ended is not None:  # the turn has ended, with any of the model's end tokens
             close = close[len(self._end_in(close)) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
     def _forms(self, observations: Sequence[dict[str, Any]]) -> list[tuple[Message, Sequence[Message]]]:
-        """An assistant's turn and what follows it, in the ways that templates know, the best one first."""
+        """An assistant's turn and the messages after it, in all forms of templates, the best first."""
         calls = [
             {
                 "id": f"call{number:05d}",
@@ -113,7 +113,7 @@ class ChatTurns:
                 whole = self._apply([_ASKED, assistant, *told], head=True)
                 probed = [{**each, "content": _PROBE} for each in told]
                 shows = _PROBE in self._apply([_ASKED, assistant, *probed], head=True)
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template may raise anything
                 fault = f": {error_line(error)}"
                 continue
             if shows and whole.startswith(before):

@@ -1,4 +1,4 @@
-"""[env] of a run: its tools and environments, and the rollouts that are played with them."""
+"""[env] of a run: its tools and environments, and the rollouts with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runners.rewards.functions import Reward
 from runners.rewards.played import Played
 from runners.tokenization.text import TextDecoder
 
-# From prompts, G, the replies and the tokens that also end a turn, to completions.
+# Takes prompts, G, the replies and tokens that also end a turn; returns completions.
 Play = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
 
 
@@ -42,14 +42,14 @@ Play = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollo
 class Begun:
     """Episodes ready for their first turns."""
 
-    session: Session | CalculatorSession  # what answers their turns
+    session: Session | CalculatorSession  # it answers their turns
     prompts: Sequence[tuple[int, ...]]  # of each row
     stops: frozenset[int] = frozenset()  # tokens that also end a turn
 
 
 @attrs.define(eq=False)
 class Environments:
-    """The environments of a run. Instances are made as they are needed, and used again after a `reset`."""
+    """The environments of a run. Instances are made when needed, and reused after a `reset`."""
 
     config: EnvConfig
     factory: Callable[[], Any] | None
@@ -61,12 +61,12 @@ class Environments:
     nudge: str
     template_kwargs: Mapping[str, Any]
     pool: CallPool
-    reward: Reward | None  # the environment's own
+    reward: Reward | None  # the environment's own reward
     _idle: list[Any] = attrs.field(factory=list)  # instances that no episode uses
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as a chat template gets them."""
+        """The tools in the form for a chat template."""
         return [tool.schema for tool in self.tools]
 
     @property
@@ -81,12 +81,12 @@ class Environments:
         play: Play,
         agree: Callable[[bool], bool] = lambda differ: differ,
     ) -> tuple[g.Rollout, Played]:
-        """A rollout of G conversations of each example, and what was said and done in them.
+        """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the call before are used again: rewards have to be done with them. Where `reset`
-        makes a group's prompts differ, each row of all groups is played as a prompt of its own.
-        `agree(differ)` says whether such a group is anywhere, where these examples are a rank's: what a row
-        draws from depends on it.
+        The environments of the previous call are reused, so rewards must be finished with them. If `reset`
+        makes a group's prompts differ, each row of all groups is played as a separate prompt. `agree(differ)`
+        says whether any rank has such a group, if these examples belong to one rank: a row's random draws
+        depend on it.
         """
         rows = [example for example in examples for _ in range(num_generations)]
         begun = self.begin(rows)
@@ -104,7 +104,7 @@ class Environments:
         return rollout, session.finish(rollout)
 
     def begin(self, rows: Sequence[Example]) -> Begun:
-        """Episodes of these rows, after `reset`. Each instance is theirs until `release`."""
+        """Episodes of these rows, after `reset`. They keep their instances until `release`."""
         if self.is_calculator:
             session = CalculatorSession(
                 [Episode(example) for example in rows],
@@ -127,12 +127,12 @@ class Environments:
         return Begun(Session(episodes, reader, self.chat, self.pool, limits, self.nudge), prompts)
 
     def release(self, begun: Begun) -> None:
-        """The episodes are over: their instances may be reset for others, but for those that hang."""
+        """The episodes are over: their instances may be reset for others, except those with hanging calls."""
         episodes = begun.session.episodes
         self._idle += [e.environment for e in episodes if e.environment is not None and not e.hung]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise UserError where the environment's `reset` does not take the data's columns."""
+        """Raise UserError if the environment's `reset` does not take the data's columns."""
         for instance in self._idle[:1]:
             check_reset(instance, columns, f"env.factory {self.config.factory}")
 
@@ -188,9 +188,9 @@ def build_environments(
     end_ids: Sequence[int],
     folders: Sequence[Path],
 ) -> Environments | None:
-    """The environments that [env] asks for; None where it asks for none.
+    """The environments of [env]; None if it names none.
 
-    One instance is made, to look at its tools.
+    One instance is made to inspect its tools.
 
     Raises UserError for a factory or tool that cannot be found, made or described to a model.
     """
@@ -241,7 +241,7 @@ def build_environments(
 
 
 def own_reward(kind: type) -> Reward | None:
-    """The reward of a class with `get_reward`, named as the class; each environment's failure is its own."""
+    """The reward of a class with `get_reward`, named like the class; a failure affects one environment."""
     method = getattr(kind, "get_reward", None)
     if not callable(method):
         return None
@@ -260,7 +260,7 @@ def own_reward(kind: type) -> Reward | None:
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The config's and the environment's own. UserError where there is none, or one lacks what it takes."""
+    """The config's rewards and the environment's. UserError if there are none, or one lacks an argument."""
     for reward in rewards:
         if environments is None and "environments" in reward.needs:
             raise UserError(
@@ -275,9 +275,10 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
 
 
 def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
-    """A rollout of P·G prompts, one completion each, as P groups: a group's prompt is what its prompts share.
+    """A rollout of P·G prompts, one completion each, as P groups. A group's prompt is the shared start of its
+    prompts.
 
-    What is left of a prompt stands at the head of its completion, as tokens that were given.
+    The rest of a prompt is put in front of its completion, as given tokens.
     """
     import mlx.core as mx
 
@@ -318,7 +319,7 @@ def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
 
 
 def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with."""
+    """The number of tokens that all prompts share at their start."""
     shortest = min(map(len, prompts))
     same = (len({prompt[n] for prompt in prompts}) == 1 for n in range(shortest))
     count = 0
@@ -332,7 +333,7 @@ def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _check_follows(environments: Environments) -> None:
-    """Raise UserError where the chat template cannot show the tools, or cannot go on after a call."""
+    """Raise UserError if the chat template cannot show the tools, or cannot continue after a call."""
     asked = ({"role": "user", "content": "a question"},)
     try:
         render(

@@ -1,4 +1,4 @@
-"""A rollout's episodes: an environment for each row, its turns and calls, and what rewards get of them."""
+"""A rollout's episodes: an environment for each row, its turns and calls, and their data for rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runners.environments.tools import tool_methods
 from runners.errors import did_you_mean
 from runners.rewards.played import COUNTS, Played
 
-_LONGEST_ERROR = 400  # characters that a model is shown of one
+_LONGEST_ERROR = 400  # characters of an error that a model is shown
 
 
 @attrs.define(eq=False)
@@ -26,13 +26,13 @@ class Episode:
     """One row's conversation."""
 
     example: Example
-    environment: Any = None  # None: there is none, or its reset failed
+    environment: Any = None  # None: no environment, or its reset failed
     functions: Mapping[str, Callable[..., Any]] = attrs.field(factory=dict)
-    messages: list[Message] = attrs.field(factory=list)  # what came after the prompt
+    messages: list[Message] = attrs.field(factory=list)  # messages after the prompt
     counts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(COUNTS, 0))
     fault: str = ""  # why it has no reward; empty: it has one
-    seconds: float = 0.0  # that its calls took
-    hung: bool = False  # a call is past its time and may still change the environment
+    seconds: float = 0.0  # of its calls
+    hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
 @attrs.frozen
@@ -57,10 +57,10 @@ class Session:
         limits: Limits,
         nudge: str = "",
     ) -> None:
-        """`episodes` of all rows, begun; `nudge` stands before each row's first words."""
+        """`episodes`: started ones of all rows; `nudge` precedes each row's first words."""
         self.episodes = list(episodes)
         self._reader, self._chat, self.pool, self._limits, self._nudge = reader, chat, pool, limits, nudge
-        self._turns: dict[int, Sequence[int]] = {}  # the turn that each row waits with
+        self._turns: dict[int, Sequence[int]] = {}  # each row's turn that waits for a reply
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: a turn without a call, or one too many, ends the conversation."""
@@ -88,17 +88,17 @@ class Session:
         return {row: self._reply(row, outcome) for row, outcome in self.pool.collect(least).items()}
 
     def leave(self, row: int, pool: CallPool) -> None:
-        """Wait no longer for a row's calls, which may still change its environment; others run in `pool`."""
+        """Stop waiting for a row's calls (they may still change its environment); others run in `pool`."""
         self._turns.pop(row, None)
         self.episodes[row].hung, self.pool = True, pool
 
     def finish(self, rollout: g.Rollout) -> Played:
-        """All that rewards and the log want to know, once the rollout is there."""
+        """The data for rewards and the log, after the rollout."""
         said = []
         for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
             said.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
             episode, begins = self.episodes[row], _turn_starts(sampled)
-            if len(begins) > episode.counts["turns"]:  # a turn that ran into the length limit
+            if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._hear(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
@@ -168,7 +168,7 @@ class _Result:
 
 @attrs.frozen(eq=False)
 class _Run:
-    """A turn's calls, one after another: what the pool runs. Results are made into texts there too."""
+    """A turn's calls, which the pool runs one after another. Results become texts there as well."""
 
     acts: Sequence[_Act]
     names: Sequence[str]
@@ -184,7 +184,7 @@ class _Run:
         ] + self._rest()
 
     async def awaited(self) -> list[_Result]:
-        """The same, coroutines awaited."""
+        """The same, with coroutines awaited."""
         found = []
         for act, name in zip(self.acts, self.names, strict=False):
             if not act.is_async or act.function is None:
@@ -208,7 +208,7 @@ class _Run:
         if isinstance(value, list) and all(isinstance(x, Mapping) and x.get("type") == "text" for x in value):
             value = "".join(str(block.get("text", "")) for block in value)
         text = str(value)
-        # What no tokenizer can read, half of a surrogate pair, becomes a question mark.
+        # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
         text = text[: self.characters + 1].encode("utf-8", "replace").decode()
         return _Result(name, text, cut=len(text) > self.characters)
 
@@ -218,7 +218,7 @@ class _Run:
 
 
 def _turn_starts(sampled: Sequence[bool]) -> list[int]:
-    """Where each run of sampled tokens begins."""
+    """The start of each run of sampled tokens."""
     return [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
 
 
@@ -229,7 +229,7 @@ def _error(name: str, fault: str) -> _Result:
 def _told(error: BaseException) -> str:
     try:
         return (str(error) or type(error).__name__)[:_LONGEST_ERROR]
-    except Exception:  # of an exception class of the tool's own
+    except Exception:  # raised by the tool's own exception class
         return type(error).__name__
 
 
@@ -241,7 +241,7 @@ def begun_prompt(
     schemas: Sequence[dict[str, Any]],
     template_kwargs: Mapping[str, Any],
 ) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """The prompt after `reset`: its text, where it gave one, stands at the end of the last message."""
+    """The prompt after `reset`: if it returned a text, that is appended to the last message."""
     if isinstance(observation, list):
         observation = "".join(str(x.get("text", "")) for x in observation if isinstance(x, Mapping))
     if observation is None or observation == "":

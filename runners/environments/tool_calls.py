@@ -1,4 +1,4 @@
-"""Reading the tool calls that a model has written: by mlx-lm's parser of the tokenizer, or as plain JSON."""
+"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, or as plain JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import attrs
 from runners.errors import error_line
 
 START, END = "<tool_call>", "</tool_call>"  # of the plain form
-MAX_CALLS = 64  # of one turn: what a policy writes has no other bound
+MAX_CALLS = 64  # of one turn: a policy's text has no other limit
 
 
 @attrs.frozen(eq=False)
 class ToolCall:
-    """One call, or what is wrong with it."""
+    """One call, or its fault."""
 
     name: str
     arguments: dict[str, Any]
@@ -25,13 +25,13 @@ class ToolCall:
 
 @attrs.frozen(eq=False)
 class Written:
-    """A turn's text in parts."""
+    """The parts of a turn's text."""
 
-    content: str  # what stands before and between the calls, stripped
+    content: str  # the text before and between the calls, stripped
     calls: tuple[ToolCall, ...]
 
     def message(self) -> dict[str, Any]:
-        """As a message; with `tool_calls` where there are some, as TRL shows them to rewards."""
+        """The turn as a message; with `tool_calls` if there are any, in TRL's form for rewards."""
         found: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             found["tool_calls"] = [
@@ -46,13 +46,13 @@ class CallReader:
     """Finds tool calls in a turn's text."""
 
     schemas: Sequence[dict[str, Any]]
-    parser: Callable[..., Any] | None = None  # of mlx-lm; None: the plain form
+    parser: Callable[..., Any] | None = None  # mlx-lm's; None: the plain form
     start: str = START
     end: str = END  # empty: a call goes to the end of the text
 
     @classmethod
     def of(cls, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> CallReader:
-        """The reader for a tokenizer: mlx-lm's parser where it names one."""
+        """The reader for a tokenizer: with mlx-lm's parser, if the tokenizer names one."""
         parser = getattr(tokenizer, "tool_parser", None)
         start = getattr(tokenizer, "tool_call_start", None)
         if parser is None or not start:
@@ -60,7 +60,7 @@ class CallReader:
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
     def read(self, text: str) -> Written:
-        """The calls of a turn, in order. A call that cannot be read is one with a fault."""
+        """The calls of a turn, in order. A call that cannot be read has a fault."""
         if self.parser is None and self.start not in text:
             whole = _whole_json(text)
             if whole is not None:
@@ -80,7 +80,7 @@ class CallReader:
     def _parsed(self, body: str) -> list[ToolCall]:
         try:
             found = json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
-        except Exception as error:  # a parser raises what it likes on what a policy writes
+        except Exception as error:  # a parser may raise anything on a policy's text
             return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
         return [_call(each) for each in (found if isinstance(found, list) else [found])]
 
@@ -104,7 +104,7 @@ def _call(found: Any) -> ToolCall:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON holds it: some parsers read Python's literals, and a log could not take a set or bytes."""
+    """Whether JSON can hold it: some parsers read Python literals, and a log cannot store sets or bytes."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -113,7 +113,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _whole_json(text: str) -> ToolCall | None:
-    """A call where the whole text is one JSON object with a name, as Llama 3's templates ask for."""
+    """A call if the whole text is one JSON object with a name, as in Llama 3's templates."""
     text = text.strip()
     if not (text.startswith("{") and text.endswith("}")):
         return None

@@ -1,4 +1,4 @@
-"""Tools: functions and methods that a model may call, with the schemas that it is told."""
+"""Tools: functions and methods that a model may call, with their schemas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 @attrs.frozen(eq=False)
 class Tool:
-    """One tool: its name, what a chat template is told of it, and whether it is a coroutine function."""
+    """One tool: its name, its schema for chat templates, and whether it is a coroutine function."""
 
     name: str
     schema: dict[str, Any]
@@ -26,9 +26,9 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any], name: str, key: str) -> Tool:
-    """The tool that a function or bound method is.
+    """The tool for a function or bound method.
 
-    Raises UserError where its type hints or docstring do not say what each argument is.
+    Raises UserError if its type hints or docstring do not describe each argument.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -43,9 +43,9 @@ def tool_of(function: Callable[..., Any], name: str, key: str) -> Tool:
 
 
 def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[str, Callable[..., Any]]:
-    """The plain functions of env.tools, by their own names; of a file alone all public ones.
+    """The plain functions of env.tools, by name; for a file, all its public ones.
 
-    Raises UserError as `resolve_function` does, and for two of one name.
+    Raises UserError as `resolve_function` does, and for two functions with the same name.
     """
     dirs = tuple(folders)
     found: dict[str, Callable[..., Any]] = {}
@@ -63,7 +63,7 @@ def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[st
 
 
 def check_names(env: EnvConfig, folders: Iterable[Path] = ()) -> None:
-    """Raise UserError where a factory or tool of [env] cannot be found; nothing is made or called."""
+    """Raise UserError if a factory or tool of [env] cannot be found; nothing is made or called."""
     dirs = tuple(folders)
     resolve_tools(env.tools, dirs)
     if env.factory and env.factory != CALCULATOR:
@@ -93,7 +93,7 @@ def check_environment(environment: Any, key: str) -> None:
 
 
 def check_reset(environment: Any, columns: Iterable[str], key: str) -> None:
-    """Raise UserError where `reset` does not take the data's columns, which it gets by their names."""
+    """Raise UserError if `reset` does not take the data's columns, which it gets by name."""
     names = list(columns)
     try:
         signature = inspect.signature(environment.reset)

@@ -1,1 +1,1 @@
-"""How good a model is: exact match during training, `grpo eval`, and `grpo check` of rewards."""
+"""Measures models: exact match during training, `grpo eval`, and `grpo check` of rewards."""

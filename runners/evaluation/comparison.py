@@ -20,17 +20,17 @@ TABLE_WIDTH = 1000  # columns: tables are never folded
 
 @attrs.frozen
 class Difference:
-    """What the second model has more than the first, on the problems of both."""
+    """The second model's value minus the first's, on the problems of both."""
 
     mean: float
     interval: Interval  # 95 %, by resampling the pairs
-    p: float | None  # of McNemar's exact test, where every value is right or wrong
+    p: float | None  # of McNemar's exact test, if every value is right or wrong
 
 
 def difference(first: Metric, second: Metric) -> Difference | None:
-    """The paired difference; None where no problem has both values.
+    """The paired difference; None if no problem has both values.
 
-    The two must be over the same problems in the same order (`shared` sees to it).
+    Both must be over the same problems in the same order (`shared` ensures this).
     """
     known = ~(np.isnan(first.values) | np.isnan(second.values))
     if not known.any():
@@ -42,7 +42,7 @@ def difference(first: Metric, second: Metric) -> Difference | None:
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
-    """The same models on the problems that all of them were given."""
+    """The models' results on the problems that all of them were given."""
     common = set.intersection(*(set(each.indices) for each in measured))
 
     def cut(each: ModelResult) -> ModelResult:
@@ -80,7 +80,7 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
 
 
 def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
-    """The same numbers as JSON takes them: shares from 0 to 1, null where there is nothing."""
+    """The same numbers for JSON: shares from 0 to 1, null for missing values."""
     measured = shared(measured)
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:

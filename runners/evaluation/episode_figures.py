@@ -1,4 +1,4 @@
-"""What conversations with tools come to: success, rewards, turns and calls, one number each for a problem."""
+"""Figures of conversations with tools: success, rewards, turns and calls, one number per problem."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import attrs
 
 from runners.inference.episodes import Episodes
 
-SUCCESS = 1.0  # an environment's own reward from which an episode counts as one
+SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
 
 
 @attrs.frozen
 class EpisodeFigures:
-    """Of some conversations, in their order."""
+    """Figures of some conversations, in order."""
 
-    success: tuple[bool, ...] = ()  # the own reward is high enough; without one, the answer is the gold one
+    success: tuple[
+        bool, ...
+    ] = ()  # the environment's reward is high enough; without one, the answer is the gold one
     reward: tuple[float | None, ...] = ()  # the environment's own; None: it gave none
     turns: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
@@ -60,7 +62,7 @@ class EpisodeFigures:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means for a run's log; no reward where there is none."""
+        """Means for a run's log; without a reward, that metric is left out."""
         known = [reward for reward in self.reward if reward is not None]
         return {
             "eval/success": _mean(self.success),

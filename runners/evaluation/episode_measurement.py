@@ -1,4 +1,4 @@
-"""How good a model is with tools or in an environment: `grpo eval` where a turn may be answered."""
+"""Measures a model with tools or in an environment, for `grpo eval`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measure_episodes(
     success_at: float = SUCCESS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelResult:
-    """As `measure_model`, of conversations; with success, turns, calls and failed calls.
+    """As `measure_model`, for conversations; with success, turns, calls and failed calls.
 
     Args:
         rewards: the config's, and the environment's own at the end.

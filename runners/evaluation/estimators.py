@@ -1,4 +1,4 @@
-"""What a few hundred right or wrong answers say: estimates without bias, intervals, paired comparisons."""
+"""Statistics of a few hundred right or wrong answers: unbiased estimates, intervals, paired comparisons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     p = successes / trials
     middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    # At either end middle and half cancel but for rounding.
+    # At either end middle and half cancel up to rounding.
     low, high = max(middle - half, 0.0), min(middle + half, 1.0)
     return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
 
@@ -54,13 +54,13 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(votes: Sequence[int], silent: int, right: int | None, k: int) -> float:
     """The chance that the most frequent answer among k of the samples is the right one.
 
-    The mean over all C(n, k) choices of k samples, so without bias. Samples without an answer have no vote.
-    Of t answers that share the first place each wins with 1/t; where nobody votes nobody wins.
+    The mean over all C(n, k) choices of k samples, so without bias. Samples without an answer do not vote.
+    If t answers share the first place, each wins with 1/t; without votes no answer wins.
 
     Args:
         votes: how many samples gave each different answer.
-        silent: how many gave none.
-        right: which of `votes` is the right answer; None: nobody gave it.
+        silent: how many samples gave no answer.
+        right: which of `votes` is the right answer; None: no sample gave it.
         k: size of the choice, at most all samples.
 
     Raises ValueError for k out of range, and for votes below 1.
@@ -81,9 +81,9 @@ def majority_at_k(votes: Sequence[int], silent: int, right: int | None, k: int) 
 
 
 def _ways(others: Sequence[int], silent: int, most: int, rest: int) -> dict[int, int]:
-    """Ways to choose `rest` samples of the others, none of whose answers comes more than `most` times.
+    """Ways to choose `rest` samples of the others such that no answer comes more than `most` times.
 
-    By the number of answers that come exactly `most` times.
+    Keyed by the number of answers that come exactly `most` times.
     """
     table = {(0, 0): 1}  # (chosen, ties) -> ways, answer by answer
     for count in others:
@@ -116,9 +116,9 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p of McNemar's test: how likely so uneven a split is if both models were equally good.
+    """Two-sided exact p of McNemar's test: the chance of so uneven a split if both models are equally good.
 
-    Only problems count that one model has right and the other wrong; without any, p = 1.
+    Only problems that one model has right and the other wrong count; without any, p = 1.
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f"found {only_first} and {only_second} problems, wanted counts")

@@ -1,4 +1,4 @@
-"""Evaluation: greedy exact match on held-out problems, with the very prompts that training uses."""
+"""Evaluation: greedy exact match on held-out problems, with the same prompts as in training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EvalResult:
     correct: int
     total: int
     seconds: float
-    texts: tuple[str, ...]  # what the model wrote, the nudge in front
+    texts: tuple[str, ...]  # the model's texts, with the nudge in front
     right: tuple[bool, ...] = ()  # whether each text's answer is the gold one
     figures: EpisodeFigures | None = None  # of conversations with tools
 
@@ -45,7 +45,7 @@ class EvalResult:
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems that every evaluation of a data set uses: `samples` of them (0: all), whatever the run."""
+    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every run."""
     if samples == 0 or samples >= len(examples):
         return list(examples)
     return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
@@ -69,8 +69,8 @@ def evaluate(
 ) -> EvalResult:
     """Greedy completions of all examples, compared with the gold answers: numbers as numbers, else as texts.
 
-    `launch` is as in a config, once that is settled. With `environments` each problem is a conversation, and
-    the model's last turn is compared. `vision` makes the features of images, where prompts have some.
+    `launch` is the config's, after "auto" is resolved. With `environments` each problem is a conversation,
+    and the model's last turn is compared. `vision` makes the features of images, if prompts have images.
     `progress(done, total)` is called after each batch of problems.
     """
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How good a model is on a set of problems: greedy exact match, pass@k and maj@k, rewards, lengths.
+"""Measures a model on a set of problems: greedy exact match, pass@k and maj@k, rewards, lengths.
 
 Prompts, extraction and stop strings are those of training: `build_examples`, `extract_answer`, `find_stop`.
 """
@@ -30,7 +30,7 @@ Problems = Sequence[Mapping[str, Any]]
 
 @attrs.frozen
 class SamplingPlan:
-    """What is measured beside greedy completions."""
+    """The measurements besides greedy completions."""
 
     num: int = 0  # samples of each problem; 0: none
     ks: tuple[int, ...] = ()  # of pass@k and maj@k
@@ -39,20 +39,20 @@ class SamplingPlan:
 
 @attrs.frozen(eq=False)
 class Metric:
-    """One number for each problem, and what stands for all of them."""
+    """One number for each problem, with their mean and interval."""
 
-    values: np.ndarray  # float64; NaN where there is none for a problem
+    values: np.ndarray  # float64; NaN for a problem without a value
     percent: bool = False  # shown as a percentage
 
     @property
     def mean(self) -> float:
-        """Over the problems that have a value; NaN without any."""
+        """The mean over the problems with a value; NaN without any."""
         known = self.values[~np.isnan(self.values)]
         return float(known.mean()) if known.size else float("nan")
 
     @property
     def interval(self) -> Interval | None:
-        """95 %: Wilson's where each value is 0 or 1, else by resampling the problems; None without values."""
+        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems; None without values."""
         known = self.values[~np.isnan(self.values)]
         if not known.size:
             return None
@@ -69,14 +69,14 @@ class ModelResult:
     indices: tuple[int, ...]  # which rows of the data
     metrics: dict[str, Metric]  # name -> values in the order of `indices`
     completions: tuple[dict[str, Any], ...]  # JSON rows
-    problems: tuple[str, ...]  # what went wrong in scoring
+    problems: tuple[str, ...]  # faults in scoring
     seconds: float = 0.0  # of conversations with tools
 
 
 def eval_rows(config: Config, *, whole: bool) -> Problems:
     """The problems of a config: those that training holds out, or with `whole` all of `data.eval_split`.
 
-    Raises UserError where the data is not there or has faults.
+    Raises UserError if the data is missing or has faults.
     """
     if whole:
         return load_split(config.data, config.data.eval_split, folders=config.folders)
@@ -86,8 +86,8 @@ def eval_rows(config: Config, *, whole: bool) -> Problems:
 def choose_problems(
     rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
-    """The problems by their rows' numbers, the same `eval.samples` that training takes; and how many prompts
-    are over `data.max_prompt_length`. `tools`: schemas that the prompts show."""
+    """The problems by their rows' numbers, the same `eval.samples` as in training; and how many prompts are
+    longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
     processor = model.vision.processor if model.vision else None
     examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
@@ -112,12 +112,12 @@ def measure_model(
     rewards: Sequence[Reward],
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelResult:
-    """Completes the problems greedily and, where the plan says so, by sampling as [rollout] does.
+    """Completes the problems greedily and, if the plan asks for it, by sampling as in [rollout].
 
     Args:
-        name: what the model is called in the result.
-        chosen: problems by number, as `choose_problems` gives them.
-        progress: called with what is done, how many problems, and of how many.
+        name: the model's name in the result.
+        chosen: problems by number, from `choose_problems`.
+        progress: called with the kind of completions, how many problems are done, and of how many.
     """
     decoder = TextDecoder(model.tokenizer)
     examples = list(chosen.values())
@@ -202,7 +202,7 @@ class _AnswerCounts:
     """The answers of one problem's samples."""
 
     votes: tuple[int, ...]  # samples of each different answer
-    silent: int  # samples without one
+    silent: int  # samples without an answer
     right: int | None  # which answer is the gold one
 
     @property
@@ -229,7 +229,7 @@ def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
 
 
 def shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Metric]:
-    """pass@k for every k, and maj@k for those above 1, where the two are not the same."""
+    """pass@k for every k, and maj@k for k above 1 (for k = 1 they are the same)."""
     found = {}
     for k in plan.ks:
         found[f"pass@{k}"] = [pass_at_k(plan.num, tally.correct, k) for tally in tallies]
@@ -239,7 +239,7 @@ def shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Me
 
 
 def success_shares(succeeded: Sequence[int], plan: SamplingPlan) -> dict[str, Metric]:
-    """pass@k for every k, of problems of which so many of the samples succeeded."""
+    """pass@k for every k, from the number of succeeded samples of each problem."""
     found = {f"pass@{k}": [pass_at_k(plan.num, count, k) for count in succeeded] for k in plan.ks}
     return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
 
@@ -258,7 +258,7 @@ def sampling_of_rollout(config: Config, limit: int) -> Sampling:
 
 
 def row_means(values: Any) -> np.ndarray:
-    """Means of rows over what is not NaN; NaN for a row without anything."""
+    """Means of rows, ignoring NaN; NaN for a row without values."""
     array = np.asarray(values, np.float64)
     known = ~np.isnan(array)
     with np.errstate(invalid="ignore"):

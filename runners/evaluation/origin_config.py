@@ -1,6 +1,6 @@
-"""The config of the run that a model came from: what `grpo eval` measures it by where no --config is given.
+"""The config of the run that a model came from; `grpo eval` uses it if no --config is given.
 
-The file is untrusted, as the folder is. So no code that it names is run: that takes --config.
+The file is untrusted, like the folder. So no code that it names is run, unless --config names the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runners.errors import UserError, show, spell
 from runners.files.json_files import read_json
 from runners.inference.tool_options import run_of
 
-# Of a config, what changes the numbers of an evaluation.
+# Keys of a config that change the numbers of an evaluation.
 _MEASURED: dict[str, tuple[str, ...]] = {
     "data": (
         "source", "name", "split", "eval_split", "question", "answer", "prompt", "system_prompt", "nudge",
@@ -31,13 +31,13 @@ _MEASURED: dict[str, tuple[str, ...]] = {
 def config_of_runs(
     models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None]
 ) -> Config | None:
-    """The config of the models' run, with `section.key=value` overrides; None where none is of a run.
+    """The config of the models' run, with `section.key=value` overrides; None if no model is from a run.
 
-    Built-in rewards are taken over. `note` gets a line that names the file, and one for the rewards that are
-    left out, as they are code.
+    Built-in rewards are used. `note` gets a line that names the file, and one for custom rewards, which are
+    left out because they are code.
 
-    Raises UserError where two models' runs are not measured in the same way, and where the data or the model
-    cannot be read without code that the run's config names; ConfigError as `load_config` does.
+    Raises UserError if two models' runs are not measured in the same way, and if the data or the model cannot
+    be read without code that the run's config names; ConfigError as `load_config` does.
     """
     files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
     if not files:
@@ -74,7 +74,7 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
         "env.tools": list(env.tools),
     }
     if judges := [name for name in config.reward.functions if judge_of(name) is not None]:
-        # Its table has the address that texts and a key would go to.
+        # Its table has the address to which texts and a key would be sent.
         raise UserError(
             f"{file}: {show(judges)} asks a judge, which needs you to name the config: --config {file}"
         )

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: each answers every N-th problem, and all get the whole result."""
+"""Evaluation on several ranks: each answers every N-th problem, and all get the complete result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate_on_ranks(
 
 
 def _figures(found: Sequence[dict[str, Any] | None], count: int) -> EpisodeFigures | None:
-    """Those of all ranks in the problems' order; None where none has any."""
+    """The figures of all ranks in the problems' order; None if no rank has any."""
     joined, places = EpisodeFigures(), {}
     for rank, columns in enumerate(found):
         if columns is None:

@@ -1,6 +1,6 @@
-"""An episode played before a run, by a script in place of the model: a call, then the gold answer.
+"""Plays an episode before a run, with a script in place of the model: a call, then the gold answer.
 
-It shows what the model will see and what it will learn from, and what is wrong with an environment.
+It shows what the model will see and learn from, and faults of the environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Span:
 
 @attrs.frozen(eq=False)
 class Rehearsal:
-    """What became of the episode."""
+    """The result of the episode."""
 
     spans: tuple[Span, ...]
     rewards: Mapping[str, float]  # NaN: none
@@ -47,7 +47,7 @@ def rehearse(
 ) -> Rehearsal:
     """One episode: `answer` is the model's last turn. A call of the first tool comes before it.
 
-    The call's arguments are made of the gold answer, as their types allow.
+    The call's arguments are made from the gold answer, as far as their types allow.
     """
     tokenizer, problems = environments.tokenizer, []
     begun = environments.begin([example])
@@ -114,7 +114,7 @@ def _end_of_turn(environments: Environments) -> int | None:
 
 
 def _ended(environments: Environments) -> list[int]:
-    """The token that ends a turn, as the tokenizer names it; none where it has none."""
+    """The token that ends a turn, from the tokenizer; empty if it has none."""
     eos = getattr(environments.tokenizer, "eos_token_id", None)
     known = sorted(environments.end_ids)
     return [eos] if eos in environments.end_ids else known[:1]

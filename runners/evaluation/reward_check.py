@@ -1,7 +1,7 @@
-"""A run looked at before it is started: its first prompt, prompt lengths, and what its rewards say.
+"""Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
-No weights are loaded. The rewards score the data's own gold answers in the asked-for form, and bad ones: a
-reward that cannot tell them apart teaches nothing.
+No weights are loaded. The rewards score the data's gold answers in the required form, and bad answers. If a
+reward cannot distinguish them, nothing can be learned from it.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class RewardCheck:
     tokenizer: str  # its class and folder
     prompt: str  # the first, as the model gets it
     train: int  # examples
-    evaluation: int  # problems that a run measures itself on
-    held_out: int  # of so many that are not trained on
-    lengths: tuple[int, ...]  # of the training prompts that are kept, tokens, ascending
-    kinds: tuple[str, ...]  # of answers that were scored
+    evaluation: int  # problems on which a run is evaluated
+    held_out: int  # all problems that are not trained on
+    lengths: tuple[int, ...]  # tokens of the training prompts in use, ascending
+    kinds: tuple[str, ...]  # kinds of scored answers
     rewards: tuple[str, ...]
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
     warnings: tuple[str, ...]
-    exchanges: tuple[tuple[str, Exchange], ...] = ()  # what each judge was asked first, and said
-    rehearsal: Rehearsal | None = None  # an episode, where there are tools
-    images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens that each takes
+    exchanges: tuple[tuple[str, Exchange], ...] = ()  # each judge's first questions and answers
+    rehearsal: Rehearsal | None = None  # an episode, if there are tools
+    images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
 
 
 def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
     Args:
-        config: as `load_config` gives it.
-        form: a right completion, with {answer} where the answer stands.
-        problems: how many of the training data's.
+        config: from `load_config`.
+        form: a right completion, with {answer} in place of the answer.
+        problems: how many problems of the training data.
 
-    Raises UserError for whatever would end the run before its first step.
+    Raises UserError for every fault that would end the run before its first step.
     """
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
@@ -89,7 +89,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         config.env, config.data, tokenizer, TextDecoder(tokenizer), ends, config.folders
     )
     every = all_rewards(rewards, environments)
-    # Without an episode there is nothing for these to look at.
+    # Without an episode these have nothing to check.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
     tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
@@ -154,7 +154,7 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
 
 
 def _wrong(answer: str) -> str:
-    """Another answer of the same kind: the next number, or a text that is none of the data's."""
+    """Another answer of the same kind: the next number, or a text that the data does not have."""
     number = parse_number(answer)
     return NO_ANSWER if number is None else str(number + 1)
 
@@ -162,7 +162,7 @@ def _wrong(answer: str) -> str:
 def _score(
     config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, tokenizer: Any
 ) -> tuple[list[str], np.ndarray, list[str]]:
-    """The kinds of answers, what each reward gives each of them [K, A, N], and what went wrong."""
+    """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
     if not rewards:
         return [], np.zeros((0, 0, 0)), []
     scorer = Scorer(rewards, config.reward.timeout, "skip")
@@ -183,7 +183,7 @@ def _score(
 def _score_groups(
     scorer: Scorer, by_kind: Mapping[str, Sequence[str]], examples: Sequence[Example], tokenizer: Any
 ) -> tuple[list[str], np.ndarray, list[str]]:
-    """As `_score`, in one call: the answers to a problem are its group, as completions are in a run."""
+    """As `_score`, in one call: the answers to a problem form its group, like completions in a run."""
     size = len(by_kind)
     texts = [text for group in zip(*by_kind.values(), strict=True) for text in group]
     scores = _scored(scorer, texts, examples, size, tokenizer)
@@ -204,7 +204,7 @@ def _scored(
 
 
 def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarray) -> list[str]:
-    """Rewards that say the same to everything, and answers that the whole prefers to the gold one."""
+    """Rewards that give everything the same value, and answers that the sum prefers to the gold one."""
     found = []
     if not rewards:
         return found

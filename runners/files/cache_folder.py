@@ -1,4 +1,4 @@
-"""The user's cache folder: what is found out once about a machine or a model is kept there."""
+"""The user's cache folder, for facts about a machine or a model that are found out once."""
 
 from __future__ import annotations
 

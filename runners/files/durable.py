@@ -1,7 +1,7 @@
-"""Files that survive a crash: arrays written through to the disk, folders that appear whole or not at all.
+"""Files that survive a crash: arrays flushed to the disk, folders that appear completely or not at all.
 
-`within` is a descriptor of the folder that a path lies in. With it, everything happens in that folder, even
-if the path leads into another one by now; messages still use the path.
+`within` is a descriptor of a path's parent folder. With it, everything happens in that folder, even if the
+path now leads into another one; messages still use the path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runners.files.tensor_header import check_header
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# How a full or read-only disk shows in the exceptions of MLX, and of libraries written in Rust.
+# Texts of a full or read-only disk in the exceptions of MLX and of Rust libraries.
 _MLX_WRITE = "[write] Unable to write"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -41,9 +41,9 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
 
 
 def save_text(file: Path, text: str, *, within: int | None = None) -> None:
-    """Writes a text file into a folder that is there; a crash leaves the old file or the new one.
+    """Writes a text file into an existing folder; a crash leaves the old file or the new one.
 
-    OSError where the disk refuses, or where the folder has vanished: it is not made anew for this file alone.
+    OSError if the disk refuses, or if the folder is gone: it is not created again for this file.
     """
     with opened(file.parent, within) as parent:
         sweep(parent)
@@ -62,9 +62,9 @@ def _save_text(parent: int, name: str, text: str) -> None:
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The arrays and the metadata of a safetensors file; UserError where it is missing or cut off.
+    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or cut off.
 
-    The arrays are read here and now: a lazy one would change with the file under it.
+    The arrays are read at once: a lazy array would change if the file changed.
     """
     import mlx.core as mx
 
@@ -78,9 +78,9 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Before the work on a new folder: raises UserError where `target` exists, unless `force` replaces it.
+    """Before the work on a new folder: raises UserError if `target` exists, unless `force` replaces it.
 
-    What a killed process had moved aside comes back first: it counts as being there.
+    A folder that a killed process had moved aside is restored first, and so counts as existing.
     """
     if target.name in ("", ".."):
         raise UserError(f"{target}: this folder cannot be replaced; wanted the name of a new one")
@@ -101,8 +101,8 @@ def new_folder(target: Path, *, replace: bool = True, within: int | None = None)
     Everything in it is on the disk before the rename. A crash at any point leaves the old folder or the new
     one under the name, or (between two renames) the old one beside it, which the next start restores.
 
-    Raises UserError where the disk refuses (full, read-only, no permission), and where `target` has come to
-    exist without `replace`.
+    Raises UserError if the disk refuses (full, read-only, no permission), and if `target` exists at the end
+    without `replace`.
     """
     placed = False
     try:
@@ -128,14 +128,14 @@ def new_folder(target: Path, *, replace: bool = True, within: int | None = None)
 
 
 def remove_folder(folder: Path, *, within: int | None = None) -> None:
-    """Deletes a folder such that no half-deleted one ever stands under its name. OSError where that fails."""
+    """Deletes a folder so that its name never shows a half-deleted one. OSError if that fails."""
     with opened(folder.parent, within) as parent, staging(parent, folder.name) as stage:
         os.rename(folder.name, OLD, src_dir_fd=parent, dst_dir_fd=stage.folder)
 
 
 @contextmanager
 def opened(folder: Path, within: int | None = None) -> Iterator[int]:
-    """A descriptor of a folder: `within` if given, else a new one. OSError where there is no such folder."""
+    """A descriptor of a folder: `within` if given, else a new one. OSError if the folder does not exist."""
     if within is not None:
         yield within
         return
@@ -147,7 +147,7 @@ def opened(folder: Path, within: int | None = None) -> Iterator[int]:
 
 
 def flush(path: Path | str, *, within: int | None = None) -> None:
-    """Brings a file, or a folder's list of names, to the disk. OSError where it refuses."""
+    """Flushes a file, or a folder's list of names, to the disk. OSError if the disk refuses."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
     try:
         os.fsync(descriptor)
@@ -167,7 +167,7 @@ def _flush(folder: Path) -> None:
 
 @contextmanager
 def _disk_errors(target: Path, staged: int) -> Iterator[None]:
-    """Turns exceptions into UserErrors where they come from a write that the disk refused."""
+    """Turns exceptions into UserErrors if they come from a write that the disk refused."""
     try:
         yield
     except OSError:
@@ -180,10 +180,10 @@ def _disk_errors(target: Path, staged: int) -> Iterator[None]:
 
 
 def _refusal(error: Exception, staged: int) -> str | None:
-    """Why the disk refused a write, where MLX or a library in Rust failed for that; None: for another reason.
+    """Why the disk refused a write, if MLX or a Rust library failed for that reason; else None.
 
-    They raise RuntimeError or Exception, not OSError. MLX does not name the reason: a file of our own, into
-    the same folder, meets it again.
+    They raise RuntimeError or Exception, not OSError. MLX does not name the reason, so a test file is written
+    into the same folder to find it.
     """
     text = str(error.__cause__ if isinstance(error, UserError) else error)
     found = _RUST_ERROR.search(text)

@@ -1,4 +1,4 @@
-"""Open files and folders of a run, in a process where other people's code can close any descriptor."""
+"""Open files and folders of a run, in a process where user code can close any descriptor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 
 
 class HeldFile:
-    """An open file or folder that stays the same one.
+    """An open file or folder that always stays the same one.
 
-    A reward can close its descriptor, and open something else that gets the same number. Then it is opened
-    again by its path, as long as that still leads to it.
+    A reward can close its descriptor, and another file can get the same number. Then it is opened again by
+    its path, if the path still leads to it.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class HeldFile:
         within: HeldFile | None = None,
         prepare: Callable[[int], None] = lambda number: None,
     ):
-        """Opens the path; OSError where that is refused.
+        """Opens the path; OSError if that fails.
 
         Args:
             path: the file's or folder's.
-            flags: as `os.open` takes them; O_CREAT counts for the first time only.
-            within: the folder that `path` begins in; None: the working folder.
+            flags: as for `os.open`; O_CREAT applies only the first time.
+            within: the folder that `path` is relative to; None: the working folder.
             prepare: called with the descriptor each time it is opened again.
         """
         self._path, self._flags, self._within, self._prepare = path, flags | os.O_CLOEXEC, within, prepare
@@ -37,7 +37,7 @@ class HeldFile:
 
     @property
     def number(self) -> int:
-        """The descriptor. OSError (ESTALE) where it was closed and the path leads to another file."""
+        """The descriptor. OSError (ESTALE) if it was closed and the path leads to another file."""
         if not self._is_open():
             found = self._open(self._flags & ~os.O_CREAT)
             try:
@@ -51,7 +51,7 @@ class HeldFile:
         return self._number
 
     def close(self) -> None:
-        """Closes the descriptor, unless somebody else has."""
+        """Closes the descriptor, unless it is closed already."""
         if self._is_open():
             os.close(self._number)
 

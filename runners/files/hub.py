@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, or its cache on this machine where the Hub cannot be reached."""
+"""The Hugging Face Hub, or its cache on this machine if the Hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 
 from runners.errors import UserError, first_line
 
-_SECONDS = 10  # for the one request that finds out; huggingface_hub's own limit for the head of a file
+_SECONDS = (
+    10  # for the request that tests the connection; huggingface_hub uses the same limit for a file's head
+)
 
 
 @contextmanager
 def hub_or_cache() -> Iterator[None]:
-    """Inside the block the Hub's libraries ask their caches alone where the Hub cannot be reached.
+    """Inside the block the Hub's libraries use only their caches if the Hub cannot be reached.
 
-    One request finds that out. Left alone, the libraries try a refused connection six times over half a
-    minute, also for what the cache has. Where HF_HUB_OFFLINE is set, nothing is asked.
+    One request tests that. By themselves the libraries would retry a refused connection six times over half a
+    minute, even for files in the cache. If HF_HUB_OFFLINE is set, no request is made.
     """
     from huggingface_hub import constants
 
     if constants.is_offline_mode() or _reachable(constants.ENDPOINT):
         yield
         return
-    # Read at each request. `datasets` has a copy of its own, once it is imported. Both get their values back:
-    # a later call may find the Hub again.
+    # Both libraries read the value at each request; `datasets` has its own copy once it is imported. Both
+    # values are restored, because a later call may reach the Hub again.
     places: list[Any] = [
         constants,
         *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
@@ -53,7 +55,7 @@ def _reachable(endpoint: str) -> bool:
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """What goes wrong with the Hub inside the block becomes a UserError of one line, led by `where`."""
+    """Turns errors of the Hub inside the block into a UserError of one line that starts with `where`."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

@@ -1,4 +1,4 @@
-"""JSON files that anyone may have written."""
+"""Untrusted JSON files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runners.errors import UserError
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in a file; UserError where it holds none."""
+    """The JSON object in a file. Raises UserError if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

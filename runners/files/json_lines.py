@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: what JSON cannot hold is refused or named, and no line is lost."""
+"""Files with one JSON object per line: values that JSON lacks are refused or named, and no line is lost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runners.files.held_file import HeldFile
 
 _BLOCK = 1 << 16  # bytes read at a time
 # Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
-# that JSON lets stand as they are, as files of lines are looked at on terminals.
+# that JSON does not escape, because such files are shown on terminals.
 _SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
     """One JSON object on one line, and the names of its numbers that are not finite.
 
-    Such numbers become null and are named in an extra key "nonfinite" (dotted where they are nested), as JSON
-    has no NaN. 0-d arrays become numbers. Raises TypeError, with the name, for what JSON cannot hold.
+    Such numbers become null, because JSON has no NaN, and an extra key "nonfinite" lists their names (dotted
+    if nested). 0-d arrays become numbers. Raises TypeError, with the name, for a value that JSON cannot hold.
     """
     nonfinite: list[str] = []
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
@@ -31,15 +31,15 @@ def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """What JSON can hold as an object on one line, without control characters.
+    """A record as a JSON object on one line, without control characters.
 
-    Raises ValueError for a number that is not finite, TypeError for what JSON cannot hold.
+    Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
     """
     return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """A value as JSON holds it; adds to `nonfinite` the dotted names of numbers that become null."""
+    """A value in JSON's types; adds the dotted names of numbers that become null to `nonfinite`."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float):
@@ -57,19 +57,19 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 class JsonLines:
-    """A file of one JSON object a line, each of them written out at once.
+    """A file with one JSON object per line; each line is written at once.
 
-    A line that the disk does not take is kept, and written before the next one: none is lost or cut in two
-    for as long as the process lives. `fault` is why there is such a line, or None.
+    A line that cannot be written is kept in memory and written before the next one. So no line is lost or
+    split while the process lives. `fault` is the reason for such a line, or None.
     """
 
     def __init__(self, path: Path, *, keep: int | None = None):
-        """Opens `path`; OSError where that is refused.
+        """Opens `path`; OSError if that fails.
 
         Args:
             path: the file; its folder is made.
-            keep: None keeps an older file as `NAME.previous.jsonl`. A number continues it: after so many
-                bytes, or after its last whole line where it is shorter.
+            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it: after so many
+                bytes, or after its last whole line if it is shorter.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is not None:
@@ -80,7 +80,7 @@ class JsonLines:
         self.fault: OSError | None = None
         self._waiting = b""
         self._file = HeldFile(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.written = os.fstat(self._file.number).st_size  # bytes, of whole lines where nothing waits
+        self.written = os.fstat(self._file.number).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
@@ -90,7 +90,7 @@ class JsonLines:
         self.push()
 
     def push(self) -> None:
-        """Writes what waits, as far as the disk takes it."""
+        """Writes the waiting lines, as far as the disk allows."""
         try:
             while self._waiting:
                 count = os.write(self._file.number, self._waiting)
@@ -108,7 +108,7 @@ class JsonLines:
 
 
 def _cut(path: Path, most: int) -> None:
-    """Leaves the whole lines within the first `most` bytes of a file, if there is one."""
+    """Cuts a file, if it exists, to the whole lines within its first `most` bytes."""
     if not path.exists():
         return
     with open(path, "r+b") as stream:

@@ -10,14 +10,15 @@ _FOLDERS = ("tokenizer", "additional_chat_templates")  # of a model folder, read
 
 
 def check_links(folder: Path, files: list[Path] | None = None) -> None:
-    """Raises UserError where a file of the folder is a link that leads out of it.
+    """Raises UserError if a file of the folder is a link that leads out of it.
 
-    The folder itself may be reached by a link. A snapshot in the Hub's cache links to its own repository's
-    files, which lie beside the snapshots.
+    The folder itself may be a link. A snapshot in the Hub's cache may link to the files of its own
+    repository, which are stored beside the snapshots.
 
     Args:
         folder: a model's, an adapter's or a data set's.
-        files: those that will be read; None: all in it, and in the folders of a model that are read too.
+        files: those that will be read; None: all files in it, and in those subfolders of a model that are
+        read.
     """
     root = folder.resolve()
     if root.parent.name == "snapshots":
@@ -25,7 +26,7 @@ def check_links(folder: Path, files: list[Path] | None = None) -> None:
     for path in _entries(folder) if files is None else files:
         try:
             target = path.resolve()
-        except (OSError, RuntimeError):  # links in a circle
+        except (OSError, RuntimeError):  # circular links
             target = Path("/")
         if not target.is_relative_to(root):
             raise UserError(
@@ -39,7 +40,7 @@ def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
     where = f"{folder}/model.safetensors.index.json"
     weight_map = index.get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{where}: weight_map is no table from tensors to files")
+        raise UserError(f"{where}: weight_map is not a table from tensors to files")
     missing = sorted(set(weight_map.values()) - names)
     strange = [name for name in missing if Path(name).name != name]
     if strange:
@@ -51,5 +52,5 @@ def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
 def _entries(folder: Path) -> list[Path]:
     found = [path for path in folder.iterdir() if path.is_symlink() or path.name in _FOLDERS]
     inner = [path for sub in _FOLDERS if (folder / sub).is_dir() for path in (folder / sub).rglob("*")]
-    # A linked folder is followed by nothing, save those that are read.
+    # Linked folders are not followed, except those that are read.
     return [path for path in found if path.name in _FOLDERS or not path.is_dir()] + inner

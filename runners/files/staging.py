@@ -1,9 +1,9 @@
-"""Staging folders: files and folders are written in one, and get their name by a rename once they are whole.
+"""Staging folders: files and folders are written in one, and get their name by a rename when complete.
 
-A staging folder lies beside its target, because a rename works within one file system only. Its name ends in
-random digits, and a marker file in it says what it is. Its owner keeps the marker locked. Only a folder that
-has the name and the marker, and whose owner is gone, is ever cleared away; nothing else beside the target is
-touched. All steps go through descriptors, so they stay in one folder even if its path changes meanwhile.
+A staging folder is beside its target, because a rename works only within one file system. Its name ends in
+random digits, and a marker file in it identifies it. Its owner keeps the marker locked. Only a folder with
+such a name and marker whose owner is gone is ever removed; nothing else beside the target is touched. All
+steps use descriptors, so they stay in one folder even if its path changes meanwhile.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import attrs
 
 PREFIX = ".grpo_fn-"
 MARKER = "grpo_fn.staging.json"
-NEW = "new"  # what is being written
-OLD = "old"  # what had the target's name before
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # to open one, and no link
+NEW = "new"  # the new folder or file
+OLD = "old"  # the one that had the target's name before
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # to open a folder, never a link
 _FORMAT = "grpo_fn.staging"
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}")
 _LONGEST = 4096  # bytes of a marker
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-# Of file systems without locks: there nobody can tell whether an owner lives, and nothing is cleared away.
+# Errors of file systems without locks: there it is unknown whether an owner lives, and nothing is removed.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -38,16 +38,16 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 class Staging:
     """A staging folder that this process works in, by descriptors."""
 
-    parent: int  # the folder that it and its target lie in
+    parent: int  # the common parent folder of it and its target
     folder: int
     marker: int  # locked
     name: str
     target: str
 
     def put(self, *, replace: bool) -> None:
-        """Gives the new folder the target's name; with `replace` what has that name is moved aside first.
+        """Gives the new folder the target's name; with `replace` an existing target is moved aside first.
 
-        Raises OSError where the disk refuses, and where the name is taken without `replace`.
+        Raises OSError if the disk refuses, and if the name is taken without `replace`.
         """
         while True:
             try:
@@ -56,14 +56,14 @@ class Staging:
             except OSError as error:
                 if not replace or error.errno not in _TAKEN:
                     raise
-            self._remove(OLD)  # only where another process took the name between the two renames
+            self._remove(OLD)  # only if another process took the name between the two renames
             with suppress(FileNotFoundError):
                 os.rename(self.target, OLD, src_dir_fd=self.parent, dst_dir_fd=self.folder)
 
     def clear(self) -> None:
-        """Removes it. A target that was moved aside gets its name back, unless the new one is in place.
+        """Removes the staging folder. A target that was moved aside gets its name back, if the name is free.
 
-        Does nothing where that name is taken by something else, or where somebody put files of their own in.
+        Does nothing if something else has that name, or if the folder contains foreign files.
         """
         found = set(os.listdir(self.folder))
         if not found <= {NEW, OLD, MARKER}:
@@ -95,9 +95,9 @@ class Staging:
 
 @contextmanager
 def staging(parent: int, target: str) -> Iterator[Staging]:
-    """A staging folder in `parent` for the name `target`; cleared away at the end.
+    """A staging folder in `parent` for the name `target`; removed at the end.
 
-    OSError where the disk refuses.
+    OSError if the disk refuses.
     """
     made = _make(parent, target)
     try:
@@ -112,9 +112,9 @@ def staging(parent: int, target: str) -> Iterator[Staging]:
 
 
 def sweep(parent: int) -> None:
-    """Clears away the staging folders in `parent` whose owners are gone; what they moved aside comes back.
+    """Removes the staging folders in `parent` whose owners are gone, and restores what they moved aside.
 
-    What cannot be removed stays: it may belong to somebody else, and what comes next does not depend on it.
+    Folders that cannot be removed stay: they may belong to another user, and nothing depends on them.
     """
     for name in filter(_NAME.fullmatch, os.listdir(parent)):
         with suppress(OSError):
@@ -139,7 +139,7 @@ def _make(parent: int, target: str) -> Staging:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-        # The lock comes before the content: whoever finds a marker that says nothing leaves it alone.
+        # The lock is taken before the content is written: an empty marker is left alone by others.
         says = {"format": _FORMAT, "version": 1, "target": target, "process": os.getpid()}
         os.write(marker, json.dumps(says, indent=1).encode())
         os.fsync(marker)
@@ -148,9 +148,9 @@ def _make(parent: int, target: str) -> Staging:
 
 
 def _claim(parent: int, name: str) -> Staging | None:
-    """The staging folder of that name, locked for this process; None where it is none.
+    """The staging folder of that name, locked for this process; None if it is not a staging folder.
 
-    OSError where it cannot be opened, and BlockingIOError where its owner lives.
+    OSError if it cannot be opened, and BlockingIOError if its owner lives.
     """
     with ExitStack() as undo:
         folder = _opened(undo, name, FOLDER_FLAGS, parent)
@@ -161,7 +161,7 @@ def _claim(parent: int, name: str) -> Staging | None:
             return None
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
         target = _target(os.read(marker, _LONGEST))
-        if target is None or not os.fstat(marker).st_nlink:  # or another process has just cleared it away
+        if target is None or not os.fstat(marker).st_nlink:  # or another process has just removed it
             return None
         undo.pop_all()
     return Staging(parent, folder, marker, name, target)

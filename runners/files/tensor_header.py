@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before MLX reads it.
 
-MLX checks much itself, but counts a tensor's elements in 64 bits: a shape whose product runs over passes, and
-so do negative dimensions in pairs. Format: 8 bytes with the header's length, little-endian; the header, a
+MLX checks much itself, but counts a tensor's elements in 64 bits: it accepts a shape whose product overflows,
+and negative dimensions in pairs. Format: 8 bytes with the header's length, little-endian; the header, a
 JSON object of dtype, shape and data_offsets for each tensor; the data
 (https://github.com/huggingface/safetensors).
 """
@@ -32,7 +32,7 @@ _BITS |= {"BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F6
 
 
 def check_header(file: Path) -> None:
-    """Raises UserError unless every tensor of the header is in the file, as large as its shape says."""
+    """Raises UserError unless every tensor of the header is in the file, with the size of its shape."""
     fault = _header_fault(file)
     if fault:
         raise UserError(f"{file}: cannot be read as safetensors: {fault}")
@@ -60,7 +60,7 @@ def _header_fault(file: Path) -> str | None:
 
 
 def _fault(entry: Any, room: int) -> str | None:
-    """What is wrong with one tensor's entry, where `room` bytes of data follow the header."""
+    """The fault of one tensor's entry, if any; `room` bytes of data follow the header."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         return f"is described by {show(entry)}, wanted dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

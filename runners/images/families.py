@@ -1,4 +1,4 @@
-"""The vision-language models that train with images, and what of mlx-vlm each one needs."""
+"""The vision-language models that train with images, and the mlx-vlm processor of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 def check_family(config: Mapping[str, Any], path: Path) -> str:
     """The model_type of a config.json whose model takes images in training.
 
-    Raises UserError for every other model, with those that do.
+    Raises UserError for every other model; the message lists these types.
     """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
@@ -42,7 +42,7 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
 
 
 def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """How many frequencies follow time, row and column, as config.json has it; UserError without them."""
+    """How many frequencies encode time, row and column, from config.json; UserError if they are missing."""
     for table in (config, config.get("text_config") or {}):
         for key in ("rope_scaling", "rope_parameters"):
             found = (table.get(key) or {}).get("mrope_section")
@@ -52,9 +52,9 @@ def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A config.json with the text part's keys at its root as well, where mlx-vlm reads these families' keys.
+    """A config.json with the text part's keys also at its root, where mlx-vlm reads them for these families.
 
-    As it is where there is no text part of its own. UserError without `mrope_section`.
+    Without a separate text part it is unchanged. UserError without `mrope_section`.
     """
     text = config.get("text_config")
     if not text:
@@ -69,7 +69,7 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def mlx_vlm_module(kind: str, part: str = "") -> Any:
-    """mlx-vlm's module of a family, or a part of it; UserError where mlx-vlm is not installed."""
+    """mlx-vlm's module of a family, or a part of it. UserError if mlx-vlm is not installed."""
     name = f"mlx_vlm.models.{kind}{part}"
     try:
         return importlib.import_module(name)

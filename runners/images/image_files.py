@@ -1,4 +1,4 @@
-"""What a data set's column of images holds: paths, or the bytes of a file."""
+"""The image files of a data set's column: paths, or bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 28  # of an image's file
 MAX_PIXELS = 1 << 26  # of an image
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs, as EPS does
-_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation with rows for columns
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
+_TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
 _ORIENTATION = 0x0112
 _WANTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
 
@@ -30,7 +30,7 @@ _WANTED = "a path, a list of paths, or what a Hub data set has for images (bytes
 class ImageFile:
     """One image, not opened yet."""
 
-    name: str  # as messages and logs call it: the path as the data has it, or a digest
+    name: str  # in messages and logs: the path as in the data, or a digest
     path: Path | None = None
     data: bytes | None = attrs.field(default=None, repr=False)
 
@@ -43,10 +43,10 @@ class ImageFile:
 
 
 def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
-    """The images of a row's column; paths are relative to `folder`, and lie in it. Nothing is opened.
+    """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is opened.
 
-    None, an empty text and an empty list are no images. Raises UserError, without the row's place, for a
-    value of another kind, and for a path that leads out of the folder or where there is no file.
+    None, an empty text and an empty list mean no images. Raises UserError, without the row's place, for a
+    value of another kind, for a path that leads out of the folder, and for a missing file.
     """
     if value is None or value == "":
         return ()
@@ -70,7 +70,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
         size = path.stat().st_size if inside and path.is_file() else None
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
         raise UserError(f"names {show(value)}: {first_line(error)}") from error
     if not inside:
         raise UserError(
@@ -86,7 +86,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
 
 
 def image_fault(value: Any, folder: Path | None) -> str:
-    """What is wrong with a row's images, as far as is seen without opening them; empty: nothing."""
+    """The fault of a row's images that shows without opening them; empty: none."""
     try:
         image_files(value, folder)
     except UserError as error:
@@ -95,7 +95,7 @@ def image_fault(value: Any, folder: Path | None) -> str:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, upright, from the file's head. UserError for what is no image."""
+    """Rows and columns of pixels, upright, from the file's header. UserError if it is not an image."""
     with _opened(file) as image, _reading(file):
         columns, rows = image.size
         turned = _has_head_exif(image) and image.getexif().get(_ORIENTATION) in _TURNED
@@ -103,7 +103,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
 
 
 def read_image(file: ImageFile) -> Image:
-    """The pixels in RGB, upright. UserError for what is no image."""
+    """The pixels in RGB, upright. UserError if the file is not an image."""
     from PIL import ImageOps
 
     with _opened(file) as image, _reading(file):
@@ -112,7 +112,7 @@ def read_image(file: ImageFile) -> Image:
 
 
 def _has_head_exif(image: Image) -> bool:
-    """Whether EXIF data may be read without the pixels: a PNG's may stand behind them."""
+    """Whether EXIF data can be read without the pixels: in a PNG it may follow them."""
     return image.format != "PNG" or "exif" in image.info
 
 

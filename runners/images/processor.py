@@ -21,15 +21,15 @@ Grid = tuple[int, int, int]  # time, rows, columns
 
 @attrs.frozen(eq=False)
 class ImageProcessor:
-    """Images as a model's prompts and its vision tower take them."""
+    """Prepares images for a model's prompts and its vision tower."""
 
     processor: Any  # mlx-vlm's image processor
-    image_token: int  # the id that a prompt has for each cell of an image
-    max_pixels: int  # that an image is scaled down to; 0: the processor's own bound
-    template: str | None  # the processor's chat template, which may be another than the tokenizer's
+    image_token: int  # the id in a prompt for each cell of an image
+    max_pixels: int  # images are scaled down to it; 0: the processor's own bound
+    template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """Tokens of an image in a prompt, from its size alone. UserError for what is no image."""
+        """Tokens of an image in a prompt, from its size alone. UserError if the file is not an image."""
         rows, columns = image_size(file)
         try:
             return int(self.processor.num_image_tokens(rows, columns, **self._options))
@@ -37,7 +37,7 @@ class ImageProcessor:
             raise self._refused(file, error) from error
 
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
-        """Patches [N,C] float32, and how they lie: time, rows, columns. UserError for what is no image."""
+        """Patches [N,C] float32, and their grid: time, rows, columns. UserError if it is not an image."""
         try:
             found = self.processor(images=[read_image(file)], **self._options)
         except ValueError as error:
@@ -46,15 +46,15 @@ class ImageProcessor:
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
 
     def cells(self, grid: Grid) -> Grid:
-        """What a grid of patches is in tokens."""
+        """The grid of tokens for a grid of patches."""
         time, rows, columns = grid
         merge = int(self.processor.merge_size)
         return time, rows // merge, columns // merge
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
-        """The prompt with as many image tokens for each image as it takes.
+        """The prompt with all image tokens of each image.
 
-        Raises UserError where the prompt has not one image token for each image.
+        Raises UserError unless the prompt has exactly one image token for each image.
         """
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
@@ -80,8 +80,8 @@ class ImageProcessor:
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
     """The image processor of a model folder, whose config.json is `config`.
 
-    Raises UserError for a model that takes no images, without mlx-vlm, and where the folder's settings cannot
-    be read.
+    Raises UserError for a model that takes no images, without mlx-vlm, and if the folder's settings cannot be
+    read.
     """
     kind = check_family(config, path)
     if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
@@ -93,6 +93,6 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     try:
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
         processor, template = found.image_processor, found.chat_template
-    except Exception as error:  # of mlx-vlm and transformers, for files that anyone may have written
+    except Exception as error:  # mlx-vlm and transformers may fail in any way on untrusted files
         raise UserError(f"{path}: the image processor cannot be loaded: {first_lines(str(error))}") from error
     return ImageProcessor(processor, image_token, max_pixels, template if isinstance(template, str) else None)

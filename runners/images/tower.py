@@ -1,4 +1,4 @@
-"""A model's vision tower: its weights out of the folder, frozen, and the features that it makes of images."""
+"""A model's vision tower: its frozen weights from the folder, and its features of images."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
 from runners.images.processor import Grid, ImageProcessor, load_processor
 
-PREFIX = "vision_tower."  # of its weights, as mlx-vlm writes them
+PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
 _PREFIXES = (PREFIX, "visual.", "model.visual.", "model.vision_tower.")
-KEPT_BYTES = 1 << 28  # of features that are kept for the next time that a prompt comes
+KEPT_BYTES = 1 << 28  # of cached features, for prompts that come again
 
 
 class HasImages(Protocol):
@@ -39,19 +39,19 @@ class HasImages(Protocol):
 
 @attrs.define(eq=False)
 class VisionPart:
-    """What a model sees with: processor and tower. It is never trained."""
+    """A model's vision part: processor and tower. It is never trained."""
 
     path: Path  # the model's folder
     kind: str  # its model_type
-    module: nn.Module  # mlx-vlm's vision tower, in the dtype that the model computes in
+    module: nn.Module  # mlx-vlm's vision tower, in the model's compute dtype
     processor: ImageProcessor
     dtype: mx.Dtype
     _kept: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
 
     def see(self, prompts: Sequence[HasImages]) -> list[PromptImages | None] | None:
-        """The images of each prompt, computed; None where no prompt has any.
+        """The features of each prompt's images; None if no prompt has images.
 
-        Raises UserError for a file that is no image, or not the one that the prompt was made for.
+        Raises UserError if a file is not an image, or has changed since the prompt was made.
         """
         if not any(prompt.images for prompt in prompts):
             return None
@@ -70,7 +70,7 @@ class VisionPart:
             return PromptImages(mx.concatenate(list(features)), tuple(places), positions)
         except ValueError as error:
             names = ", ".join(file.name for file in prompt.images)
-            raise UserError(f"{names}: not of the size that it had when the run began ({error})") from error
+            raise UserError(f"{names}: its size has changed since the run began ({error})") from error
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
         """Features [F,D] of an image, and its cells."""
@@ -93,8 +93,8 @@ def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: i
     Args:
         module: as mlx-lm loads it, before a policy is made of it.
         path: the folder.
-        dtype: that the model computes in.
-        max_pixels: that images are scaled down to; 0: the processor's own bound.
+        dtype: the model's compute dtype.
+        max_pixels: images are scaled down to it; 0: the processor's own bound.
 
     Raises UserError as `load_vision_part` does, and for positions that do not fit the module.
     """
@@ -148,7 +148,7 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
     family = mlx_vlm_module(kind)
     stated = json.loads(json.dumps(dict(config["vision_config"])))
     try:
-        # Newer files name the text part's type here, or none.
+        # Newer files have the text part's type here, or none.
         return family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = first_lines(str(error))
@@ -156,7 +156,7 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
-    """The tower's weights by mlx-vlm's names without a prefix, lazily read."""
+    """The tower's weights, lazily read, by mlx-vlm's names without a prefix."""
     found: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         check_header(file)

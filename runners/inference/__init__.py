@@ -1,1 +1,1 @@
-"""A model that answers: `grpo generate`, `grpo chat`, images. Training is not known here."""
+"""Models that answer: `grpo generate`, `grpo chat`, images. Nothing here depends on training."""

@@ -1,4 +1,4 @@
-"""A conversation of several turns, whose keys and values are computed once."""
+"""A conversation of several turns that computes keys and values only once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from runners.tokenization.text import TextDecoder
 
 @attrs.frozen
 class Event:
-    """What happens between two turns of a model that calls tools."""
+    """An event between two turns of a model that calls tools."""
 
     kind: str  # "call", "answer", "stop" (no more turns) or "reward"
     text: str
 
 
 class Conversation:
-    """Messages so far, and the cache of the prompt that they make.
+    """The messages so far, and the cache for their prompt.
 
-    Each turn renders the whole conversation anew, as its chat template wants it, and keeps of the cache what
-    the new prompt begins with.
+    Each turn renders the whole conversation again with its chat template, and reuses the part of the cache
+    that matches the start of the new prompt.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Conversation:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ):
         """`system`: the system message, if any. `nudge`: first words of each reply. `stop`: stop strings.
-        `template_kwargs`: what the chat template gets besides."""
+        `template_kwargs`: further arguments of the chat template."""
         self.model, self.sampling, self.nudge = model, sampling, nudge
         self.template_kwargs = template_kwargs
         self.decoder = TextDecoder(model.tokenizer)
@@ -53,20 +53,20 @@ class Conversation:
         self.messages: list[Message] = list(self._system)
         self.turns = 0
         self._cache: list[Any] | None = None
-        self._known: list[int] = []  # tokens whose keys and values the cache begins with
+        self._known: list[int] = []  # tokens whose keys and values are in the cache
 
     def reply(
         self, text: str, *, stopped: Callable[[], bool] = lambda: False, speed: Speed | None = None
     ) -> Iterator[str | Event]:
-        """The assistant's answer to a message, piece by piece; both join the messages when it ends.
+        """The assistant's answer to a message, piece by piece; both are added to the messages at its end.
 
-        An answer that `stopped` ends stays in the conversation as far as it came. Where an exception ends it,
-        the conversation is as before.
+        If `stopped` ends the answer, the part so far stays in the conversation. If an exception ends it, the
+        conversation does not change.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         _, prompt = render(self.model.tokenizer, messages, self.nudge, template_kwargs=self.template_kwargs)
         cached = self._rewind(prompt)
-        known, self._known = [*prompt], []  # while the cache is being written nothing is sure
+        known, self._known = [*prompt], []  # while the cache is written, its content is unknown
         if self.nudge:
             yield self.nudge
         for piece in stream(
@@ -90,7 +90,7 @@ class Conversation:
             self.turns += 1
 
     def _rewind(self, prompt: Sequence[int]) -> int:
-        """Cut the cache to what it shares with the prompt but its last token; how many tokens that is."""
+        """Cut the cache to its common start with the prompt, less the last token; the number of tokens."""
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
         shared = 0

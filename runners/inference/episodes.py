@@ -20,7 +20,7 @@ from runners.rewards.played import Played
 
 @attrs.frozen(eq=False)
 class Episodes:
-    """Conversations that are over, G of each example in a row. The next ones reuse their environments."""
+    """Finished conversations, G of each example in a row. The next conversations reuse their environments."""
 
     examples: tuple[Example, ...]
     rollout: g.Rollout
@@ -30,13 +30,13 @@ class Episodes:
 
     @property
     def texts(self) -> list[str]:
-        """The model's last words in each."""
+        """The model's last turn in each."""
         return [answer_text(messages) for messages in self.played.messages]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """How conversations are drawn: the arguments of `g.generate` that stay the same."""
+    """How conversations are drawn: the constant arguments of `g.generate`."""
 
     key: mx.array
     max_new_tokens: int
@@ -57,7 +57,7 @@ def play_episodes(
     rows: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Episodes]:
-    """All examples, `rows` conversations at a time at most. Once `stopped()` says so, those under way end."""
+    """All examples, at most `rows` conversations at a time. If `stopped()` is true, the current ones end."""
     together = max(rows // num_generations, 1)
     for start in range(0, len(examples), together):
         part = examples[start : start + together]
@@ -110,7 +110,7 @@ def _ending(find_stop: FindStop | None, stopped: Callable[[], bool]) -> FindStop
 
 
 class _Until:
-    """Replies until somebody asks to stop: then no turn is answered."""
+    """Replies that answer no turn after a request to stop."""
 
     def __init__(self, replies: Replies, stopped: Callable[[], bool]) -> None:
         self._replies, self._stopped = replies, stopped

@@ -21,7 +21,7 @@ from runners.inference.inference_model import InferenceModel
 from runners.machine.launch_modes import launch_keywords
 from runners.tokenization.text import TextDecoder
 
-DEFAULT_ROWS = 256  # completions decoded together where nothing is said
+DEFAULT_ROWS = 256  # completions decoded together by default
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
 
 Tokens = Sequence[int]
@@ -37,7 +37,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    purpose: int = GENERATION  # of the draws, as `grpo_fn.prng` lists them
+    purpose: int = GENERATION  # of the random draws, see `grpo_fn.prng`
     max_tokens: int = 512
 
     @property
@@ -61,7 +61,7 @@ class Completion:
     """One completion of one prompt."""
 
     text: str  # special tokens left out
-    tokens: tuple[int, ...]  # the token that ended it included
+    tokens: tuple[int, ...]  # including the token that ended it
     finish: str  # "stop": an end token or stop string; "length"; "interrupted"
 
 
@@ -70,12 +70,12 @@ class Speed:
     """Tokens and seconds of one or several calls, and the peak of memory since `start`."""
 
     prompt_tokens: int = 0
-    prompt_seconds: float = 0.0  # 0 where prompts and completions are not told apart
+    prompt_seconds: float = 0.0  # 0 if prompts and completions are not timed separately
     tokens: int = 0
     seconds: float = 0.0
 
     def start(self) -> None:
-        """Begins to watch the memory."""
+        """Starts to watch the memory."""
         mx.reset_peak_memory()
 
     def line(self) -> str:
@@ -105,17 +105,17 @@ def stream(
 ) -> Iterator[str | Completion]:
     """One completion, piece by piece, in mlx-lm's loop; the last item is the whole Completion.
 
-    It is the completion that `generate_batches` gives prompt `number` first (to the rounding of batched
-    products): the draws come from the same keys.
+    It equals the first completion that `generate_batches` gives for prompt `number` (to the rounding of
+    batched products), because the draws use the same keys.
 
     Args:
         prompt: token ids.
-        cache: mlx-lm's prompt cache, which holds the first `cached` tokens and is advanced; None: a new one.
+        cache: mlx-lm's prompt cache, which has the first `cached` tokens and is extended; None: a new one.
         number: of the prompt, for its random key.
         drawn: tokens of the prompt that were drawn with this key before, in earlier turns.
         stops: tokens that end it besides the model's own.
         stopped: asked after each token whether to end here.
-        speed: is added to.
+        speed: gets the tokens and seconds added.
     """
     from mlx_lm import stream_generate
 
@@ -142,9 +142,9 @@ def follow(
     stopped: Callable[[], bool],
     speed: Speed | None,
 ) -> Iterator[str | Completion]:
-    """A completion's pieces, and the whole of it, from the responses of mlx-lm's loop, or of mlx-vlm's.
+    """A completion's pieces, and then all of it, from the responses of mlx-lm's loop, or of mlx-vlm's.
 
-    Each response has a token, and of the call so far `prompt_tokens`, `prompt_tps` and `generation_tps`.
+    Each response has a token, and for the call so far `prompt_tokens`, `prompt_tps` and `generation_tps`.
     """
     pieces, tokens, text, finish = decoder.stream(), [], "", LENGTH
     response = None
@@ -175,7 +175,7 @@ def follow(
 
 
 def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
-    """Raises UserError: a tokenizer may have added tokens that the model has no embedding for."""
+    """Raises UserError for tokens without an embedding in the model: a tokenizer may have added some."""
     try:
         check_token_ids(prompts, model.policy.vocabulary)
     except ValueError as error:
@@ -183,7 +183,7 @@ def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
 
 
 def draws(sampling: Sampling, number: int = 0, drawn: int = 0) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's sampler: the n-th call draws token `drawn` + n of completion 0 of a prompt."""
+    """A sampler for mlx-lm: the n-th call draws token `drawn` + n of completion 0 of a prompt."""
     key_12 = completion_keys(sampling.key, mx.array([number]), mx.array([0]))
     draw = drawing(sampling.sampler())
     words = _words(key_12, drawn)
@@ -191,15 +191,15 @@ def draws(sampling: Sampling, number: int = 0, drawn: int = 0) -> Callable[[mx.a
 
 
 def _words(key_12: mx.array, drawn: int) -> Iterator[mx.array]:
-    """The random bits [1,W] of each draw after so many."""
+    """The random bits [1,W] of each draw after the first `drawn`."""
     for first in itertools.count(drawn, step=256):
         yield from draw_words(key_12, first, 256)
 
 
 def penalty(sampling: Sampling, prompt: Tokens | None) -> Callable[[mx.array, mx.array], mx.array]:
-    """mlx-lm's logits processor; it is called with the tokens so far, of which only the last one is new.
+    """A logits processor for mlx-lm; it is called with the tokens so far, of which only the last one is new.
 
-    Where `prompt` is None, the tokens of the first call are all of it.
+    If `prompt` is None, the tokens of the first call are the prompt.
     """
     seen_1v: mx.array | None = None
 
@@ -227,11 +227,12 @@ def generate_batches(
     speed: Speed | None = None,
     shown: Sequence[HasImages] | None = None,
 ) -> Iterator[list[Completion]]:
-    """Each prompt's completions in the prompts' order, as their batch is done.
+    """Each prompt's completions in the order of the prompts, when their batch is done.
 
-    A completion depends on the seed, its prompt's and its own number, and the model: not on `max_batch`, the
-    number of completions decoded together (0: 256). Once `stopped()` says so, those under way end where they
-    are, and no others follow. `shown` are the prompts with their images, where the model has a vision part.
+    A completion depends on the seed, its prompt's number, its own number, and the model, but not on
+    `max_batch`, the number of completions decoded together (0: 256). When `stopped()` is true, the current
+    completions end at once, and no others follow. `shown` are the prompts with their images, if the model has
+    a vision part.
     """
 
     def end(tokens: Tokens, start: int) -> int | None:
@@ -240,14 +241,14 @@ def generate_batches(
         return None if find_stop is None else find_stop(tokens, start)
 
     def is_whole(tokens: Tokens) -> bool:
-        """Whether an end token or a stop string is its last."""
+        """Whether the tokens end with an end token or a stop string."""
         if tokens[-1] in model.eos_ids:
             return True
         return find_stop is not None and find_stop(tokens, len(tokens) - 1) is not None
 
     _check_token_ids(model, prompts)
     together = max((max_batch or DEFAULT_ROWS) // num_generations, 1)
-    # On a CPU a look at which rows have ended costs nothing, and their steps are saved.
+    # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
     check_every = 8 if model.launch == "async" else 1
     decoding = g.Decoding(check_every=check_every, **launch_keywords(model.launch))
     for start in range(0, len(prompts), together):
@@ -274,7 +275,8 @@ def generate_batches(
             speed.seconds += time.perf_counter() - began
         done = []
         for tokens, finished in zip(found, on_host(rollout.finished_b), strict=True):
-            # Asked to stop, every row counts as finished; those that had come to their end are whole.
+            # After a request to stop, every row counts as finished; only those at their real end are
+            # complete.
             finish = STOP if is_whole(tokens) else INTERRUPTED if finished else LENGTH
             done.append(Completion(decoder.decode(tokens), tuple(tokens), finish))
         for row in range(0, len(done), num_generations):

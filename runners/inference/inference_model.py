@@ -1,4 +1,4 @@
-"""Loading a model to use it: nothing trains, adapters are applied, packed weights stay packed."""
+"""Loads a model for use without training: adapters are applied, packed weights stay packed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class InferenceModel:
     """A model ready for `g.generate(model.policy, {}, …)`, and its `module` for mlx-lm's functions."""
 
-    module: nn.Module  # floating leaves in the compute dtype, packed ones as they are
+    module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
     policy: g.Policy  # the same module; its tree of parameters is empty
     tokenizer: TokenizerWrapper
     path: Path  # the folder it was loaded from
@@ -42,7 +42,7 @@ class InferenceModel:
     launch: str  # of decoding steps, as `rollout.launch` in a config
     prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
     notices: tuple[str, ...]
-    vision: VisionPart | None = None  # what it sees with, where it was asked for
+    vision: VisionPart | None = None  # its vision part, if it was asked for
 
 
 def load_inference(
@@ -58,22 +58,22 @@ def load_inference(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> InferenceModel:
-    """Loads a folder, a Hub name or "embedded"; a folder of adapters alone brings its base model along.
+    """Loads a folder, a Hub name or "embedded"; for a folder of adapters also the base model.
 
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
-            a run's folder, which stands for its final model, else its newest whole checkpoint.
-        platform: what `runners.machine.startup.prepare` found.
+            a run's folder, which means its final model, else its newest whole checkpoint.
+        platform: from `runners.machine.startup.prepare`.
         adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
         dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
         loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.
-        folders: where that is looked for.
+        folders: where the loader is searched.
         trust_remote_code: run code that comes with the model.
         with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
-        images: whether prompts may have some, which are scaled down to `image_max_pixels` (0: as the model's
-            processor says).
+        images: whether prompts may have images, which are scaled down to `image_max_pixels` (0: the limit of
+            the model's processor).
 
-    Raises UserError as `load_model` does, and where adapters are missing or do not fit the model.
+    Raises UserError as `load_model` does, and if adapters are missing or do not fit the model.
     """
     notes: list[str] = []
     function = custom_loader(loader, folders, "--loader")
@@ -89,7 +89,7 @@ def load_inference(
     compute_dtype = choose_dtype(dtype, platform, module)
     check_experts(module, compute_dtype, platform, "dtype")
     cast_floating(module, compute_dtype)
-    mx.async_eval(module.parameters())  # while the policy looks at what the model can do
+    mx.async_eval(module.parameters())  # while the policy inspects the model
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     policy = g.Policy.for_inference(module)
     mx.eval(module.parameters())
@@ -108,7 +108,7 @@ def load_inference(
 
 
 def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
-    """How the model behind a name, as `load_inference` takes it, was asked in training; None: not known.
+    """How a model, named as for `load_inference`, was asked in training; None: not known.
 
     The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
     """
@@ -132,5 +132,5 @@ def _find(
 
 
 def _prompt(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """That of the adapters, which were trained last, else the model's."""
+    """The settings of the adapters, which were trained last, else the model's."""
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

@@ -1,6 +1,6 @@
 """A conversation in which the model calls tools: its turns, their calls and answers, over one cache.
 
-Nothing is tokenised again: each turn goes on behind the very tokens of the turns before it, as in training.
+Nothing is tokenised again: each turn continues after the exact tokens of the turns before it, as in training.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runners.rewards.played import COUNTS, Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
-_LOOK = 0.02  # seconds between looks at a call under way
+_LOOK = 0.02  # seconds between checks of a running call
 
 
 class ToolConversation(Conversation):
-    """A conversation with a user and with tools. `[env]`'s bounds hold for each of the user's messages.
+    """A conversation with a user and with tools. The bounds of `[env]` apply to each message of the user.
 
-    An environment is reset with the conversation's first message; what its `reset` returns stands at the
-    message's end.
+    An environment is reset with the conversation's first message; a text that `reset` returns is appended to
+    that message.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ToolConversation(Conversation):
         stop: Sequence[str] = (),
         template_kwargs: Mapping[str, Any],
     ) -> None:
-        """As `Conversation`; `columns`: what `reset` gets. The environments have the same nudge."""
+        """As `Conversation`; `columns`: the arguments of `reset`. The environments have the same nudge."""
         self.environments, self.columns = environments, dict(columns)
         self._begun: Begun | None = None
         super().__init__(
@@ -65,9 +65,10 @@ class ToolConversation(Conversation):
     def reply(
         self, text: str, *, stopped: Callable[[], bool] = lambda: False, speed: Speed | None = None
     ) -> Iterator[str | Event]:
-        """The assistant's turns up to one without a call, piece by piece, with calls and answers between.
+        """The assistant's turns up to one without a call, piece by piece, with calls and answers in between.
 
-        Where the environment cannot be reset a UserError says why, and the conversation is as before.
+        If the environment cannot be reset, raises UserError with the reason; the conversation does not
+        change.
         """
         prompt = self._asked(text)
         begun = self._begun
@@ -133,7 +134,7 @@ class ToolConversation(Conversation):
         if self._tokens:
             chat = self.environments.chat
             return [*self._tokens, *chat.follow_user(self._tokens, text, self.nudge)]
-        self.clear()  # of a first message that an exception ended
+        self.clear()  # after a first message that ended with an exception
         messages: list[Message] = [*self._system, {"role": "user", "content": text}]
         rendered, tokens = render(
             self.model.tokenizer,
@@ -150,7 +151,7 @@ class ToolConversation(Conversation):
         return list(begun.prompts[0])
 
     def _collected(self, begun: Begun, stopped: Callable[[], bool]) -> Sequence[int] | None:
-        """The reply to the calls under way; None: it ends the conversation, or nobody waits for it."""
+        """The reply to the running calls; None: it ends the conversation, or the user has stopped it."""
         while True:
             found = begun.session.collect(0)
             if 0 in found:
@@ -188,10 +189,10 @@ def play_prompts(
     stopped: Callable[[], bool],
     speed: Speed,
 ) -> Iterator[tuple[Sequence[Message], dict[str, Any]]]:
-    """Conversations that begin with these messages, in batches; of each its first messages and a JSON row.
+    """Conversations that begin with these messages, in batches; yields their first messages and JSON rows.
 
-    The first one of each prompt is what `ToolConversation` gives (to the rounding of batched products).
-    `columns` are what each `reset` gets.
+    The first one of each prompt equals that of `ToolConversation` (to the rounding of batched products).
+    `columns` are the arguments of each `reset`.
     """
     decoder = TextDecoder(model.tokenizer)
     examples = []
@@ -238,7 +239,7 @@ def play_prompts(
 
 
 def own_rewards(environments: Environments, played: Played) -> list[float | None] | None:
-    """The environments' own rewards; None for one without, and where the class has no `get_reward`."""
+    """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
     if environments.reward is None:
         return None
     count = len(played.environments)

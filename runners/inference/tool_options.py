@@ -1,4 +1,4 @@
-"""Tools for a model that answers: of the command line, of a config, or of the model's run."""
+"""Tools for a model that answers: from the command line, a config, or the model's run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from runners.tokenization.text import TextDecoder
 
 @attrs.frozen(kw_only=True)
 class ToolOptions:
-    """What a command line says of tools."""
+    """The tool options of a command line."""
 
     tools: Sequence[str] = ()  # files, or files with a function's name
     factory: str = ""  # a class in a file, or "calculator"
     config: str = ""  # a config, whose [env] is used
-    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None where not given
+    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None if not given
 
 
 def env_of(
     model: str, options: ToolOptions, note: Callable[[str], None]
 ) -> tuple[EnvConfig, tuple[Path, ...]]:
-    """The [env] to use, and where its files are looked for; without factory and tools there are none.
+    """The [env] to use, and the folders of its files; without factory and tools there are no tools.
 
-    `note` gets a line where the run that a model came from has tools: that they are used, or, as code runs
-    only if it is named, how to use them.
+    If the run that a model came from has tools, `note` gets a line: that they are used, or how to use them,
+    because code runs only if it is named.
 
-    Raises UserError where bounds are given and there are no tools; ConfigError as `load_config` does.
+    Raises UserError if bounds are given but no tools; ConfigError as `load_config` does.
     """
     folders: tuple[Path, ...] = (Path.cwd(),)
     env = EnvConfig()
@@ -55,18 +55,18 @@ def env_of(
 
 
 def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder belongs to, or is; None where it is of no run."""
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is no run."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
     parent = folder.resolve().parent
-    # As it was written, where that is the same place.
+    # The path as it was written, if it is the same place.
     places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
     return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
 
 
 def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:
-    """[env] of a run's folder, which is untrusted: without what is code."""
+    """[env] of a run's folder, which is untrusted: without code."""
     found = read_json(file).get("env")
     if not isinstance(found, dict):
         return EnvConfig()
@@ -96,7 +96,7 @@ def build_tools(
     nudge: str,
     template_kwargs: Mapping[str, Any],
 ) -> Environments | None:
-    """The environments of [env] for a loaded model; None where there are none."""
+    """The environments of [env] for a loaded model; None if there are none."""
     data = DataConfig(nudge=nudge, chat_template_kwargs=dict(template_kwargs))
     decoder = TextDecoder(model.tokenizer)
     return build_environments(env, data, model.tokenizer, decoder, model.eos_ids, folders)

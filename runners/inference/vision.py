@@ -1,6 +1,6 @@
 """Vision-language models, through mlx-vlm (extra `vlm`): conversion, and answers to prompts with images.
 
-mlx-lm knows the language part of many of them, and training is of that part; images need mlx-vlm.
+mlx-lm has the language part of many of them, which is the part that trains; images need mlx-vlm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from runners.machine.startup import Platform
 
-# What these packages raise for a folder that they cannot read.
+# Exceptions of these packages for a folder that they cannot read.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)
 
 
@@ -63,9 +63,9 @@ def load_vision(
 ) -> VisionModel:
     """Loads a folder, a run's folder or a Hub name by mlx-vlm, in the compute dtype of `load_inference`.
 
-    With `with_prompt` the result has the folder's grpo_prompt.json, if there is one. `note` gets a line where
-    a checkpoint stands in for a run's final model. Raises UserError: no such model, no vision part, no
-    mlx-vlm, or one that mlx-vlm cannot read.
+    With `with_prompt` the result has the folder's grpo_prompt.json, if there is one. `note` gets a line if a
+    checkpoint is used in place of a run's final model. Raises UserError if there is no such model, no vision
+    part or no mlx-vlm, or if mlx-vlm cannot read the model.
     """
     path = resolve_model(model_of_run(model, note), "MODEL")
     if not sees(path):
@@ -142,10 +142,11 @@ def stream_images(
 
 
 def convert_vision(path: Path, target: Path, *, trust_remote_code: bool = False, **options: Any) -> None:
-    """Writes the MLX folder of a vision-language model by `mlx_vlm.convert`, which gets the options.
+    """Writes the MLX folder of a vision-language model with `mlx_vlm.convert`, which gets the options.
 
-    Its vision part is never quantized. The folder is opened once more, as mlx-vlm packs layers of odd sizes
-    which it then does not read. Raises UserError without mlx-vlm, and for what mlx-vlm refuses.
+    Its vision part is never quantized. The folder is opened once more as a check, because mlx-vlm packs
+    layers of odd sizes that it cannot read again. Raises UserError without mlx-vlm, and if mlx-vlm refuses
+    the model.
     """
     _check_code(path, trust_remote_code)
     _mlx_vlm(f"{path} (its config.json has a vision part; --text-only converts the language part alone)")
@@ -187,7 +188,7 @@ def _mlx_vlm(what: str) -> Any:
 
 
 def _check_code(path: Path, trust_remote_code: bool) -> None:
-    """mlx-vlm runs the file that `model_file` names, whatever it is told of trust."""
+    """Raises UserError for a model with its own code unless it is trusted: mlx-vlm would always run it."""
     named = read_json(path / "config.json").get("model_file")
     if named and not trust_remote_code:
         raise UserError(f"{path}: config.json names code to run, {named}; --trust-remote-code lets it")

@@ -1,4 +1,4 @@
-"""Answers of judges, saved between runs by their questions' content: judges.sqlite in the user's cache."""
+"""Judges' answers, cached between runs by the content of the question: judges.sqlite in the user's cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE = 5.0  # seconds that another process may hold the file
 
 @attrs.frozen
 class CachedAnswer:
-    """A judge's answer, and what it took."""
+    """A judge's answer, and its numbers of tokens."""
 
     text: str
     tokens_in: int = 0
@@ -29,21 +29,21 @@ class CachedAnswer:
 
 
 def question_digest(url: str, body: Mapping[str, Any]) -> str:
-    """The name of a request's answer: a digest of where it goes and of all that it says, without any key."""
+    """The key of a request's answer: a digest of its address and its content, without any secret."""
     content = json.dumps([url, body], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 @attrs.define
 class AnswerCache:
-    """The file. A fault of it ends no run: `notices` reports it, and nothing more is saved."""
+    """The cache file. Its faults end no run: `notices` reports them, and nothing more is saved."""
 
     file: Path = attrs.field(factory=lambda: cache_folder() / "judges.sqlite")
     notices: list[str] = attrs.field(factory=list)
     usable: bool = True
 
     def find(self, digests: Iterable[str]) -> dict[str, CachedAnswer]:
-        """Those of the answers that are there."""
+        """The cached answers for these digests."""
         wanted = list(dict.fromkeys(digests))
         found: dict[str, CachedAnswer] = {}
         if not wanted or not self.usable or not self.file.exists():
@@ -78,7 +78,7 @@ class AnswerCache:
         self._use(insert)
 
     def _use(self, act: Callable[[sqlite3.Connection], None]) -> None:
-        """Calls `act` with a connection of this thread's own, in a transaction."""
+        """Calls `act` with this thread's own connection, in a transaction."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.file, timeout=_PATIENCE)) as connection, connection:

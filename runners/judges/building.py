@@ -1,4 +1,4 @@
-"""From a table [judge.NAME] to the reward that it means."""
+"""Builds the reward for a table [judge.NAME]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runners.judges.endpoint import Endpoint
 from runners.judges.judge import EndpointJudge
 from runners.judges.keys import take_key
 
-_GRACE = 15.0  # seconds that a judge has to cancel what is past its time limit, before the scorer leaves it
+_GRACE = 15.0  # seconds for a judge to cancel late requests before the scorer gives it up
 
 
 @attrs.frozen(eq=False)
@@ -25,7 +25,7 @@ class CalledJudge:
     function: Callable[..., Any]
     timeout: float  # seconds; 0: none
     grouped: bool  # whether it takes `group_size`
-    check: Callable[[], None]  # raises UserError where it cannot judge: nothing answers, no weights, no key
+    check: Callable[[], None]  # raises UserError if it cannot judge: no server, no weights, no key
 
 
 def build_judge(name: str, settings: JudgeConfig) -> CalledJudge:

@@ -40,14 +40,14 @@ class _Model:
 
 @attrs.define(eq=False)
 class ClassifierJudge:
-    """Called as a reward is, in the run's own thread, where MLX's arrays can be computed."""
+    """Called like a reward, in the run's own thread, where MLX's arrays can be computed."""
 
     name: str
     settings: JudgeConfig
     _model: _Model | None = attrs.field(init=False, default=None)
 
     def load(self) -> None:
-        """Reads the folder. Raises UserError where it is no classifier that can be used."""
+        """Reads the folder. Raises UserError if it is not a usable classifier."""
         if self._model is None:
             self._model = _load(self.name, self.settings)
 
@@ -81,7 +81,7 @@ class ClassifierJudge:
         if templated:
             try:
                 text = tokenizer.apply_chat_template(conversation, tokenize=False)
-            except Exception as error:  # of a template that somebody else wrote
+            except Exception as error:  # the template is foreign code
                 raise UserError(
                     f"judge.{self.name}.path: its chat template fails: {error_line(error)}"
                 ) from error
@@ -110,7 +110,7 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
     weights.pop("lm_head.weight", None)
     head, bias = weights.pop(heads[0]), weights.pop(heads[0].replace("weight", "bias"), None)
     try:
-        # Tied, so that no language-model head is made: a verdict does not use it.
+        # Tied, so that no language-model head is made, which a verdict does not use.
         config = with_rope_keys(utils.load_config(path)) | {"tie_word_embeddings": True}
         model_class, args_class = utils._get_classes(config)
         module = model_class(args_class.from_dict(config))
@@ -125,7 +125,7 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
                 ),
             )
         module.load_weights(list(weights.items()), strict=False)
-    except Exception as error:  # of mlx-lm's module for a config that anyone may have written
+    except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         if is_out_of_memory(error):
             raise
         raise UserError(f"{where}: the model cannot be loaded: {error_line(error)}") from error
@@ -163,7 +163,7 @@ def _width(module: nn.Module) -> int:
         for _, layer in module.named_modules()
         if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding)
     ]
-    one = tables[0](mx.array([0]))  # its shape alone: nothing is computed
+    one = tables[0](mx.array([0]))  # only its shape: nothing is computed
     return one.shape[-1]
 
 
@@ -183,7 +183,7 @@ def _column(name: str, label: str, config: Mapping[str, Any], heads: int) -> int
 
 
 def _batches(rows: Sequence[Sequence[int]], chosen: Sequence[int], tokens: int) -> list[list[int]]:
-    """Rows of like length together, at most `tokens` with their padding, one row at least."""
+    """Groups rows of similar length: at most `tokens` tokens with padding, at least one row."""
     batches: list[list[int]] = []
     for i in sorted(chosen, key=lambda i: len(rows[i])):
         if batches and (len(batches[-1]) + 1) * _padded(len(rows[i])) <= tokens:
@@ -198,7 +198,7 @@ def _padded(length: int) -> int:
 
 
 def _scores(model: _Model, rows: Sequence[Sequence[int]]) -> list[float]:
-    """Of each row: the head at its last token. Attention looks back only: padding behind has no effect."""
+    """For each row the head at its last token. Attention only looks back: padding after it has no effect."""
     width = _padded(max(map(len, rows)))
     tokens_bl = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
     hidden_bld = model.policy.hidden(model.policy.params, tokens_bl)

@@ -1,4 +1,4 @@
-"""Asking an API like OpenAI's: requests side by side, with time limits, retries, and reasons for faults."""
+"""Asks an API like OpenAI's: parallel requests with time limits and retries, and reasons for faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
 
 _LARGEST = 1 << 20  # bytes of an answer
-_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # what may go away
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # temporary faults
 _HOPELESS = {401, 403, 404, 405}  # the same for every request
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds before another try
 _PROBE_TIME = 10.0  # seconds
@@ -27,7 +27,7 @@ _PROBE_TIME = 10.0  # seconds
 
 @attrs.frozen
 class Reply:
-    """An answer, and what it took."""
+    """An answer, with its time and tokens."""
 
     text: str
     tokens_in: int
@@ -37,11 +37,11 @@ class Reply:
 
 @attrs.define
 class Tries:
-    """How a batch of requests goes."""
+    """The state of a batch of requests."""
 
     sent: int = 0
     failed_in_a_row: int = 0
-    given_up: Failure | None = None  # why the rest is not sent
+    given_up: Failure | None = None  # why the remaining requests are not sent
 
 
 @attrs.frozen
@@ -49,17 +49,17 @@ class _Fault:
     """Why a request has no answer."""
 
     failure: Failure
-    passing: bool = False  # a fault that may be gone at the next try
-    wait: float = 0.0  # seconds before that, at least
-    hopeless: bool = False  # a fault that every request meets
+    passing: bool = False  # a temporary fault: another try may succeed
+    wait: float = 0.0  # least seconds before that try
+    hopeless: bool = False  # a fault that affects every request
 
 
 @attrs.frozen
 class Endpoint:
-    """Where to ask, and how patiently."""
+    """The address of an API, and its time limits and retries."""
 
     url: str  # without /chat/completions
-    variable: str  # that the key came from; "" for none
+    variable: str  # the variable of the key; "" for none
     key: str = attrs.field(repr=False)
     concurrency: int
     timeout: float  # seconds a try
@@ -67,7 +67,7 @@ class Endpoint:
     retries: int
 
     def check(self, name: str) -> None:
-        """Raises UserError where nothing answers there or the key is refused; `name` is the judge's."""
+        """Raises UserError if the server does not answer or refuses the key; `name` is the judge's."""
         import httpx2
 
         try:
@@ -84,10 +84,11 @@ class Endpoint:
             raise UserError(f"judge.{name}: {self._base} answers HTTP {status}: {key}")
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[Reply | Failure], int]:
-        """The reply to each request body, or why there is none; and how many requests were sent for them.
+        """The reply to each request body, or why there is none; and how many requests were sent.
 
-        At most `concurrency` are under way. After as many failures in a row, or one that every request would
-        meet, such as a wrong key, the others are not sent. What is late for `batch_timeout` is cancelled.
+        At most `concurrency` run at a time. After as many failures in a row, or after one that affects every
+        request, such as a wrong key, the others are not sent. Requests later than `batch_timeout` are
+        cancelled.
         """
         import httpx2
 
@@ -166,7 +167,7 @@ class Endpoint:
             said = json.loads(text)["error"]
             text = said["message"] if isinstance(said, dict) else said
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # no error of OpenAI's form: the text itself is shown
+            pass  # not an error in OpenAI's form: the text itself is shown
         return Failure(
             f"got HTTP {status} from {self._base}: {show(self._safe(' '.join(str(text).split())))}"
         )
@@ -183,13 +184,13 @@ class Endpoint:
         return self._safe(error_line(error))
 
     def _safe(self, text: str) -> str:
-        """A text of the server's or the client's without the key."""
+        """A text of the server or the client without the key."""
         hidden = text.replace(self.key, f"${self.variable}") if self.key else text
         return one_line(hidden, {})
 
 
 async def _bounded(response: Response) -> bytes | None:
-    """The body; None where it is larger than any answer."""
+    """The body; None if it is larger than any answer."""
     content = b""
     async for part in response.aiter_bytes():
         content += part
@@ -199,7 +200,7 @@ async def _bounded(response: Response) -> bytes | None:
 
 
 def _retry_after(response: Response) -> float:
-    """The seconds that the server asks for, within bounds; 0 where it names none."""
+    """The seconds that the server asks for, within bounds; 0 if it gives none."""
     try:
         return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT)
     except ValueError:  # a date

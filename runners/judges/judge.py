@@ -19,16 +19,16 @@ from runners.judges.verdicts import Failure, presentation_order, read_ranking, r
 
 Verdict = float | Failure
 LogMetric = Callable[[str, float], None]
-_SAME = 0.5  # the reward of a group whose completions are all one text: there is nothing to rank
+_SAME = 0.5  # the reward of a group whose completions are all equal: there is nothing to rank
 
 
 @attrs.frozen
 class Exchange:
-    """What a judge was asked about some completions, and what it answered."""
+    """A judge's question about some completions, and its answer."""
 
     rows: tuple[int, ...]  # the completions
     messages: tuple[dict[str, str], ...]
-    answer: str | None  # None: none came
+    answer: str | None  # None: no answer
     verdicts: tuple[Verdict, ...]  # of these completions
 
 
@@ -42,9 +42,9 @@ class _Question:
 
 @attrs.define(eq=False)
 class EndpointJudge:
-    """Called as an async reward is, with what `__signature__` names; returns a number or a Failure each.
+    """Called like an async reward, with the arguments of `__signature__`; returns numbers or Failures.
 
-    `exchanges` is None in a run; a list is given every exchange of a call.
+    `exchanges` is None in a run; if it is a list, every exchange of a call is appended.
     """
 
     name: str
@@ -59,7 +59,7 @@ class EndpointJudge:
         columns = columns_of(self.settings)
         names = ["completions", "prompts", "log_metric", *columns]
         kind = inspect.Parameter.KEYWORD_ONLY
-        # The scorer passes what a reward's signature names, and refuses a run without such a column.
+        # The scorer passes the arguments in a reward's signature, and refuses a run without such a column.
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     async def __call__(
@@ -112,7 +112,7 @@ class EndpointJudge:
         return verdicts
 
     def take_notices(self) -> list[str]:
-        """Lines on what went wrong beside the verdicts, each once."""
+        """Lines on faults besides the verdicts, each once."""
         if self.cache is None:
             return []
         notices, self.cache.notices = self.cache.notices, []
@@ -148,7 +148,7 @@ class EndpointJudge:
         if settings.model:
             body["model"] = settings.model
         body |= json.loads(settings.extra) if settings.extra else {}
-        # null in `extra` takes a key away, for a server that refuses it.
+        # null in `extra` removes a key, for a server that refuses it.
         return {name: value for name, value in body.items() if value is not None}
 
     def _read_score(self, answer: str) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""Keys of APIs: read from the environment once, and gone from it then."""
+"""Keys of APIs: read once from the environment, and then removed from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _TAKEN: dict[str, str] = {}
 
 
 def take_key(variable: str) -> str | None:
-    """The key in a variable of the environment, None where there is none.
+    """The key in a variable of the environment, None if there is none.
 
-    The variable is removed from this process's environment, so that no process that is started from now on
-    gets it. Later calls have the key from memory.
+    The variable is removed from this process's environment, so that processes started later do not get it.
+    Later calls return the key from memory.
     """
     found = os.environ.pop(variable, "").strip()
     if found:

@@ -1,4 +1,4 @@
-"""The numbers that a judge adds to the log, and how those of several batch steps become one."""
+"""The numbers that a judge adds to the log, and how several batch steps are combined."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 _RULES: dict[str, Callable[[Sequence[float]], float]] = {
-    "requests": sum,  # sent, each try of one counted
-    "cached": sum,  # completions whose answer was there already: in the cache, or of an equal completion
+    "requests": sum,  # sent requests, counting each try
+    "cached": sum,  # completions whose answer was known: from the cache, or from an equal completion
     "failed": sum,  # completions without a verdict
     "latency": _mean,  # seconds of an answered request
     "slowest": max,  # seconds
@@ -25,12 +25,12 @@ _RULES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def metric_name(judge: str, part: str) -> str:
-    """The name that the log has."""
+    """The name in the log."""
     return f"{_GROUP}/{judge}/{part}"
 
 
 def combined(name: str, values: Sequence[float]) -> float | None:
-    """One number of an update for those of its batch steps; None where the name is not a judge's."""
+    """One number for an update from those of its batch steps; None if the name is not a judge's."""
     group, _, rest = name.partition("/")
     rule = _RULES.get(rest.rpartition("/")[2]) if group == _GROUP and "/" in rest else None
     return None if rule is None or not values else float(rule(values))

@@ -1,4 +1,4 @@
-"""What a judge is asked: conversation and completions in a text that a completion cannot break out of."""
+"""A judge's questions: texts with conversation and completions that a completion cannot break out of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Reason in a few sentences. Then end with one line that has each number from 1 to
 RANKING: numbers with commas between"""
 
 OWN_NAMES = ("criteria", "prompt", "question", "completion", "completions", "low", "high", "count", "fence")
-"""What a prompt may name in braces besides columns of the data."""
+"""The names that a prompt may have in braces besides columns of the data."""
 
 
 def prompt_of(settings: JudgeConfig) -> str:
@@ -66,9 +66,9 @@ def messages_for(
     completions: Sequence[str],
     columns: Mapping[str, Any],
 ) -> list[dict[str, str]]:
-    """The messages that ask about one completion, or, of a ranking judge, about several of one prompt.
+    """The messages that ask about one completion or, for a ranking judge, about several of one prompt.
 
-    The fence in the marks depends on all that stands between them, so that no text can contain it.
+    The fence in the marks depends on all text between them, so that no text can contain it.
     """
     task = _task(conversation)
     fence = hashlib.sha256("\0".join([task, *completions]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
@@ -88,7 +88,7 @@ def messages_for(
         "count": str(len(completions)),
         "fence": fence,
     }
-    # One pass: what a text brings is not looked at again.
+    # One pass: names inside an inserted text are not filled in.
     asked = PLACEHOLDER.sub(lambda found: values[found[1]], prompt_of(settings))
     system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
     return [*system, {"role": "user", "content": _sendable(asked)}]
@@ -105,5 +105,5 @@ def _text(value: Any) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Halves of surrogate pairs, which UTF-8 has not, as question marks."""
+    """The text with question marks for halves of surrogate pairs, which UTF-8 does not have."""
     return re.sub(r"[\ud800-\udfff]", "?", text)

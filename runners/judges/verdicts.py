@@ -1,4 +1,4 @@
-"""What judges write, as rewards: a score on a scale, a ranking of a group, or neither."""
+"""Turns judges' answers into rewards: a score on a scale, a ranking of a group, or a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 from runners.errors import show
 
-_MOST = 100_000  # characters of an answer that are looked at, from its end
+_MOST = 100_000  # characters at the end of an answer that are read
 _THOUGHT_END = "</think>"
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
@@ -22,17 +22,17 @@ _LIST = re.compile(r"\[([\d,\s]*)\]")
 
 @attrs.frozen
 class Failure:
-    """In a reward's place: why there is none. The scorer reports and counts it as a fault of the reward."""
+    """Says, in place of a reward, why there is none. The scorer counts it as a fault of the reward."""
 
     reason: str  # equal ones are reported in one line
-    found: str = ""  # what it was found in, of one completion
+    found: str = ""  # the text of one completion in which it was found
 
 
 def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> float | Failure:
     """The score in an answer, as a share of the scale: 0.0 at its low end, 1.0 at its high end.
 
-    It is the last ``SCORE: number``, or the whole answer where that is one number. With `pattern` it is what
-    the last match has in its one group. What a model thinks up to ``</think>`` is passed over.
+    It is the last ``SCORE: number``, or the whole answer if that is one number. With `pattern` it is the
+    group of the last match. Text up to ``</think>`` is ignored.
     """
     text = _said(answer)
     if pattern:
@@ -45,7 +45,7 @@ def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> fl
     low, high = scale
     try:
         score = float(found[-1])
-    except (TypeError, ValueError):  # of a pattern of the user's own
+    except (TypeError, ValueError):  # a custom pattern may match anything
         return Failure("got a score that is no number", show(found[-1]))
     if not low <= score <= high:  # NaN neither
         return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{score:g}")
@@ -53,10 +53,10 @@ def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> fl
 
 
 def read_ranking(answer: str, size: int) -> list[float] | Failure:
-    """The rewards of `size` ranked texts, by their number: 1.0 for the best, 0.0 for the last, in even steps.
+    """The rewards of `size` ranked texts, by number: 1.0 for the best, 0.0 for the last, in even steps.
 
-    The ranking is the last ``RANKING: 2, 1, 3``, best first, or else the last list in square brackets. It has
-    to name each number from 1 to `size` once.
+    The ranking is the last ``RANKING: 2, 1, 3``, best first, or else the last list in square brackets. It
+    must contain each number from 1 to `size` once.
     """
     text = _said(answer)
     found = _RANKING.findall(text) or _LIST.findall(text)
@@ -72,9 +72,9 @@ def read_ranking(answer: str, size: int) -> list[float] | Failure:
 
 
 def presentation_order(texts: Sequence[str], salt: str) -> list[str]:
-    """The different texts among `texts`, in an order that depends on their content alone.
+    """The different texts among `texts`, in an order that depends only on their content.
 
-    A judge may prefer the first or the last: which text that is has nothing to do with where it stood, and is
+    A judge may prefer the first or the last text. So the order does not depend on the texts' places, and is
     the same when a step is repeated.
     """
     return sorted(

@@ -1,4 +1,4 @@
-"""What the last bits of a result depend on besides its inputs: backend, BLAS, its threads, MLX."""
+"""Facts besides the inputs that the last bits of a result depend on: backend, BLAS, its threads, MLX."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _TEXTS = {"openblas_get_corename": "blas_kernels", "openblas_get_config": "blas_
 
 
 def arithmetic_facts(platform: Platform) -> dict[str, Any]:
-    """Names and numbers that are equal where the same computation gives the same bits."""
+    """Names and numbers that are equal on machines where the same computation gives the same bits."""
     found = {"mlx": version("mlx"), "backend": platform.backend, "device": platform.device}
     return found | ({"blas": platform.blas, **_blas()} if platform.backend == "cpu" else {})
 
 
 def _blas() -> dict[str, Any]:
-    """How many threads the BLAS in force has, and for which processor its kernels are."""
+    """The thread count of the loaded BLAS, and the processor that its kernels are for."""
     try:
         program = ctypes.CDLL(None)  # with the libraries that were made global
     except OSError:

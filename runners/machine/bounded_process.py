@@ -1,4 +1,4 @@
-"""A piece of work in a process of its own, with an end to its time and its memory."""
+"""Runs work in a separate process with limits on its time and its memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import attrs
 
-OUT_OF_MEMORY = 9  # the exit code of a `main` that ran into a MemoryError
-_POLL = 0.02  # seconds between looks at the child's memory
-_PATIENCE = 30.0  # seconds that a child may take beside ten times its computing
+OUT_OF_MEMORY = 9  # the exit code of a `main` that raised MemoryError
+_POLL = 0.02  # seconds between readings of the child's memory
+_PATIENCE = 30.0  # seconds that a child may take in addition to ten times its computing time
 _MEGABYTE = 1_000_000
-# Not every system limits a process's address space: there the parent's look at it is the limit.
+# Not every system limits a process's address space: on others the parent checks the memory.
 _CAN_LIMIT = sys.platform == "linux"
 
 
@@ -26,22 +26,22 @@ class Ending:
 
     lines: tuple[str, ...]  # what it printed
     code: int  # its exit code; -N: signal N
-    over: str = ""  # "time" or "memory": the limit that it passed
+    over: str = ""  # "time" or "memory": the limit that it exceeded
 
 
 def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> Ending:
     """Runs `module.main(*arguments)` of this package in a new Python.
 
-    `main` calls `limit` when its imports are done: from then on it may compute for `seconds` and use `memory`
-    bytes. Where the system cannot limit the memory, this process watches it.
+    `main` calls `limit` after its imports: from then on it may compute for `seconds` and use `memory`
+    bytes. If the system cannot limit the memory, this process watches it.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*sys.argv[1:])"
     process = subprocess.Popen(
-        # -P: nothing is imported from the current folder that this process would not import itself.
+        # -P: imports nothing from the current folder that this process would not import itself.
         [sys.executable, "-P", "-c", code, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a Rust library that fails writes a backtrace there
+        stderr=subprocess.DEVNULL,  # a failing Rust library writes a backtrace there
         env={
             **os.environ,
             "TOKENIZERS_PARALLELISM": "false",
@@ -63,9 +63,9 @@ def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> En
 
 
 def limit(seconds: float, memory: int) -> None:
-    """In the child: from now on so many seconds of computing, and so many bytes more than now."""
+    """In the child: from now on allows so many seconds of computing, and so many bytes more than now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Its signal ends a process in whatever code it is.
+    # The signal of this limit ends a process in any code.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -74,8 +74,8 @@ def limit(seconds: float, memory: int) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], seconds: float, memory: int) -> str:
-    """Waits for the end; the limit that was passed, or ""."""
-    # The child counts its computing alone: this is for one that sleeps, on a machine that is busy.
+    """Waits for the end; returns the limit that was exceeded, or ""."""
+    # The child's own limit counts only computing. This one ends a child that sleeps, also on a busy machine.
     end = time.monotonic() + _PATIENCE + 10 * seconds
     while time.monotonic() < end:
         try:
@@ -88,7 +88,7 @@ def _watch(process: subprocess.Popen[bytes], seconds: float, memory: int) -> str
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 where that cannot be told."""
+    """Bytes of memory that a process holds; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""How to install what is missing, in the words of this system's package manager."""
+"""How to install what is missing, as commands of this system's package manager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPILER = {
     "suse": "zypper install gcc-c++",
     "alpine": "apk add g++",
 }
-# No package index has grpo_fn, and whoever registers its name on one could put anything there.
+# grpo_fn is on no package index, and anyone could register its name there with any content.
 _WHERE = "in a clone of grpo_fn"
 
 

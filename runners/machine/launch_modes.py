@@ -1,7 +1,7 @@
-"""How decoding steps are launched: what the names that `rollout.launch` takes mean to `Decoding`.
+"""How decoding steps are launched: the values of `rollout.launch` as keywords of `Decoding`.
 
 eval     wait for each step
-async    hand it over and prepare the next
+async    submit it and prepare the next
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from runners.machine.startup import Platform
 
 
 def usual_launch(platform: Platform) -> str:
-    """What "auto" is: a CPU has no launch to hide, and pipelining copies the caches."""
+    """The meaning of "auto": a CPU has no launch time to hide, and pipelining copies the caches."""
     return "eval" if platform.backend == "cpu" else "async"
 
 

@@ -1,6 +1,6 @@
-"""The memory of this moment: MLX's, what is free for it, and the system's swap.
+"""Current memory: MLX's, what is free for it, and the system's swap.
 
-MLX is imported by the functions that ask it, not by this module.
+Only the functions import MLX, not this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @attrs.frozen
 class MemoryReading:
-    """Bytes: MLX's active arrays, their peak, MLX's cache, and all that the machine (or its GPU) has."""
+    """Bytes: MLX's active arrays, their peak, MLX's cache, and the total of the machine (or its GPU)."""
 
     active: int
     peak: int
@@ -36,7 +36,7 @@ def read_memory() -> MemoryReading:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that arrays can still take: of MLX's limit, and of what other programs leave (CUDA, Linux)."""
+    """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA, Linux)."""
     import mlx.core as mx
 
     now, info = read_memory(), mx.device_info()
@@ -44,7 +44,7 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     free = [total - now.active]
     if memory_limit_gb > 0:
         free.append(int(memory_limit_gb * 1e9) - now.active)
-    # MLX's own cache counts as taken there, but serves new arrays.
+    # MLX's own cache counts as used there, but new arrays can use it.
     if "free_memory" in info:
         free.append(int(info["free_memory"]) + now.cache)
     elif sys.platform == "linux":
@@ -55,9 +55,9 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may fill: what it holds and, on a GPU, what others leave; on a CPU all.
+    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all memory.
 
-    What is free on a CPU changes from second to second, as the system gives up its caches when asked to.
+    Free memory on a CPU is no measure: it changes every second, and the system frees its caches on demand.
     """
     import mlx.core as mx
 
@@ -68,7 +68,7 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def swap_used() -> int | None:
-    """Bytes of the whole system's swap in use; None where that cannot be told."""
+    """Bytes of the whole system's swap in use; None if unknown."""
     if sys.platform == "darwin":
         done = subprocess.run(["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False)
         return parse_swapusage(done.stdout)

@@ -1,4 +1,4 @@
-"""Signals in two steps: the first asks to stop, the second does not ask."""
+"""Signals in two steps: the first asks to stop, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from types import FrameType, TracebackType
 from runners.machine.terminal import restore_terminals
 
 ASKED = "Saving after this step. Press Ctrl-C again to quit now."
-# The cursor stands at the end of the display's last line.
+# The cursor is at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line to standard error at once, on a line of its own: a terminal has shown "^C"."""
-    with suppress(OSError):  # closed: there is nobody to read it
+    """Writes a line to standard error at once, on a new line, because a terminal has shown "^C"."""
+    with suppress(OSError):  # closed: it has no reader
         os.write(2, f"\n{text}\n".encode())
 
 
 def _write(number: int, text: bytes) -> None:
-    with suppress(OSError):  # the terminal may be what has gone
+    with suppress(OSError):  # the terminal may be gone
         os.write(number, text)
 
 
 def _read(number: int) -> bytes:
-    """The next byte; none where the descriptor is closed."""
+    """The next byte; empty if the descriptor is closed."""
     try:
         return os.read(number, 1)
     except OSError:
@@ -36,19 +36,19 @@ def _read(number: int) -> bytes:
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that a signal ended, in good order."""
+    """A run was ended by a signal after it was saved."""
 
     def __init__(self, number: int) -> None:
         """`number`: the signal's."""
         super().__init__(number)
         self.exit_code = 128 + number  # as shells count
-        self.advice = ""  # a line on how to go on
+        self.advice = ""  # a line on how to continue
 
 
 class Interrupts:
     """Within the `with` block the first SIGINT sets `stopped`, and a second one raises KeyboardInterrupt.
 
-    In another thread than the main one, where signals do not arrive, it does nothing.
+    In a thread other than the main one, where signals do not arrive, it does nothing.
     """
 
     signals: tuple[int, ...] = (signal.SIGINT,)
@@ -79,11 +79,11 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: SIGINT, SIGTERM and SIGHUP, of which the second ends the process at once, with 128 + its
-    number. A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
+    """For a run: SIGINT, SIGTERM and SIGHUP. A second signal ends the process at once, with 128 + its number.
+    A SIGHUP that is ignored from the start, as with nohup, stays ignored.
 
-    At once is while MLX computes, too, when no Python handler runs: a thread reads the signals' numbers from
-    a pipe into which the interpreter writes them as they come. What is on the disk is whole at any moment.
+    This also works while MLX computes, when no Python handler runs: a thread reads the signals' numbers from
+    a pipe to which the interpreter writes them as they come. Files on the disk are complete at any moment.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -126,12 +126,12 @@ class StopSignals(Interrupts):
                 os._exit(128 + number[0])
             asked = True
             self.received = self.received or number[0]  # no handler runs while a collective waits
-            # A display that is stuck, as after Ctrl-S, must not keep the second signal from being read.
+            # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
             threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
         self._close(self._reader)
 
     def _is_open(self, descriptor: int) -> bool:
-        """Whether it is an end of the pipe still: a reward may close it, and open a file in its place."""
+        """Whether it is still an end of the pipe: a reward may close it, and open a file in its place."""
         with suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), self._pipe)
         return False

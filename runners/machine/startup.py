@@ -1,4 +1,4 @@
-"""The machine a run finds itself on: its BLAS, its MLX backend, its memory.
+"""The machine that a run uses: its BLAS, its MLX backend, its memory.
 
 Importing this module imports nothing heavy; `prepare` imports grpo_fn, which loads the BLAS, and then MLX.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
-# MLX hands operations to a CUDA device in buffers, ten at most ahead of it; what they write is held from then
-# on. Smaller ones hold less, at the same speed, and a rollout's are launched sooner: operations a buffer, and
-# 10^6 bytes that they read and write.
+# MLX submits operations to a CUDA device in buffers, at most ten ahead, and holds their outputs from then on.
+# Smaller buffers hold less memory at the same speed, and a rollout's are launched sooner. The numbers are
+# operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 
 
 @attrs.frozen
 class Platform:
-    """What a run computes on. `notices` are lines worth showing once, most important first."""
+    """The platform that a run computes on. `notices` are lines to show once, most important first."""
 
     backend: str  # "metal" | "cuda" | "cpu"
     blas: str | None = None
@@ -41,18 +41,18 @@ class Platform:
 
     @property
     def default_dtype(self) -> str | None:
-        """The compute dtype where the config says "auto": "float32" on CPU, None (the model's own) elsewhere.
+        """The compute dtype if the config says "auto": "float32" on a CPU, None (the model's own) elsewhere.
 
-        On CPU a bf16 matmul goes round the BLAS and is an order of magnitude slower than float32.
+        On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
         """
         return "float32" if self.backend == "cpu" else None
 
 
 def blas() -> Blas:
-    """The BLAS that `import grpo_fn` loads before MLX is imported, or why there is none.
+    """The BLAS that `import grpo_fn` loads before MLX is imported, or why none is loaded.
 
-    Raises ImportError where MLX is not installed, is installed without a backend, or where the environment's
-    GRPO_FN_BLAS names something that is no BLAS.
+    Raises ImportError if MLX is not installed, if it is installed without a backend, or if the environment's
+    GRPO_FN_BLAS names something that is not a BLAS.
     """
     from grpo_fn.backends import load_blas
 
@@ -62,14 +62,14 @@ def blas() -> Blas:
 def load_blas() -> str | None:
     """Imports grpo_fn, which loads the BLAS; before that sets up a CUDA build of MLX.
 
-    Returns the library that is in force, None where there is none (`blas()` says why).
+    Returns the library in use, None if there is none (`blas()` says why).
     """
     _shorten_buffers()
     return blas().library
 
 
 def _shorten_buffers() -> None:
-    """Of a CUDA build of MLX, which reads the settings at its first operation; the user's own stay."""
+    """Sets smaller buffers for CUDA, which MLX reads at its first operation; the user's settings stay."""
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():
             os.environ.setdefault(name, value)
@@ -78,10 +78,10 @@ def _shorten_buffers() -> None:
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
 
-    In another thread than the main one it sees to it that the process outlives the thread: see `thread_ends`.
+    In a thread other than the main one it also makes the process outlive the thread: see `thread_ends`.
 
-    Raises UserError where MLX is not installed, or is installed without a backend, and in a process that was
-    forked from one that has computed.
+    Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
+    has computed.
     """
     _shorten_buffers()
     try:

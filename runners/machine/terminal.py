@@ -1,7 +1,7 @@
-"""All text for people goes through here: control characters made visible on a terminal, bytes into a pipe.
+"""All text for people goes through here. A terminal shows control characters visibly; a pipe gets bytes.
 
-Models, tokenizers, rewards and data sets hold what anybody may have written: on a terminal an escape sequence
-among it could hide lines, change the window's title or answer for the user.
+Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence in it could
+hide lines, change the window's title or answer for the user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import click
 from runners.errors import UserError
 
 _KEPT = "\n\t"
-# C0, delete, C1; what turns the direction of the text after it; halves of surrogate pairs.
+# C0, delete, C1; characters that change the direction of the text; halves of surrogate pairs.
 _CODES = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
 for _letter in _KEPT:
@@ -32,9 +32,9 @@ _changed: dict[int, list[Any]] = {}  # a terminal's descriptor -> its settings b
 
 
 def read_keys_singly(number: int) -> bool:
-    """A terminal's keys from now on come one by one and are not shown; False where it is so already.
+    """From now on a terminal gives its keys one by one and does not show them; False if it does so already.
 
-    Raises OSError or termios.error where the descriptor is no terminal. `restore_terminals` undoes it.
+    Raises OSError or termios.error if the descriptor is not a terminal. `restore_terminals` undoes it.
     """
     if number in _changed:
         return False
@@ -46,7 +46,7 @@ def read_keys_singly(number: int) -> bool:
 
 
 def restore_terminals() -> None:
-    """Gives every terminal its settings back; also for a process that is about to end at once."""
+    """Restores every terminal's settings; also called by a process that is about to end at once."""
     for number, before in list(_changed.items()):
         with suppress(termios.error, OSError):
             termios.tcsetattr(number, termios.TCSANOW, before)
@@ -54,10 +54,10 @@ def restore_terminals() -> None:
 
 
 class OutputLost(UserError):
-    """Standard output takes no more: its reader has gone, its disk is full, it was closed."""
+    """Standard output cannot be written any more: no reader, a full disk, or it was closed."""
 
     def __init__(self, error: Exception):
-        """`error`: what the attempt to write raised."""
+        """`error`: the exception of the failed write."""
         self.is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE
         if self.is_pipe:
             self.exit_code = 141  # 128 + SIGPIPE, as shells count
@@ -73,14 +73,14 @@ def visible(text: str) -> str:
 def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = False) -> None:
     """Writes to standard output, or to standard error, at once; onto a terminal as `visible` shows it.
 
-    With `raw` a terminal gets the text as it is. Raises OutputLost where standard output fails. Where
-    standard error fails there is nobody left to say so to, and the work goes on.
+    With `raw` a terminal gets the text as it is. Raises OutputLost if standard output fails. If standard
+    error fails, nothing can be reported, and the work continues.
     """
     stream = sys.stderr if err else sys.stdout
     try:
         if not raw and stream is not None and stream.isatty():
             text = visible(text)
-        # Without `color` click would take escape sequences out of what goes into a pipe.
+        # Without `color` click would remove escape sequences from text for a pipe.
         click.echo(_encodable(text, stream), file=stream, nl=nl, color=True)
     except (OSError, ValueError) as error:
         if not err:
@@ -89,7 +89,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = Fals
 
 
 def _encodable(text: str, stream: TextIO | None) -> str:
-    """The text with what the stream's encoding has no bytes for spelt out."""
+    """The text; characters that the stream's encoding does not have are escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -99,7 +99,7 @@ def _encodable(text: str, stream: TextIO | None) -> str:
 
 
 def _identity(stream: TextIO) -> tuple[int, int] | None:
-    """Which file a stream writes to; None where it is none of the system's."""
+    """The file that a stream writes to; None if it is not a file of the system."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError, AttributeError):
@@ -108,7 +108,7 @@ def _identity(stream: TextIO) -> tuple[int, int] | None:
 
 
 class Output:
-    """A stream that does not fail: where writing does, `fault` says so, and what follows is dropped."""
+    """A stream that never raises: after a failed write, `fault` has the error and later text is dropped."""
 
     def __init__(self, stream: TextIO):
         """Writes to `stream`."""
@@ -117,9 +117,9 @@ class Output:
         self.fault: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Writes a text, if the stream still takes any."""
+        """Writes a text, unless a write has failed."""
         if self.fault is None and _identity(self._stream) != self._file:
-            # A reward closed it: its number may be that of a checkpoint's file by now.
+            # A reward closed it: its number may now belong to a checkpoint's file.
             self.fault = OSError(errno.EBADF, "it was closed by something that the run called")
         if self.fault is None:
             try:
@@ -129,7 +129,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream, if it still takes any."""
+        """Flushes the stream, unless a write has failed."""
         if self.fault is None:
             try:
                 self._stream.flush()
@@ -148,7 +148,7 @@ class Output:
 
 
 def drop_output(stream: TextIO | None) -> None:
-    """What is still in the buffers of a standard stream is dropped: Python would fail on it at its end."""
+    """Drops the text in a standard stream's buffers: Python would fail on it at exit."""
     with suppress(OSError, ValueError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -157,26 +157,26 @@ def drop_output(stream: TextIO | None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Standard input and error lead nowhere where they are closed; OutputLost for a closed standard output.
+    """Opens closed standard input and error on /dev/null; raises OutputLost for a closed standard output.
 
-    The next file to be opened would get its number otherwise, and whatever is printed with it.
+    Otherwise the next opened file would get the stream's number, and receive everything that is printed.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
-        raise OutputLost(ValueError("it is closed; /dev/null is where nothing is to be kept"))
+        raise OutputLost(ValueError("it is closed; redirect it to /dev/null to discard the output"))
 
 
 @contextmanager
 def others_visible() -> Iterator[None]:
-    """Within the block other people's log records and warnings, which quote files, are `visible` as well."""
+    """Within the block, other packages' log records and warnings (they may quote files) are `visible` too."""
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def make(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make_record(*arguments, **options)
-        with suppress(Exception):  # a message that does not fit its arguments: logging says so
+        with suppress(Exception):  # a message that does not fit its arguments: logging reports it
             record.msg, record.args = visible(record.getMessage()), None
         return record
 

@@ -1,8 +1,8 @@
-"""Threads that have computed, waited for at the end of the process.
+"""Waits for threads that have computed at the end of the process.
 
-MLX keeps compiled programs for each thread, and frees them after the thread's last line of Python; for that
+MLX keeps compiled programs for each thread, and frees them after the thread's last line of Python. For that
 it takes the interpreter's lock again. Before Python 3.13 `Thread.join` does not wait for this. If the
-interpreter shuts down meanwhile, it ends the thread inside of MLX, and the process aborts.
+interpreter shuts down meanwhile, it ends the thread inside MLX, and the process aborts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 
-JOIN_WAITS = sys.version_info >= (3, 13)  # for all that a thread does
+JOIN_WAITS = sys.version_info >= (3, 13)  # for everything that a thread does
 _LONGEST = 10.0  # seconds at the end of the process
 _threads: list[threading.Thread] = []
 
 
 def wait_for_this_thread() -> None:
-    """The process will not end before this thread has freed what MLX holds for it, unless it is a daemon."""
+    """Keeps the process alive until MLX has freed this thread's programs, unless the thread is a daemon."""
     thread = threading.current_thread()
     if JOIN_WAITS or thread is threading.main_thread() or thread in _threads:
         return
@@ -38,11 +38,11 @@ def _register() -> None:
 def _wait() -> None:
     latest = time.monotonic() + _LONGEST
     while any(map(_is_ending, _threads)) and time.monotonic() < latest:
-        time.sleep(0.001)  # lets them have the interpreter
+        time.sleep(0.001)  # gives them the interpreter
 
 
 def _is_ending(thread: threading.Thread) -> bool:
-    """Whether Python counts the thread as ended, and the system does not yet."""
+    """Whether the thread has ended for Python, but not yet for the system."""
     if thread.is_alive() or thread.ident is None:
         return False
     if sys.platform == "linux":

@@ -1,15 +1,15 @@
-"""The versions of MLX and mlx-lm that the tests run with: parts of both are used that may change any day."""
+"""The versions of MLX and mlx-lm that the tests run with: this project uses parts of both that may change."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
-# As pyproject.toml has them.
+# The same ranges as in pyproject.toml.
 TESTED = {"mlx": ">=0.32.4,<0.33", "mlx-lm": ">=0.32.2,<0.33"}
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version that is installed, read from its metadata without an import; None: there is none."""
+    """The installed version, read from the metadata without an import; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

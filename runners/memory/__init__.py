@@ -1,1 +1,1 @@
-"""The memory that a run will take, predicted phase by phase, and watched while it goes."""
+"""Predicts the memory of a run phase by phase, and watches it while the run goes on."""

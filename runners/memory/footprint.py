@@ -9,7 +9,7 @@ import attrs
 from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
 from runners.memory.passes import CACHE_STEP, FLOAT, PREFILL, MicroBatch, ModelShape, Pass, kv_bytes
 
-# Bytes for each weight whose update is in flight: measured, as in `memory`; and those of its random bits.
+# Bytes for each weight while its update is computed (measured, as in `memory`), and for its random bits.
 _UPDATED, _RANDOM_BITS = 11, 2
 
 
@@ -18,21 +18,21 @@ class Weights:
     """Bytes of a run's parameters."""
 
     trained: int  # number of trained parameters, not bytes
-    master: int  # bytes of one of them as the optimizer moves it
+    master: int  # bytes of one master weight, which the optimizer changes
     compute: int  # bytes of a number in the computation
     moment: int = FLOAT  # bytes of a number in one of the optimizer's two moments
-    frozen: int = 0  # bytes of what does not train, as it is held
-    vision: int = 0  # bytes of a vision tower, which does not train either
-    rollout: int = 0  # bytes of a sampler that has weights of its own (quantized, or lagging behind)
+    frozen: int = 0  # bytes of the parameters that are not trained
+    vision: int = 0  # bytes of a vision tower, which is not trained either
+    rollout: int = 0  # bytes of a sampler with its own weights (quantized, or older)
     reference: int = 0  # bytes of a reference (beta > 0)
-    embedding: int = 0  # trained parameters of the embedding, 0 where it does not train
+    embedding: int = 0  # trained parameters of the embedding, 0 if it is not trained
     sampling: int = 0  # bytes of weights that are made anew for each rollout: `decode_weights`
-    ranks: int = 1  # that a run goes over
-    sharded: bool = False  # over the ranks: masters and moments
+    ranks: int = 1  # number of ranks of the run
+    sharded: bool = False  # whether masters and moments are split over the ranks
 
     @property
     def masters(self) -> int:
-        """Bytes of the learner's weights; sharded, all in the compute dtype and a part of the masters."""
+        """Bytes of the learner's weights; if sharded: all in the compute dtype, and a part of the masters."""
         if self.sharded:
             return self.trained * self.compute + self.trained * self.master // self.ranks
         return self.trained * self.master
@@ -44,24 +44,24 @@ class Weights:
 
     @property
     def copy(self) -> int:
-        """Bytes of the weights in the computation's dtype, 0 where that is the masters' own."""
+        """Bytes of the weights' copy in the compute dtype, 0 if the masters have that dtype."""
         return 0 if self.sharded or self.compute == self.master else self.trained * self.compute
 
     @property
     def gradients(self) -> int:
-        """Bytes of one set of gradients as they add up."""
+        """Bytes of one set of accumulated gradients."""
         return self.trained * FLOAT
 
 
 @attrs.frozen(kw_only=True)
 class SampledRows:
-    """One part of a rollout that is decoded together."""
+    """A part of a rollout whose rows are decoded together."""
 
     prompts: int
     rows: int
     prompt: int  # tokens
     new: int  # tokens at most
-    arrays: int  # [rows,V] float32 arrays that a draw holds: `memory.sampling_arrays`
+    arrays: int  # number of [rows,V] float32 arrays in a draw: `memory.sampling_arrays`
     prompt_copies: int | None = None  # these two as in `memory.kv_bytes`
     step: int = CACHE_STEP
     own_weights: bool = True  # samples with the rollout policy's weights; False: with the learner's
@@ -74,7 +74,7 @@ def _whole(parts: Mapping[str, float]) -> dict[str, int]:
 
 @attrs.frozen
 class MemoryPhase:
-    """What is in memory at the height of one phase: bytes by name; what takes none is left out."""
+    """The memory at the peak of one phase: bytes by name, without parts of 0 bytes."""
 
     name: str
     parts: dict[str, int] = attrs.field(converter=_whole)
@@ -97,18 +97,18 @@ def phases(
     grad_checkpoint: bool = False,
     lags: bool = False,
 ) -> list[MemoryPhase]:
-    """The phases of a run in their order.
+    """The phases of a run, in order.
 
     Args:
         shape: the model.
         weights: its parameters in all roles.
         rollout: the largest part that is decoded together.
-        evaluation: the same of an evaluation, where there is one.
-        micro_batches: what the learner takes, in full length.
-        accumulates: gradients of earlier micro-batches are there when the last one comes.
-        logprobs: the learner's own log-probs are taken once more before the gradient.
+        evaluation: the same for an evaluation, if there is one.
+        micro_batches: the learner's micro-batches, at full length.
+        accumulates: gradients of earlier micro-batches are in memory when the last one is computed.
+        logprobs: the learner's log-probs are computed once more before the gradient.
         grad_checkpoint: blocks are computed again in the backward pass.
-        lags: the sampler's weights are not renewed at every update, and live through it.
+        lags: the sampler's weights are not renewed at every update, so they stay in memory during it.
     """
     held = {
         "weights": weights.masters,
@@ -148,7 +148,7 @@ def phases(
 
 
 def floor(weights: Weights) -> int:
-    """Bytes without which no run takes a step: weights, moments and one set of gradients."""
+    """The minimum bytes for one step: weights, moments and one set of gradients."""
     trained = weights.masters + weights.moments + weights.gradients
     return trained + weights.frozen + weights.vision + weights.reference
 
@@ -158,7 +158,7 @@ def _copy(weights: Weights, sampling: SampledRows) -> int:
 
 
 def _prompts(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
-    """One call of the prefill, with the caches as far as they are filled then."""
+    """One call of the prefill, with the caches filled so far."""
     length = sampling.prompt
     chunk = Pass(rows=sampling.prompts, length=min(length, PREFILL_TOKENS), attended=length)
     filled = -(-length // CACHE_STEP) * CACHE_STEP
@@ -193,14 +193,14 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dic
         step=sampling.step,
     )
     token = Pass(rows=sampling.rows, length=1, attended=sampling.prompt + sampling.new)
-    # The logits of the last draw are still there when the caches grow, but its other arrays are not.
+    # When the caches grow, the logits of the last draw are still in memory, but its other arrays are not.
     working = own + token.nbytes(shape, PREFILL, weights.compute) + logits
     drawing = sampling.arrays * logits
     return {
         "compute copy": _copy(weights, sampling),
         "weights to sample with": weights.sampling,
         "keys and values": keys,
-        # Those of earlier turns stay with their batch; rows that wait for a reply have a copy.
+        # Caches of earlier turns stay with their batch; rows that wait for a reply have a copy.
         "parked rows": 2 * _own(shape, weights, sampling) if sampling.turns else 0,
         "working set": working if working >= drawing else 0,
         "logits": 0 if working >= drawing else drawing,
@@ -208,7 +208,7 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dic
 
 
 def _own(shape: ModelShape, weights: Weights, sampling: SampledRows) -> int:
-    """Keys and values of all rows behind their prompts, at full length; of copied prompts these too."""
+    """Keys and values of all rows after their prompts, at full length; with copied prompts those too."""
     return kv_bytes(
         shape,
         rows=sampling.rows,
@@ -220,9 +220,9 @@ def _own(shape: ModelShape, weights: Weights, sampling: SampledRows) -> int:
 
 
 def _turns(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
-    """Rows that begin a turn with given tokens: an upper bound, with every row there at its full length.
+    """Rows that start a turn with given tokens: an upper bound, with every row at its full length.
 
-    Beside what decoding holds, all rows' own keys and values are joined, and appended to.
+    In addition to the memory of decoding, all rows' own keys and values are joined and extended.
     """
     held = _decoding(shape, weights, sampling)
     length = min(sampling.new, max(LEAST_EXTENSION, EXTEND_TOKENS // sampling.rows))
@@ -257,14 +257,14 @@ def _gradient(
     accumulates: bool,
     checkpointed: bool,
 ) -> MemoryPhase:
-    """The larger of the backward pass's two ends: all activations saved, or all gradients computed."""
+    """The larger of two moments of the backward pass: all activations saved, or all gradients computed."""
     base = {**held, "compute copy": weights.copy}
     if accumulates:
         base["accumulated gradients"] = weights.gradients
     saved = batch.saved_activations(shape, weights.compute, checkpointed=checkpointed)
     working = batch.in_flight(shape, weights.compute, checkpointed=checkpointed)
     logits, share = batch.logits(shape, weights.compute, gradient=True)
-    beside = (1 - share) * working  # the rest of what is in flight is the last block's
+    beside = (1 - share) * working  # the other arrays in flight belong to the last block
     at_logits = logits + beside >= working
     head = FLOAT * weights.embedding
     first = {
@@ -278,14 +278,14 @@ def _gradient(
         **base,
         "gradients": weights.gradients,
         "working set": working,
-        # A tied embedding's two gradients, as input and as head, are there before they are added.
+        # A tied embedding has two gradients, as input and as head, before they are added.
         "gradient of the head": head if shape.tied else 0,
     }
     return _largest([MemoryPhase("gradient", first), MemoryPhase("gradient", last)])
 
 
 def _update(shape: ModelShape, weights: Weights) -> dict[str, float]:
-    """Gradients, and what is in flight of new values beside the old ones: a block and the embedding."""
+    """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
     ahead = (weights.trained - weights.embedding) / shape.layers + weights.embedding
     each = _UPDATED + (_RANDOM_BITS if weights.master < FLOAT else 0)
     if weights.sharded:

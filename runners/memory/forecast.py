@@ -1,4 +1,4 @@
-"""The memory that a config's run will take, phase by phase, against what the machine has."""
+"""Predicts the memory of a config's run phase by phase, and compares it with the machine's."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from runners.memory.passes import MicroBatch, sampling_arrays
 from runners.models.folders import resolve_model
 from runners.models.reading import load_tokenizer
 
-ROOM_TO_LEARN = 0.85  # of the memory, for a micro-batch chosen here: within what forecasts are off by
-NO_LESS = 1.05  # times what a single row takes: a smaller micro-batch would be slower for nothing
-PACKED_ROWS = 256  # of a batch step that are packed: more make no larger micro-batch
+ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
+NO_LESS = 1.05  # times the memory of a single row: a smaller micro-batch would be slower and save nothing
+PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
 
 
 @attrs.frozen(kw_only=True)
 class Forecast:
-    """What a run will take."""
+    """The predicted memory of a run."""
 
     config: Config
     sizes: ModelSizes
     prompt: int  # tokens of the longest prompt
-    prompt_source: str  # where that number is from
+    prompt_source: str  # the source of that number
     total: int  # bytes that the run may use
     phases: tuple[MemoryPhase, ...]
-    ranks: int = 1  # of which each takes so much
+    ranks: int = 1  # each of them needs this memory
 
     @property
     def peak(self) -> MemoryPhase:
@@ -48,12 +48,12 @@ class Forecast:
 
     @property
     def gradient(self) -> int:
-        """Bytes of the learner's gradient, of all that the micro-batch decides."""
+        """Bytes of the learner's gradient phase, which depends on the micro-batch."""
         return max(phase.total for phase in self.phases if phase.name in ("gradient", "log-probs"))
 
     @property
     def floor(self) -> int:
-        """Bytes that no setting of batches can go below."""
+        """The least bytes that any batch setting needs."""
         return floor(self.sizes.weights)
 
     @property
@@ -73,9 +73,9 @@ def forecast(
 ) -> Forecast:
     """The phases of the run that a checked config describes.
 
-    `prompt` is the longest prompt's length; left out, `data.max_prompt_length` stands for it. `total` is the
-    machine's memory, of which `system.memory_limit_gb` may leave less. With several `ranks` it is the memory
-    of one of them. Where the config leaves it open, the learner's micro-batch is as large as helps and fits.
+    `prompt` is the longest prompt's length; by default it is `data.max_prompt_length`. `total` is the
+    machine's memory, which `system.memory_limit_gb` may reduce. With several `ranks` it is the memory of one
+    of them. If the config does not set the learner's micro-batch, it is as large as is useful and fits.
     Raises UserError as `model_sizes`.
     """
     sizes = sizes or model_sizes(config, platform)
@@ -94,9 +94,9 @@ def forecast(
 
 
 def _roomy(found: Forecast, of: Callable[[int], Forecast]) -> Forecast:
-    """The forecast with the largest micro-batch, halved from `found`'s, that fits or gains nothing by less.
+    """Halves the micro-batch of `found` until the forecast fits, or until a smaller one would save nothing.
 
-    Weights, moments and two sets of gradients are there whatever the micro-batch.
+    Weights, moments and two sets of gradients do not depend on the micro-batch.
     """
     tokens = found.config.system.micro_batch_tokens
     least = of(min(found.prompt + found.config.rollout.max_new_tokens, tokens))
@@ -118,7 +118,7 @@ def _forecast(
     ranks: int,
     source: str,
 ) -> Forecast:
-    """The forecast of a config that leaves nothing open."""
+    """The forecast of a config that sets the micro-batch."""
     spec, optim = config.loss_spec(), config.optim
     system = config.system
     shares = (
@@ -130,7 +130,7 @@ def _forecast(
         and (system.share_prompts == "always" or platform.backend == "cpu")
     )
     own = attrs.evolve(optim, batch_size=-(-optim.batch_size // ranks))
-    each = attrs.evolve(config, optim=own)  # what one rank has of a batch step
+    each = attrs.evolve(config, optim=own)  # one rank's part of a batch step
     pieces = _pieces(each, prompt, shares)
     reused = optim.num_iterations * optim.minibatches > 1
     lags = config.loss.sync_every > optim.gradient_accumulation_steps
@@ -158,7 +158,7 @@ def _forecast(
 
 
 def largest(fits: Callable[[int], bool], *, most: int) -> int:
-    """The largest n in 1..most with fits(n), 0 for none; fits holds up to some n and not beyond."""
+    """The largest n in 1..most with fits(n), or 0; fits must be true up to some n and false after it."""
     if most < 1 or not fits(1):
         return 0
     low, high = 1, 2
@@ -193,7 +193,7 @@ def _rollout(config: Config, prompt: int) -> SampledRows:
 
 
 def _decoded(sampling: SampledRows, sizes: ModelSizes) -> SampledRows:
-    """With the caches that `generate` chooses."""
+    """`sampling` with the caches that `generate` chooses."""
     if not sizes.shares_prefix:
         return sampling
     return attrs.evolve(sampling, prompt_copies=sampling.prompts, step=ROOM)
@@ -214,7 +214,7 @@ def _evaluation(config: Config, prompt: int) -> SampledRows:
 
 
 def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
-    """The micro-batches of a batch step, or of its first rows, whose completions have their full length."""
+    """The micro-batches of a batch step, or of its first rows, with completions of full length."""
     size, new = config.rollout.num_generations, config.rollout.max_new_tokens
     rows = min(
         max(config.optim.batch_size * size // config.optim.minibatches, 1), max(PACKED_ROWS // size, 1) * size
@@ -233,7 +233,7 @@ def _pieces(config: Config, prompt: int, shares: bool) -> list[MicroBatch]:
 
 
 def longest_prompt(config: Config) -> int | None:
-    """Tokens of the longest prompt to train on, where data and tokenizer are on this machine; else None.
+    """Tokens of the longest training prompt if data and tokenizer are on this machine; else None.
 
     Raises UserError for data or a tokenizer that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""How many tokens the learner takes at a time, where the config leaves it open."""
+"""Chooses how many tokens the learner takes at a time, if the config does not."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from runners.machine.startup import Platform
 from runners.memory.model_sizes import ModelSizes
 from runners.memory.passes import ModelShape, Pass
 
-# On a CPU more rows at a time make no product faster once a micro-batch has filled the caches; they only take
-# memory. But a shared prompt is computed once in each.
-CPU_ACTIVATIONS = 75e6  # bytes that the backward pass waits for
-CPU_COMPLETIONS = 3  # with their prompt are taken together, whatever they need
-# On a GPU a micro-batch takes the host as long whatever its size, up to some thousand tokens: the fewer the
-# better, as far as memory goes (Qwen2.5-0.5B on an H200: 1.9 s a step with 5,120, 2.2 with 2,560).
+# On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. But
+# each micro-batch computes a shared prompt once.
+CPU_ACTIVATIONS = 75e6  # bytes that are saved for the backward pass
+CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
+# On a GPU a micro-batch of up to some thousand tokens takes the host the same time whatever its size: fewer
+# micro-batches are better, if memory allows (Qwen2.5-0.5B on an H200: 1.9 s a step with 5,120 tokens, 2.2 s
+# with 2,560).
 GPU_TOKENS = 8192
 MOST_TOKENS = 16384
 LEAST_TOKENS, USUAL_TOKENS = 256, 4096  # USUAL: a model whose sizes are not known
 
 
 def resolve_micro_batch(config: Config, sizes: ModelSizes | str, platform: Platform, prompt: int) -> Config:
-    """The config with `system.micro_batch_tokens` filled in where it is 0.
+    """The config with `system.micro_batch_tokens` filled in if it is 0.
 
-    `prompt` is the longest prompt's length, tokens; `sizes` may be the reason why they are not known.
+    `prompt` is the longest prompt's length in tokens; `sizes` may be a text on why they are unknown.
     """
     if config.system.micro_batch_tokens:
         return config

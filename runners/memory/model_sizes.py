@@ -1,7 +1,6 @@
-"""What a model weighs, found without its weights: the module is built, and nothing in it is computed.
+"""The size of a model without its weights: the module is built, but nothing in it is computed.
 
-MLX's arrays are lazy: a module that was just made, or loaded with `lazy=True`, has shapes and dtypes and
-takes no memory.
+MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses no memory.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ class ModelSizes:
     shape: ModelShape
     weights: Weights
     shares_prompts: bool  # whether a group's prompt can be computed once in the learner
-    shares_prefix: bool  # whether it is kept once while its completions are decoded
+    shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
 
 
 def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | None = None) -> ModelSizes:
     """The sizes of the model that [model] names, in the roles that the config gives it.
 
-    From the headers of the weight files in a local folder, and from config.json alone for a model on the Hub,
-    whose weights are not fetched. `config` is checked ([loss] complete). `stated` is the content of
-    config.json where it is at hand: nothing is looked up then.
+    A local folder is measured by the headers of its weight files. For a model on the Hub only config.json is
+    read; its weights are not fetched. `config` is checked ([loss] complete). `stated` is the content of
+    config.json if it is known already; then nothing is looked up.
 
-    Raises UserError as `load_model` does for what can be seen without the weights.
+    Raises UserError as `load_model` does, for faults that show without the weights.
     """
     settings = config.model
     module, stated = _unloaded(settings, config.folders) if stated is None else (_from_config(stated), stated)
@@ -101,12 +100,12 @@ def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module
     stated = read_config(_fetched_config(path).parent)
     try:
         return _from_config(stated), stated
-    except Exception as error:  # of mlx-lm's module for a config that anyone may have written
+    except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         raise UserError(f"{path}: the model cannot be built: {first_lines(str(error))}") from error
 
 
 def _fetched_config(name: str) -> Path:
-    """config.json of a model on the Hub, from its cache or fetched."""
+    """config.json of a model on the Hub, from the cache or fetched."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(f'model.path = "{name}"'), hub_or_cache():
@@ -114,7 +113,7 @@ def _fetched_config(name: str) -> Path:
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:
-    """A module as config.json describes it, its numbers never drawn."""
+    """The module that config.json describes; its random numbers are never computed."""
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(stated)
@@ -128,7 +127,7 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
         def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
             if path in packed:
                 return packed[path]
-            # As mlx-lm's converter: rows that are no multiple of the group stay as they are.
+            # As in mlx-lm's converter, rows whose length is no multiple of the group are not quantized.
             return hasattr(layer, "to_quantized") and layer["weight"].shape[-1] % plain["group_size"] == 0
 
         nn.quantize(module, **plain, class_predicate=choose)
@@ -145,7 +144,7 @@ def _shape(stated: dict[str, Any], path: str) -> ModelShape:
 
 
 def _held(leaf: mx.array, dtype: mx.Dtype) -> int:
-    """Bytes of a leaf that does not train: in the compute dtype where it is floating, else as it is."""
+    """Bytes of a leaf that is not trained: in the compute dtype if it is floating, else unchanged."""
     return leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
 
 
@@ -157,9 +156,9 @@ def _rollout_bytes(
     compute: mx.Dtype,
     master: mx.Dtype,
 ) -> int:
-    """Bytes of a sampler's own weights: 0 where it reads the learner's.
+    """Bytes of a sampler's own weights: 0 if it uses the learner's.
 
-    What "auto" will choose is not known yet: a whole copy is its upper bound.
+    The choice of "auto" is not known yet: a whole copy is the upper bound.
     """
     rollout = config.rollout
     if rollout.quantization == "none":
@@ -171,7 +170,7 @@ def _rollout_bytes(
 def _reference_bytes(
     config: Config, module: nn.Module, trained: dict[str, mx.array], compute: mx.Dtype, master: mx.Dtype
 ) -> int:
-    """Bytes of the reference's own weights: 0 where there is none."""
+    """Bytes of the reference's own weights: 0 if it has none."""
     loss = config.loss
     if not loss.beta:
         return 0
@@ -188,7 +187,7 @@ def _rollout_packing(config: Config) -> QuantMode | None:
 
 
 def _packing(config: Config, name: str, storage: str) -> QuantMode | None:
-    """The format in which a quantized role keeps its weights; None: as plain numbers."""
+    """The packed format of a quantized role's weights; None: not packed."""
     if storage != "packed" or name == "auto":
         return None
     try:

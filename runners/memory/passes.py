@@ -1,6 +1,6 @@
-"""Bytes of a run as a function of its shapes: what each thing takes. `footprint` adds them up.
+"""The bytes of each part of a run, as functions of its shapes. `footprint` adds them up.
 
-What the backward pass keeps of a block, in float-sized numbers a position, follows from the block's algebra:
+The numbers that the backward pass saves of a block, per position, follow from the block's algebra:
 
     hidden        4   the block's input, the sum in its middle; of each: normalised and scaled by the norm
     intermediate  2   gate and up (`gated_mlp`); with experts or another gate than silu the gated product too
@@ -8,9 +8,9 @@ What the backward pass keeps of a block, in float-sized numbers a position, foll
     keys          4   keys after rotation and values, and the layouts of both that products ask for
     scores        1   the probabilities
 
-Beside it stand the buffers of operations in flight. MLX's CPU backend hands out up to 100 operations ahead of
-the one that computes (10 tasks of 10), and all of them hold their buffers; these counts are measured. On GPUs
-fused kernels keep less of both: there the sums are upper bounds.
+The buffers of operations in flight come in addition. MLX's CPU backend submits up to 100 operations ahead of
+the current one (10 tasks of 10), and each of them holds its buffers; these counts are measured. On GPUs fused
+kernels keep less of both, so the sums are upper bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_fn.backends import has_cuda
 from grpo_fn.learner import chunk_rows
 
 FLOAT = 4  # bytes of float32
-CACHE_STEP = 256  # positions by which mlx-lm's caches grow
+CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
 
 
 @attrs.frozen(kw_only=True)
@@ -33,18 +33,18 @@ class ModelShape:
 
     layers: int
     hidden: int
-    intermediate: int  # of a token: with experts, those that it goes through taken together
+    intermediate: int  # width for one token: with experts, the sum over those that the token uses
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
-    keeps_product: bool = False  # the backward pass keeps what the MLP's last layer reads
+    keeps_product: bool = False  # the backward pass saves the input of the MLP's last layer
     gated: bool = False  # the MLP is silu(gate) · x
 
     @property
     def saved_activations(self) -> Counts:
-        """What one of its blocks saves for the backward pass."""
+        """The arrays that one block saves for the backward pass."""
         more = self.keeps_product + (_CUDA_GATES if self.gated and has_cuda() else 0)
         return attrs.evolve(SAVED_ACTIVATIONS, intermediate=SAVED_ACTIVATIONS.intermediate + more)
 
@@ -60,7 +60,7 @@ class ModelShape:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a model's config.json states.
+    """The shape given by a model's config.json.
 
     Raises:
         KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
@@ -99,7 +99,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 @attrs.frozen
 class Counts:
-    """How many arrays of each kind, a position; `precise` of the hidden ones are always float32."""
+    """Numbers of arrays of each kind per position; `precise` of the hidden ones are always float32."""
 
     hidden: float
     intermediate: float
@@ -114,15 +114,15 @@ class Counts:
 
 
 SAVED_ACTIVATIONS = Counts(hidden=4, intermediate=2, queries=1.5, keys=4, scores=1, precise=2)
-# The proportions are measured on llama blocks of 14 different shapes, the height on the whole runs of
-# benchmarks/memory.py. `elementwise` makes an exponential of several arrays, hence many scores.
+# The proportions were measured on llama blocks of 14 shapes, the scale on whole runs of benchmarks/memory.py.
+# `elementwise` computes an exponential with several arrays, hence many scores.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
-# A forward without gradient, compiled: to 2 %; and op by op, as a prompt is read: to 8 %.
+# A forward pass without gradient: compiled (accurate to 2 %), and op by op as for prompts (to 8 %).
 FORWARD = Counts(hidden=8, intermediate=7, queries=3.7, keys=5.5, scores=8.1, precise=1)
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
-CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
-# On CUDA gated MLPs have that many more in flight: each token of a micro-batch takes 1.16 MB of a LoRA run on
-# Qwen2.5-0.5B (H200, between 4,096 and 8,192 tokens).
+CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # only the block's input
+# On CUDA gated MLPs have so many more arrays in flight: in a LoRA run on Qwen2.5-0.5B each token of a
+# micro-batch takes 1.16 MB (H200, between 4,096 and 8,192 tokens).
 _CUDA_GATES = 2
 # On CUDA products of hidden states and head, and their gradients, of one chunk and the next; `logit_kernels`.
 _CUDA_PRODUCTS = 4
@@ -132,7 +132,7 @@ _CUDA_PRODUCTS = 4
 class Pass:
     """Positions that go through the model together.
 
-    A batch that shares prompts is two of them: the prompts, and the completions, which attend to copies of
+    A batch that shares prompts has two passes: the prompts, and the completions, which attend to copies of
     their prompts' keys.
     """
 
@@ -146,7 +146,7 @@ class Pass:
         return self.rows * self.length
 
     def nbytes(self, shape: ModelShape, counts: Counts, itemsize: int) -> float:
-        """Bytes of so many arrays of each kind, of one block."""
+        """Bytes of the given numbers of arrays of each kind, for one block."""
         tokens, seen = self.positions, self.rows * self.attended
         if has_cuda() and itemsize < FLOAT:  # cuDNN's attention, which keeps no scores
             counts = attrs.evolve(counts, scores=0)
@@ -162,10 +162,10 @@ class Pass:
 
 @attrs.frozen(kw_only=True)
 class MicroBatch:
-    """What the learner takes at a time."""
+    """The rows that the learner computes together."""
 
     passes: tuple[Pass, ...]
-    targets: int  # tokens whose log-probs are wanted, padding included
+    targets: int  # tokens whose log-probs are computed, including padding
 
     @classmethod
     def of(
@@ -178,14 +178,14 @@ class MicroBatch:
     ) -> MicroBatch:
         """From the shapes [B,L] or [P,L] of a batch's `tokens_bl` and [B,T] of its `targets_bt`.
 
-        `targets`: tokens that count, where only their log-probs are computed; None: all of [B,T].
+        `targets`: number of tokens that count, if only their log-probs are computed; None: all of [B,T].
         """
         rows, width = completions
         targets = rows * width if targets is None else targets
         first = Pass(rows=tokens[0], length=tokens[1], attended=tokens[1])
         if not shares_prompts:
             return cls(passes=(first,), targets=targets)
-        # The last token is never fed in.
+        # The last token is never an input.
         rest = Pass(rows=rows, length=width - 1, attended=tokens[1] + width - 1)
         return cls(passes=(first, rest), targets=targets)
 
@@ -195,24 +195,24 @@ class MicroBatch:
         return shape.layers * sum(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def in_flight(self, shape: ModelShape, itemsize: int, *, checkpointed: bool) -> float:
-        """Bytes of the block at work in the backward pass.
+        """Bytes of the current block in the backward pass.
 
-        A checkpointed block is computed again first; MLX is then one block ahead, so that two are there.
+        A checkpointed block is computed again first. MLX is then one block ahead, so that two are in memory.
         """
         counts = BACKWARD + shape.saved_activations + shape.saved_activations if checkpointed else BACKWARD
         return max(part.nbytes(shape, counts, itemsize) for part in self.passes)
 
     def forward(self, shape: ModelShape, itemsize: int) -> float:
-        """Bytes of a forward without gradient; one that shares keeps every block's prompt keys."""
+        """Bytes of a forward pass without gradient; shared prompts keep the keys of every block."""
         shared = 2 * shape.layers * self.passes[0].positions * shape.keys * itemsize
         most = max(part.nbytes(shape, FORWARD, itemsize) for part in self.passes)
         return most + (shared if len(self.passes) > 1 else 0)
 
     def logits(self, shape: ModelShape, itemsize: int, *, gradient: bool) -> tuple[float, float]:
-        """Bytes of logits in chunks, and which share of the operations in flight they are.
+        """Bytes of logits in chunks, and their share of the operations in flight.
 
-        Measured: eight arrays of float32 a chunk, twelve with the gradient, until 27 or 24 are all that MLX
-        hands out; on CUDA there is little but the products.
+        Measured: eight float32 arrays per chunk, twelve with the gradient, up to MLX's limit of 27 or 24
+        arrays; on CUDA hardly more than the products.
         """
         arrays, most, size = (12, 24, FLOAT) if gradient else (8, 27, FLOAT)
         if has_cuda():
@@ -236,11 +236,11 @@ def kv_bytes(
     Args:
         rows: completions decoded together.
         prompt, new: tokens of a prompt and, at most, of a completion.
-        prompt_copies: how many prompts stand in the caches; None: one a row. `prefixes` keeps each once.
-        step: positions by which the rows' own part grows.
+        prompt_copies: number of prompts in the caches; None: one per row. `prefixes` keeps each once.
+        step: number of positions by which the rows' own part grows.
     """
     copies = rows if prompt_copies is None else prompt_copies
-    grown = -(-(new - 1) // step) * step  # the last token drawn is never fed in
+    grown = -(-(new - 1) // step) * step  # the last drawn token is never an input
     positions = copies * prompt + rows * grown
     return 2 * shape.layers * shape.keys * itemsize * positions
 
@@ -253,10 +253,10 @@ def sampling_arrays(
     min_p: float = 0.0,
     with_entropy: bool = False,
 ) -> int:
-    """Arrays [rows,V] of float32 that a draw holds at its peak, the logits among them.
+    """Number of [rows,V] float32 arrays of a draw at its peak, including the logits.
 
-    Measured. The exponential of `elementwise` is four of them, and the logits are there beside it. Top-k
-    sorts a copy, top-p takes an exponential of it as well. The entropy's arrays may all be there too.
+    Measured. The exponential of `elementwise` takes four arrays besides the logits. Top-k sorts a copy, and
+    top-p computes an exponential of it as well. The entropy's arrays may be in memory at the same time.
     """
     if temperature == 0:
         return 5 + 4 * with_entropy

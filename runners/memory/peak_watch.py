@@ -1,4 +1,4 @@
-"""Memory while a run goes: MLX's own figures, the system's swap, and one warning before it is full."""
+"""Memory during a run: MLX's figures, the system's swap, and one warning before it is full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FULL = 0.9  # of the memory
 
 
 class MemoryWatch:
-    """Reads the memory for each log line, and warns once when the peak passes 90 % of what there is."""
+    """Reads the memory for each log line, and warns once when the peak exceeds 90 % of the total."""
 
     def __init__(self, limit_gb: float, key: str) -> None:
         """`limit_gb` is system.memory_limit_gb, 0 for the machine's memory; `key` lowers the peak."""
@@ -17,7 +17,7 @@ class MemoryWatch:
         self._warned = False
 
     def read(self) -> tuple[dict[str, float], str | None]:
-        """The metrics of now, and the warning at the first reading past the mark."""
+        """The current metrics, and the warning at the first reading above the limit."""
         found, swap = read_memory(), swap_used()
         metrics = {"memory/active_gb": found.active / 1e9, "memory/peak_gb": found.peak / 1e9}
         if swap is not None:

@@ -1,4 +1,4 @@
-"""`grpo plan`: a forecast of a run's memory as a table or as JSON, and what is said where it does not fit."""
+"""`grpo plan`: a forecast of a run's memory as a table or as JSON, and the messages if it does not fit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TABLE_WIDTH = 100
 
 @attrs.frozen
 class MemoryPlan:
-    """What `grpo plan` shows."""
+    """The output of `grpo plan`."""
 
     text: str  # for stdout
-    problem: str | None  # one line where the run does not fit
+    problem: str | None  # one line if the run does not fit
 
 
 def make_plan(config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1) -> MemoryPlan:
-    """The plan of a checked config, for each of so many ranks; nothing of the model is loaded but its shapes.
+    """The plan of a checked config, for each of `ranks` ranks; only the model's shapes are loaded.
 
     Raises UserError for a model or data that cannot be used.
     """
@@ -41,7 +41,7 @@ def make_plan(config: Config, platform: Platform, *, as_json: bool = False, rank
 
 
 def too_large_line(found: Forecast) -> str | None:
-    """One line where not even weights, moments and gradients are within the memory; else None."""
+    """One line if not even weights, moments and gradients fit into the memory; else None."""
     if found.floor <= found.total:
         return None
     config = found.config
@@ -52,12 +52,12 @@ def too_large_line(found: Forecast) -> str | None:
         way = f'model.tune = "lora" needs {gigabytes(needed)}' if needed <= found.total else way
     return (
         f"{config.where('model.path')}: {config.model.path} needs {gigabytes(found.floor)} for weights, "
-        f"moments and gradients alone, and there are {gigabytes(found.total)}{_limit(found)}; {way}"
+        f"moments and gradients alone, but there is only {gigabytes(found.total)}{_limit(found)}; {way}"
     )
 
 
 def over_memory_line(found: Forecast, platform: Platform) -> str | None:
-    """One line where the predicted peak exceeds the memory, with what would bring it below; else None."""
+    """One line if the predicted peak exceeds the memory, with keys that would lower it; else None."""
     if found.fits:
         return None
     peak = found.peak
@@ -66,23 +66,23 @@ def over_memory_line(found: Forecast, platform: Platform) -> str | None:
     way = " or ".join(ways[:2]) + " would fit" if ways else f"lower {key_to_turn(found)}"
     return (
         f"the run is expected to take {gigabytes(peak.total)} at its peak ({peak.name}: {name} "
-        f"{gigabytes(nbytes)}), and there are {gigabytes(found.total)}{_limit(found)}; {way}"
+        f"{gigabytes(nbytes)}), but there is only {gigabytes(found.total)}{_limit(found)}; {way}"
     )
 
 
 @attrs.frozen
 class MemoryOutlook:
-    """What a run knows of its memory before it starts."""
+    """The memory facts of a run before it starts."""
 
     key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
-    micro_batch_tokens: int  # the config's own, or what is chosen where it leaves that open
+    micro_batch_tokens: int  # the config's value, or the chosen one
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or, for a model that is not described as they need it, a line that says so.
+    """The model's sizes, or a line on why they are unknown.
 
-    Raises UserError where weights, moments and gradients alone exceed the memory.
+    Raises UserError if weights, moments and gradients alone exceed the memory.
     """
     try:
         sizes = model_sizes(config, platform)
@@ -97,7 +97,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, ranks: int = 1
 ) -> MemoryOutlook:
-    """The notices for a run with prompts of at most so many tokens, and its micro-batch."""
+    """The notices and the micro-batch for a run with prompts of at most so many tokens."""
     if isinstance(sizes, str):
         tokens = resolve_micro_batch(config, sizes, platform, prompt).system.micro_batch_tokens
         return MemoryOutlook("system.micro_batch_tokens", (sizes,), tokens)
@@ -145,7 +145,7 @@ def _table(found: Forecast, facts: dict[str, Any]) -> str:
     for name, value in {
         "peak": f"{gigabytes(found.peak.total)} of {gigabytes(found.total)}{_limit(found)}",
         "largest batch": f"optim.batch_size = {prompts} (now {config.optim.batch_size})",
-        **({"ranks": f"{found.ranks}; the figures are of one of them"} if found.ranks > 1 else {}),
+        **({"ranks": f"{found.ranks}; the figures are for one of them"} if found.ranks > 1 else {}),
         "assumes": f"prompts of {found.prompt} tokens ({found.prompt_source}), completions of "
         f"{config.rollout.max_new_tokens}",
     }.items():

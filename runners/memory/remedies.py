@@ -1,4 +1,4 @@
-"""What would bring a run's predicted memory within the machine's: keys of the config, and their values."""
+"""Config keys and values that would make a run's predicted memory fit into the machine's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import attrs
 from runners.machine.startup import Platform
 from runners.memory.forecast import Forecast, forecast, largest
 
-MOST_PROMPTS = 1 << 16  # prompts a batch step that are looked at
+MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
 def largest_batch(found: Forecast, platform: Platform) -> int:
-    """The largest `optim.batch_size` whose peak is within the memory; 0 where not even one prompt is."""
+    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
 
     def fits(prompts: int) -> bool:
         return _with(found, platform, "optim", batch_size=prompts).fits
@@ -20,7 +20,7 @@ def largest_batch(found: Forecast, platform: Platform) -> int:
 
 
 def remedies(found: Forecast, platform: Platform) -> list[str]:
-    """What would bring the peak within the memory, as `section.key = value`, the mildest first."""
+    """Settings that would make the peak fit, as `section.key = value`, the mildest first."""
     config = found.config
     size = config.rollout.num_generations
     rows = size * config.optim.batch_size

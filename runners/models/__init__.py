@@ -1,1 +1,1 @@
-"""Model folders and modules: found, checked, read, adapted, written. No data, no rewards, no loop."""
+"""Finds, checks, reads, adapts and writes model folders and modules. No data, no rewards, no loop."""

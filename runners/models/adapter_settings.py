@@ -1,4 +1,4 @@
-"""adapter_config.json, which anyone may have written: what mlx-lm computes with, checked key by key."""
+"""The untrusted adapter_config.json: checks each key that mlx-lm uses."""
 
 from __future__ import annotations
 

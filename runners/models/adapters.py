@@ -1,4 +1,4 @@
-"""Adapters in a module: new ones to train, or those of a folder."""
+"""Adapters in a module: new ones, or those of a folder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runners.models.base_digest import base_digest
 from runners.models.reading import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
-BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm passes over it
+BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
     """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first values.
 
-    Returns mlx-lm's num_layers and lora_parameters. Raises UserError where `lora` names what is not there.
+    Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing layers.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -54,7 +54,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder holds adapters, as far as can be seen without their model."""
+    """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "there is no such folder"
         raise UserError(f"{folder}: {what}; wanted a folder of adapters as mlx-lm writes them")
@@ -67,9 +67,9 @@ def check_adapters(folder: Path) -> None:
 
 
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
-    """Puts a folder's adapters into the module of `path`, as it was read; lines on what could not be checked.
+    """Puts a folder's adapters into the newly read module of `path`; returns lines on what was not checked.
 
-    Raises UserError where the adapters are missing, incomplete, not finite, or made for another model.
+    Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
     """
     from mlx_lm.tuner.utils import load_adapters
 
@@ -78,14 +78,14 @@ def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...
     notices = _check_base(module, settings, folder, path)
     try:
         load_adapters(module, str(folder))
-    except Exception as error:  # of mlx-lm, for a config that anyone may have written
+    except Exception as error:  # mlx-lm may fail in any way for an untrusted config
         raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
     _check_tensors(module, settings, folder)
     return notices
 
 
 def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path: Path) -> tuple[str, ...]:
-    """Whether the adapters were made for this module's weights; a line where nothing tells."""
+    """Raises UserError if the adapters were made for other weights; returns a line if that is unknown."""
     stated, named = settings.get(BASE_DIGEST), settings.get("model")
     named = named if isinstance(named, str) else ""
     if stated is None:
@@ -104,7 +104,7 @@ def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path:
 
 
 def _check_tensors(module: nn.Module, settings: dict[str, Any], folder: Path) -> None:
-    """The rules of whole models: every tensor is there, floating and finite."""
+    """The same rules as for whole models: every tensor is there, floating and finite."""
     file = folder / ADAPTERS
     found, _ = load_arrays(file)
     wanted = _tensors(module, settings)
@@ -136,7 +136,7 @@ def _tensors(module: nn.Module, settings: dict[str, Any]) -> set[str]:
 
 
 def base_of(folder: Path) -> str:
-    """The base model that a folder of adapters names; UserError where it names none."""
+    """The base model that a folder of adapters names. Raises UserError if it names none."""
     base = read_json(folder / "adapter_config.json").get("model")
     if not isinstance(base, str) or not base:
         raise UserError(
@@ -151,7 +151,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _adaptable(module: nn.Module) -> set[str]:
-    """Names that `lora.keys` may hold: relative to a layer, or from the root for the parts outside."""
+    """The names for `lora.keys`: relative to a layer, or from the root for parts outside the layers."""
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
     def names(root: nn.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""A short name for a model's weights: which base adapters were made for, and whether it is still that one."""
+"""A digest of a model's weights, to check that adapters are used with the base they were made for."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-WHOLE = 65_536  # numbers: a leaf of no more is read whole
-SAMPLED = 16_384  # numbers of a larger one, spread over all of it
+WHOLE = 65_536  # numbers: a leaf of at most this size is read whole
+SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
     """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
 
-    Of a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time: another
-    model, or one that was trained on, differs in nearly all numbers. Floating ones are taken as float32, so
-    that a model that was saved with more bits than it has keeps its digest.
+    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time: another
+    model, or a further trained one, differs in nearly all numbers. Floating numbers are read as float32, so
+    that a model saved with more bits keeps its digest.
     """
     samples = {name: _sample(leaf) for name, leaf in sorted(leaves.items())}
     mx.eval(samples)
@@ -38,6 +38,6 @@ def _sample(leaf: mx.array) -> mx.array:
 
 
 def _places(size: int) -> np.ndarray:
-    """Multiples of an odd number modulo the size, so that they meet no column of a matrix again and again."""
+    """Multiples of an odd number modulo the size, so that they do not meet the same columns of a matrix."""
     steps = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2_654_435_761)
     return (steps % np.uint64(size)).astype(np.uint32)

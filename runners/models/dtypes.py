@@ -1,4 +1,4 @@
-"""The dtypes of a module's floating leaves: which one it computes in, and how it gets there."""
+"""The dtypes of a module's floating leaves: chooses the compute dtype and converts to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
 
 
 def check_experts(module: nn.Module, dtype: mx.Dtype, platform: Platform, key: str) -> None:
-    """UserError, at `key`, where the model cannot be computed in this dtype.
+    """Raises UserError, at `key`, if the model cannot be computed in this dtype.
 
-    On a CPU MLX multiplies by a choice of experts (`gather_mm`) in float32 alone; packed ones take any dtype.
+    On a CPU MLX multiplies by chosen experts (`gather_mm`) only in float32; packed experts work in any dtype.
     """
     if platform.backend != "cpu" or dtype == mx.float32 or not any(map(_gathers, module.modules())):
         return
@@ -41,18 +41,18 @@ def _gathers(layer: nn.Module) -> bool:
 
 
 def cast_floating(module: nn.Module, dtype: mx.Dtype) -> None:
-    """All floating leaves in one dtype; packed integers stay."""
+    """Converts all floating leaves to one dtype; packed integers stay."""
     cast_leaves(module, named_leaves(module.parameters()), dtype)
 
 
 def cast_leaves(module: nn.Module, leaves: dict[str, mx.array], dtype: mx.Dtype) -> None:
-    """Those of these leaves of the module that are floating in one dtype."""
+    """Converts the floating ones of these leaves to one dtype."""
     floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
     module.update(tree_unflatten([(name, leaf.astype(dtype)) for name, leaf in floating.items()]))
 
 
 def main_dtype(module: nn.Module) -> mx.Dtype:
-    """The one that most floating weights have, counted by entries."""
+    """The dtype of most floating weights, counted by entries."""
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in named_leaves(module.parameters()).values():
         if mx.issubdtype(leaf.dtype, mx.floating):

@@ -1,4 +1,4 @@
-"""Model folders as files: finding one, checking it before it is loaded, and what of it travels along."""
+"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
 
-# Beside the weights: what mlx-lm itself fetches from the Hub.
+# Besides the weights: the files that mlx-lm itself fetches from the Hub.
 _COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe", PICKLE_NAME)
 _NOT_TRAVELLING = (
-    "config.json",  # written anew beside new weights
+    "config.json",  # rewritten with new weights
     "*.index.json",
     "adapter_config.json",
     "trainer_state.json",
@@ -40,10 +40,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = False) -> Path:
     """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded, cached).
 
-    `key` is what messages call it; with `custom_loader` the weights are its
-    business, in whatever form they are.
-    Raises UserError: nothing has that name, the Hub cannot be reached, or the
-    folder is incomplete.
+    `key` is its name in messages. With `custom_loader` the weights may have any form; the loader reads them.
+    Raises UserError if nothing has that name, the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -63,8 +61,8 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
     link that leads out of it.
 
-    Of a folder that a function of the user's own opens, weights and model_type are not asked for.
-    mlx-lm goes on without tokenizer files, with a wrong end-of-text token; so they are asked for here.
+    For a folder that a custom function opens, weights and model_type are not required. Tokenizer files are
+    required here, because mlx-lm would continue without them, with a wrong end-of-text token.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: this is a file; wanted a model folder with config.json and *.safetensors")
@@ -105,7 +103,7 @@ def tokenizer_pickle(folder: Path) -> Path | None:
 def read_config(folder: Path) -> dict:
     """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
 
-    Raises UserError where the file cannot be read, or mlx-lm would compute something else.
+    Raises UserError if the file cannot be read, or if mlx-lm would compute something else.
     """
     file = folder / "config.json"
     stated = read_json(file)
@@ -116,14 +114,13 @@ def read_config(folder: Path) -> dict:
 
 
 def companions(source: Path) -> list[Path]:
-    """The files that a model needs beside config.json and weights: tokenizer, templates, own code and the
-    like."""
+    """A model's files besides config.json and weights: tokenizer, templates, its own code and so on."""
     skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
     return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copies what a model needs beside config.json and weights; returns the names that were copied."""
+    """Copies the files that a model needs besides config.json and weights; returns their names."""
     files = companions(source)
     for file in files:
         shutil.copyfile(file, target / file.name)

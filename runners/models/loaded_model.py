@@ -1,4 +1,4 @@
-"""A model made ready to train: its weights in the right dtypes, and what trains and what does not."""
+"""Prepares a model for training: weights in the right dtypes, trainable and frozen parts."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class LoadedModel:
 
     module: nn.Module  # trainable leaves in the master dtype, the others in the compute dtype
     tokenizer: TokenizerWrapper
-    config: dict  # config.json as mlx-lm reads it
+    config: dict  # config.json in mlx-lm's spelling
     path: Path  # the folder it was loaded from
     source: str  # the config's model.path
     tune: str  # "full" | "lora" | "dora"
-    adapter: dict | None  # mlx-lm's lora_parameters and num_layers; None where tune is "full"
+    adapter: dict | None  # mlx-lm's lora_parameters and num_layers; None if tune is "full"
     compute_dtype: mx.Dtype
     source_dtypes: dict[str, mx.Dtype]  # flat name -> dtype in the model's files, and in final/
-    source_dtype: mx.Dtype  # the one that most of its floating weights have
-    frozen: dict[str, mx.array]  # flat name -> leaf that does not train
+    source_dtype: mx.Dtype  # the dtype of most of its floating weights
+    frozen: dict[str, mx.array]  # flat name -> leaf that is not trained
     eos_ids: tuple[int, ...]
     num_parameters: int  # of the model without adapters; packed weights counted unpacked
     num_trainable: int
     notices: tuple[str, ...] = ()
-    base_digest: str = ""  # of the weights under adapters; "" where tune is "full"
-    custom_loader: bool = False  # whether a function of the user's own opened the folder
-    vision: VisionPart | None = None  # what it sees with, where prompts have images
+    base_digest: str = ""  # of the weights under adapters; "" if tune is "full"
+    custom_loader: bool = False  # whether a custom function opened the folder
+    vision: VisionPart | None = None  # its vision part, if prompts have images
 
     @property
     def quantized(self) -> bool:
@@ -68,13 +68,13 @@ def load_model(
 ) -> LoadedModel:
     """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first values.
 
-    `folders` is where a `loader` is looked for, as `resolve_function` does. With `images` its prompts may
-    have some, which are scaled down to `image_max_pixels` (0: as the model's processor says).
+    A `loader` is searched in `folders`, as in `resolve_function`. With `images` prompts may have images,
+    which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
-    not finite, the tokenizer's vocabulary exceeds the embedding, `tune = "full"` meets packed weights, a
-    mixture of experts 16 bits on a CPU, `lora.keys` or `lora.layers` name what the model does not have; with
-    `images`, as `load_vision_part` does.
+    not finite, the tokenizer's vocabulary exceeds the embedding, the weights are packed with `tune = "full"`,
+    a mixture of experts should compute in 16 bits on a CPU, or `lora.keys` or `lora.layers` name missing
+    layers; with `images`, as `load_vision_part` does.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -99,7 +99,7 @@ def load_model(
     adapter, digest = None, ""
     if settings.tune != "full":
         digest = base_digest(named_leaves(module.parameters()))
-        # Before the adapters: DoRA measures the weights as they are computed with.
+        # Before the adapters, because DoRA measures the weights in the compute dtype.
         cast_floating(module, compute_dtype)
         adapter = new_adapters(module, settings.tune, settings.lora, seed)
     elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):

@@ -9,7 +9,7 @@ from runners.errors import UserError
 
 
 def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
-    """A quantized policy with the config's group size; UserError, at `key`, where the model refuses."""
+    """A quantized policy with the config's group size. UserError, at `key`, if that is impossible."""
     try:
         return quantized_role(
             policy,
@@ -23,7 +23,7 @@ def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, s
 
 
 def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:
-    """How many weights keep their precision because no group fits their rows."""
+    """A line on how many weights keep their precision because no group fits their rows."""
     if not role.unfit:
         return ()
     count = len(role.unfit)

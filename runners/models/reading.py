@@ -1,4 +1,4 @@
-"""Reading a model folder: its module, config and tokenizer as the files have them, checked."""
+"""Reads and checks a model folder: its module, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_model(
 ) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
     """The module of a checked folder as its files have it, its config, its tokenizer, and notices.
 
-    Raises UserError for all that `load_model` refuses in the files themselves.
+    Raises UserError for all faults of the files that `load_model` refuses.
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, config, trust_remote_code)
@@ -43,7 +43,7 @@ def read_model(
 
 
 def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loader") -> Loader | None:
-    """The function that a config's `model.loader` names; None where it is empty.
+    """The function that a config's `model.loader` names; None if it is empty.
 
     Raises UserError as `resolve_function` does.
     """
@@ -51,13 +51,13 @@ def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loa
 
 
 def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = None) -> tuple[nn.Module, dict]:
-    """The module of a checked folder, its weights perhaps still to be read, and its config.
+    """The module of a checked folder, whose weights may still be lazy, and its config.
 
-    By mlx-lm, or by a function of the user's own: `loader(folder, config)`, with the object in config.json,
-    returns an `mlx.nn.Module` that is called as mlx-lm's models are: `module(tokens_bl, cache=None)` gives
+    It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in config.json,
+    returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl, cache=None)` gives
     logits [B,L,V], and its blocks are `module.layers` (a key-value cache each, unless it has `make_cache`).
 
-    Raises UserError where it cannot be loaded.
+    Raises UserError if it cannot be loaded.
     """
     if loader is not None:
         return _by_loader(path, loader)
@@ -69,7 +69,7 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
     try:
         keys = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
         return utils.load_model(path, lazy=True, model_config=keys, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of mlx-lm's module for a config that anyone may have written
+    except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         if is_out_of_memory(error):
             raise
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
@@ -83,7 +83,7 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
     config = read_json(path / "config.json")
     try:
         module = loader(path, dict(config))
-    except Exception as error:  # of a function of the user's own: each is theirs to see
+    except Exception as error:  # raised by the custom function: shown to the user
         source = getattr(getattr(loader, "__code__", None), "co_filename", None)
         raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
     if not isinstance(module, nn.Module):
@@ -96,7 +96,7 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
 
 
 def _check_layers(config: dict, path: Path) -> None:
-    # Modules are built layer by layer before a weight is looked at: a billion of them would never end.
+    # Modules are built layer by layer before weights are checked: a billion layers would never end.
     for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers"):
         count = config.get(name)
         if isinstance(count, int) and count > _MAX_LAYERS:
@@ -104,8 +104,8 @@ def _check_layers(config: dict, path: Path) -> None:
 
 
 def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a checked folder, nanochat's or transformers'; UserError where it cannot be loaded, or
-    where its first use takes more time or memory than any tokenizer does."""
+    """The tokenizer of a checked folder, nanochat's or transformers'. Raises UserError if it cannot be
+    loaded, or if its first use takes more time or memory than a real tokenizer needs."""
     pickled = tokenizer_pickle(path)
     check_tokenizer(path, pickled)
     if pickled is not None:
@@ -117,7 +117,7 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) ->
         )
     from mlx_lm import utils
 
-    # With neither value transformers asks on the terminal whether to run untrusted code.
+    # Without a value, transformers asks on the terminal whether to run untrusted code.
     custom_code = {"trust_remote_code": trust_remote_code}
     try:
         return utils.load_tokenizer(path, custom_code, eos_token_ids=config.get("eos_token_id"))
@@ -139,9 +139,9 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 
 
 def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
-    """Refuses a tokenizer whose ids exceed the embedding: MLX reads past the table's end without a word.
+    """Refuses a tokenizer whose ids exceed the embedding: MLX silently reads past the table's end.
 
-    Added tokens beyond it are only reported: some models ship with them, and plain text never holds them.
+    Added tokens beyond it are only reported: some models ship with them, and plain text never contains them.
     Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
     """
     vocabulary = tokenizer.get_vocab()
@@ -177,7 +177,7 @@ def _check_floating(module: nn.Module, path: Path) -> None:
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
     finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
-    mx.eval(finite)  # all at once: while one leaf is read, another is looked at
+    mx.eval(finite)  # all at once: while one leaf is read, another is checked
     for name, answer in finite.items():
         if not answer.item():
             raise UserError(f"{path}: the weight {name} holds NaN or infinity")
@@ -186,8 +186,8 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
 def _finite(leaf: mx.array) -> mx.array:
     """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as `mx.isfinite`.
 
-    With all bits of the exponent set, and only so, a positive entry is the largest of signed integers, and a
-    negative one of unsigned ones.
+    Only entries with all bits of the exponent set are at the top of the range: positive ones as signed
+    integers, negative ones as unsigned integers.
     """
     signed, unsigned = (mx.int32, mx.uint32) if leaf.dtype == mx.float32 else (mx.int16, mx.uint16)
     infinity = mx.array(float("inf"), leaf.dtype)

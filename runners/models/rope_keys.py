@@ -1,8 +1,8 @@
-"""The rotary embedding's keys of a config.json, in the spelling that mlx-lm's modules read.
+"""The rotary embedding's keys of a config.json, in the spelling of mlx-lm's modules.
 
 transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is rotated, and
 the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read `rope_theta`,
-`rope_scaling`, `partial_rotary_factor` and the like instead, and take defaults where these are missing.
+`rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if these are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from runners.errors import UserError, show
 from runners.models.rope_scaling import PLAIN, SCALED, as_number, as_table, rope_type, scaling_keys, unread
 
-# Modules that have the key rope_scaling, and do less with it than mlx-lm's `initialize_rope` would.
+# Modules that have the key rope_scaling, but support less than mlx-lm's `initialize_rope`.
 _COMPUTED = {
     **dict.fromkeys(
         ("gemma3n", "glm4_moe", "kimi_linear", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"), PLAIN
@@ -24,11 +24,11 @@ _COMPUTED = {
     **dict.fromkeys(("internlm2", "internlm3"), PLAIN | {"linear", "dynamic"}),
     **dict.fromkeys(("phi3", "phimoe"), PLAIN | {"longrope"}),
     "deepseek_v2": frozenset({"yarn"}),
-    "deepseek_v41": frozenset(),  # two kinds of layers, in keys of their own
+    "deepseek_v41": frozenset(),  # two kinds of layers, with separate keys
     "hunyuan": frozenset({"dynamic"}),
     "hunyuan_v1_dense": PLAIN | {"dynamic"},
     "minicpm3": frozenset({"longrope"}),
-    # These rotate neighbouring dimensions together, which mlx-lm's longrope does not.
+    # These rotate neighbouring dimensions together; mlx-lm's longrope does not.
     **dict.fromkeys(
         {"bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_vl", "llama4"}
         | {"longcat_flash", "longcat_flash_ngram", "youtu_llm"},
@@ -40,7 +40,7 @@ _READ_IT = {
     *("gemma4_text", "glm_moe_dsa", "laguna", "mellum", "minimax_m3_vl", "ministral3", "mistral4"),
     *("muse_spark", "qwen3_5", "spark2_5"),
 }
-# Where the keys of a model with a text_config are read: "module" or "module:class".
+# The reader of the keys for models with a text_config: "module" or "module:class".
 _TEXT = {
     "deepseek_v41": "deepseek_v41",
     "gemma3": "gemma3_text",
@@ -56,10 +56,10 @@ _TEXT = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-# Modules that read no key for a value, and compute with this one.
+# Modules that read no key for a value and use this constant.
 _BUILT_IN = {"recurrent_gemma": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}
 _SCALES_FULL_LAYERS = ("olmo3",)  # and no others, though θ is one for all
-_OUTSIDE = ("phi3", "phimoe")  # read original_max_position_embeddings outside of the table
+_OUTSIDE = ("phi3", "phimoe")  # read original_max_position_embeddings outside the table
 _THETA = ("rope_theta", "rotary_emb_base")
 _SLIDING_THETA = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -70,7 +70,7 @@ _LONG = ("longrope", "su")
 class _Reader:
     name: str  # of mlx-lm's module
     keys: Collection[str]  # that it reads
-    required: Collection[str]  # those of them that it has no default for
+    required: Collection[str]  # keys without a default
 
     def first(self, names: Collection[str]) -> str | None:
         """The one of these keys that is read, or None."""
@@ -78,12 +78,12 @@ class _Reader:
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the keys that mlx-lm's module reads, beside `rope_parameters`, which stays.
+    """A config.json with the keys that mlx-lm's module reads, in addition to `rope_parameters`.
 
-    Both transformers and mlx-lm read the result right. It is the same config where there is no
-    `rope_parameters`, where mlx-lm's module reads that itself, or where mlx-lm has no such module.
+    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has no
+    `rope_parameters`, if mlx-lm's module reads that itself, or if mlx-lm has no such module.
 
-    Raises UserError, which names the key, for what mlx-lm's module would compute differently.
+    Raises UserError, with the key, if mlx-lm's module would compute something else.
     """
     nested, reader = _reader(config)
     part = config["text_config"] if nested else config
@@ -94,7 +94,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Lines on what mlx-lm computes differently from transformers for a config of either spelling."""
+    """Lines on differences between mlx-lm and transformers for this config, in either spelling."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         scaling = part.get("rope_scaling")
@@ -110,7 +110,7 @@ def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
-    """Whether the keys are those of text_config, and what reads them; None: leave them alone."""
+    """Whether the keys are in text_config, and their reader; None: the keys are left alone."""
     if "model_file" in config or not isinstance(config.get("model_type"), str):
         return False, None
     from mlx_lm.utils import _get_classes
@@ -158,7 +158,7 @@ def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The keys of sliding layers, and the table that is left for all others."""
+    """The keys of sliding layers, and the remaining table for all others."""
     others = sorted(stated.keys() - {_FULL, _SLIDING})
     if others:
         raise unread(reader.name, f"layers of type {others[0]}")
@@ -183,7 +183,7 @@ def _by_layer(
 
 
 def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """Every how manieth layer is a full one; transformers 5 lists the layers' types instead."""
+    """The period n if every n-th layer is a full one; transformers 5 lists the layers' types instead."""
     name, layers = "sliding_window_pattern", config.get("layer_types")
     if name not in reader.keys or name in config or not isinstance(layers, list) or not layers:
         return {}
@@ -198,7 +198,7 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 
 def _theta(whole: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """θ, under the module's name for it."""
+    """θ under the name that the module uses."""
     theta = whole.get("rope_theta")
     if theta is None:
         return {}
@@ -209,7 +209,7 @@ def _theta(whole: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 
 def _partial(whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The share of each head that is rotated, under the module's name for it."""
+    """The rotated share of each head, under the name that the module uses."""
     share = whole.get("partial_rotary_factor")
     if share is None:
         return {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from runners.errors import UserError, show
 
-# What mlx-lm's `initialize_rope` computes as transformers does.
+# The types that mlx-lm's `initialize_rope` computes like transformers.
 SCALED = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 PLAIN = frozenset({"default"})
 _ORIGINAL = "original_max_position_embeddings"
@@ -18,16 +18,16 @@ _ORIGINAL = "original_max_position_embeddings"
 def scaling_keys(
     whole: Mapping[str, Any], config: Mapping[str, Any], module: str, known: frozenset[str]
 ) -> dict[str, Any] | None:
-    """rope_scaling as mlx-lm reads it; None for no scaling.
+    """rope_scaling in mlx-lm's spelling; None for no scaling.
 
     Args:
-        whole: rope_parameters, of one type of layer where they differ.
-        config: what else config.json says.
+        whole: rope_parameters, of one type of layer if they differ.
+        config: the whole config.json.
         module: mlx-lm's, for messages.
         known: the rope_types that the module computes.
 
-    Raises UserError for what the module would compute differently, and where `config` has a rope_scaling
-    already that says something else.
+    Raises UserError if the module would compute something else, and if `config` already has a different
+    rope_scaling.
     """
     kind = rope_type(whole)
     if kind not in known:
@@ -54,7 +54,7 @@ def as_table(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def as_number(value: Any, name: str, *, zero: bool = False) -> Any:
-    """The value itself; UserError unless it is a positive number, or 0 where that is allowed."""
+    """The value itself; UserError unless it is a positive number, or 0 if that is allowed."""
     number = -1.0
     if isinstance(value, int | float) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
@@ -65,14 +65,14 @@ def as_number(value: Any, name: str, *, zero: bool = False) -> Any:
 
 
 def unread(module: str, what: str) -> UserError:
-    """The error for what an mlx-lm module does not compute."""
+    """The error for something that an mlx-lm module does not compute."""
     return UserError(f"rope_parameters: mlx-lm's {module} does not compute {what}")
 
 
 def _scaling(kind: str, whole: Mapping[str, Any], config: Mapping[str, Any], module: str) -> dict[str, Any]:
     left_out = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
     scaling = {key: value for key, value in whole.items() if key not in left_out and value is not None}
-    # Some modules read the one name, some the other.
+    # Some modules read one name, some the other.
     scaling = {"rope_type": kind, "type": kind, **scaling}
     if kind in ("llama3", "yarn", "longrope"):
         length = scaling.get(_ORIGINAL, config.get("max_position_embeddings"))
@@ -92,7 +92,7 @@ def _scaling(kind: str, whole: Mapping[str, Any], config: Mapping[str, Any], mod
 
 
 def _yarn(scaling: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """The mscale with which mlx-lm's factor on attention is transformers'.
+    """The mscale that gives mlx-lm the same factor on attention as transformers.
 
     With f(m) = 0.1·m·ln(factor) + 1, mlx-lm computes f(mscale or 1) / f(mscale_all_dim or 0). transformers
     takes attention_factor, or f(mscale) / f(mscale_all_dim) where both are given, or f(1).
@@ -109,7 +109,7 @@ def _yarn(scaling: Mapping[str, Any], module: str) -> dict[str, Any]:
 
     usual = magnitude(stated) / magnitude(other) if stated and other else magnitude(1)
     wanted = as_number(scaling.get("attention_factor", usual), "attention_factor")
-    # An mscale of 0 that is written down is 0 to mlx-lm.
+    # An explicit mscale of 0 means 0 in mlx-lm.
     if math.isclose(wanted, magnitude(scaling.get("mscale", 1)) / magnitude(other)):
         return {}
     if not slope:
@@ -142,7 +142,7 @@ def _growth(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
 
 
 def _check_agreement(scaling: Mapping[str, Any], whole: Mapping[str, Any], built: Mapping[str, Any]) -> None:
-    """Where both spellings are there already, transformers computes by rope_scaling: they have to agree."""
+    """If a config has both spellings, transformers uses rope_scaling, so they have to agree."""
     same = {"mrope": "default", "su": "longrope"}  # other names of one computation, as far as text goes
     kinds = [same.get(kind, kind) for kind in (rope_type(scaling), rope_type(whole))]
     pairs = [("rope_type", *kinds)] if kinds[0] != kinds[1] else []

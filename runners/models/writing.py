@@ -1,6 +1,6 @@
-"""Writing a model folder that mlx-lm opens: a run's final model, and the weights of its checkpoints.
+"""Writes model folders that mlx-lm opens: a run's final model, and the weights of its checkpoints.
 
-`final/` holds the model in the dtype it came in, adapters merged, beside the adapters themselves.
+`final/` holds the model in its original dtype with merged adapters, and the adapters beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def save_final(
 ) -> Path:
     """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
 
-    `prompt` is written beside it: how the model was asked. `within` is a descriptor of `run_dir`: see
+    `prompt`, how the model was asked, is written beside it. `within` is a descriptor of `run_dir`: see
     `runners.files.durable`.
     """
     return save_model(run_dir / "final", state.params, loaded, prompt, within=within)
@@ -56,10 +56,10 @@ def save_model(
 ) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
 
-    A model that sees keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm passes over it.
-    With adapters the weights have them merged, and `adapters.safetensors` and `adapter_config.json` lie
-    beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers are stored
-    unquantized, since rounding them to few bits again would undo much of a small update.
+    A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores the
+    tower. Adapters are merged into the weights, and `adapters.safetensors` and `adapter_config.json` are
+    written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers
+    are stored unquantized, because rounding them to few bits again would undo much of a small update.
     """
     with new_folder(folder, within=within) as temporary:
         config = _stated(loaded)
@@ -81,12 +81,12 @@ def save_model(
             config = with_text_keys(config, loaded.path)
         _write_companions(temporary, config, loaded)
         if prompt is not None:
-            write_prompt(temporary, prompt)  # in place of the source model's own, which was copied
+            write_prompt(temporary, prompt)  # replaces the source model's file, which was copied
     return folder
 
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
-    """The flat weights with the adapters folded into them, and the names of the layers that changed."""
+    """The flat weights with the adapters fused into them, and the names of the changed layers."""
     with _bound(loaded, params) as module:
         layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
         weights = {
@@ -102,12 +102,12 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """What a weights file of the trained parameters holds: adapters alone, or the whole model."""
+    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
     return named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
 
 
 def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:
-    """Weights as `trained` gives them, with what mlx-lm needs to load them."""
+    """Writes weights from `trained`, with the files that mlx-lm needs to load them."""
     if loaded.adapter is None:
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
@@ -121,7 +121,7 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 
 
 def _stated(loaded: LoadedModel) -> dict:
-    """The source's config.json, in a spelling that mlx-lm reads; as it is for a loader of the user's own."""
+    """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
     return read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
 
 
@@ -155,7 +155,7 @@ def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
 
 @contextmanager
 def _bound(loaded: LoadedModel, params: Any) -> Iterator[nn.Module]:
-    """The module with its frozen leaves and these parameters in it; whatever was in it comes back."""
+    """The module with its frozen leaves and these parameters; its previous content is restored at the end."""
     saved = loaded.module.parameters()
     try:
         loaded.module.update(tree_unflatten(list(loaded.frozen.items())))

@@ -1,1 +1,1 @@
-"""Where the time of a step goes, and what the machine would allow: `grpo bench`."""
+"""The time of a step by part, and what the machine allows: `grpo bench`."""

@@ -1,4 +1,4 @@
-"""What this machine does at best through MLX, measured in a second: products, and reading memory."""
+"""This machine's best rates through MLX, measured in a second: products, and reading memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATS = 5
 
 @attrs.frozen
 class MachineRates:
-    """In the dtype that they were measured in."""
+    """Rates, for the dtype that they were measured in."""
 
     matmul: float  # FLOP/s of a large square product
     read: float  # bytes/s at which a product with one vector reads its matrix

@@ -1,4 +1,4 @@
-"""`grpo bench`: some steps of a config's own run, and where their time goes."""
+"""`grpo bench`: runs some steps of a config and measures their time by part."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ _ADVICE = {
     "update": 'adapters only (model.tune = "lora"), more batch steps per update '
     "(optim.gradient_accumulation_steps)",
     "sync": "loss.sync_every above 1, or a sampler without quantization",
-    "rest": "nothing of the training itself: what runs beside it on this machine",
+    "rest": "fewer other programs on this machine: this time is outside the training itself",
 }
 
 
 @attrs.frozen(kw_only=True)
 class StepBench:
-    """Medians of the steps that were measured, seconds unless said otherwise."""
+    """Medians of the measured steps, in seconds unless stated otherwise."""
 
     steps: int
-    first: float  # the first step, with all that is compiled in it
+    first: float  # the first step, which includes compilation
     seconds: dict[str, float]  # of each of PARTS
     step: float
     tokens: float  # that a step samples
     learned: float  # tokens that a step's gradient is of, prompts included
     peak: int  # bytes of MLX's arrays
     expected_peak: int | None  # the forecast of `grpo plan`; None: the model's sizes are not known
-    floors: dict[str, float]  # what the machine's rates allow, of the parts where that is known
+    floors: dict[
+        str, float
+    ]  # the least time that the machine's rates allow, for the parts for which it is known
     rates: MachineRates
 
     @property
@@ -59,7 +61,7 @@ class StepBench:
 
     @property
     def advice(self) -> str:
-        """What would make that part shorter, in a line."""
+        """A line on what would make that part shorter."""
         return _ADVICE[self.limit]
 
     def facts(self) -> dict[str, Any]:
@@ -85,9 +87,9 @@ class StepBench:
 def bench_steps(
     config: Config, *, steps: int = 3, say: Callable[[str], None] = lambda text: None
 ) -> StepBench:
-    """Builds the run of a checked config and takes one step and then `steps` more. Nothing is written.
+    """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step is the rollouts of an update, and all updates that they serve.
+    A step is the rollouts of an update and all updates that use them.
 
     Raises UserError as a run does.
     """
@@ -146,7 +148,7 @@ def bench_steps(
 def _sizes(config: Config, machine: startup.Platform) -> ModelSizes | None:
     try:
         return model_sizes(config, machine)
-    except UserError:  # a model that is not described as a forecast needs it
+    except UserError:  # the model's config lacks what a forecast needs
         return None
 
 
@@ -168,7 +170,7 @@ def _number(array: mx.array) -> float:
 
 
 def _multiplied(sizes: ModelSizes) -> tuple[float, float]:
-    """Parameters that a token is multiplied with, and their bytes; adapters' own are left out."""
+    """Parameters that a token is multiplied with, and their bytes; those of adapters are left out."""
     shape = sizes.shape
     wide = (3 if shape.gated else 2) * shape.intermediate
     block = shape.hidden * (2 * shape.queries + 2 * shape.keys + wide)

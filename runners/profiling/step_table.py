@@ -1,4 +1,4 @@
-"""What `grpo bench` shows: the parts of a step with their shares and floors, and what follows from them."""
+"""The table of `grpo bench`: the parts of a step with their shares and floors, and advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runners.profiling.step_bench import StepBench
 
 
 def table(found: StepBench) -> str:
-    """The parts with their shares and floors, and what follows from them."""
+    """The parts with their shares and floors, and advice."""
     grid = Table("part", box=None, pad_edge=False)
     for name in ("seconds", "share", "floor", "of the floor"):
         grid.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The models and the datasets that ship with the package: where they lie, nothing more.
+"""The paths of the models and data sets that ship with the package.
 
 `runners.quickstart.make` rebuilds all of them from nothing; importing this module loads nothing heavy.
 """
@@ -17,7 +17,7 @@ TOOLS_DIR = HERE / "tools"
 """`model` and `data` in the same form, for a model with a calculator; manifest.json has their digests."""
 
 MODELS = {"embedded": MODEL_DIR, "embedded-tools": TOOLS_DIR / "model"}
-"""The folders of the models that ship, by what `model.path` calls them."""
+"""The folders of the shipped models, by their names in `model.path`."""
 
 DATA = {"embedded": DATA_DIR, "embedded-tools": TOOLS_DIR / "data"}
 """The folders of the data that ship, by what `data.source` calls them."""

@@ -1,4 +1,4 @@
-"""Many processes as one run: who they are, what they tell each other, and how they end together.
+"""Many processes as one run: their places, their messages, and their common end.
 
-Imports machine, files and errors; MLX and grpo_fn inside of functions only, as commands load this folder.
+Imports machine, files and errors; MLX and grpo_fn only inside functions, because commands load this folder.
 """

@@ -1,4 +1,4 @@
-"""How a process comes among the others of its run: it connects, and they tell each other where they are."""
+"""Connects a process to the others of its run; the ranks exchange their hosts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runners.ranks.wire import Wire
 def connect(place: Place, timeout: float) -> Wire:
     """The connection to the others of `place`; waits for all of them.
 
-    `timeout`: seconds that this, or a collective, may take. No signal's handler runs meanwhile.
+    `timeout`: seconds that this, or a collective, may take. No signal handler runs during it.
 
-    Raises UserError where the ranks cannot meet.
+    Raises UserError if the ranks cannot meet.
     """
     import mlx.core as mx
 
@@ -46,14 +46,14 @@ def connect(place: Place, timeout: float) -> Wire:
 
 
 def introduce(wire: Wire, number: int, count: int) -> list[str]:
-    """Every rank's host. From here on those of one host see each other on a scoreboard."""
+    """Every rank's host. From now on the ranks of one host see each other on a scoreboard."""
     watchdog = wire.watchdog
     keys = [message.value for message in wire.meet(Message("the hosts' names", _host_key()))]
     mine = [rank for rank, key in enumerate(keys) if key == keys[number]]
     own = Scoreboard.create(count) if mine[0] == number else None
     try:
         paths = [message.value for message in wire.meet(Message("the scoreboards", own))]
-        with suppress(OSError):  # two containers of one host: they see each other as other hosts
+        with suppress(OSError):  # two containers on one host treat each other as different hosts
             wire.board = Scoreboard(paths[mine[0]], count, number)
             wire.write(WORKING)
         opened = [message.value for message in wire.meet(Message("open scoreboards", wire.board is not None))]
@@ -71,7 +71,7 @@ def introduce(wire: Wire, number: int, count: int) -> list[str]:
 
 
 def _host_key() -> str:
-    """The host's name, and what tells two hosts or containers of one name apart."""
+    """The host's name, with what distinguishes two hosts or containers of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()

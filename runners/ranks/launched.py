@@ -1,4 +1,4 @@
-"""What the launcher says of this process: `mlx.launch` and `mpirun` say it in the environment."""
+"""This process's place among the ranks, from the environment variables of `mlx.launch` or `mpirun`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from runners.errors import UserError, show
 
 @attrs.frozen
 class Place:
-    """A process among those that were started together."""
+    """The place of a process among those that were started together."""
 
     rank: int
     size: int
     backend: str  # of mx.distributed
-    local: int = 1  # ranks of this host, as far as the launcher tells
+    local: int = 1  # ranks on this host, as far as the launcher tells
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Place | None:
-    """This process's place, or None where it was started alone, or as the only one.
+    """This process's place, or None if it was started without a launcher or as the only rank.
 
-    Raises UserError where the launcher's variables do not fit together.
+    Raises UserError if the launcher's variables contradict each other.
     """
     found = os.environ if environ is None else environ
     local = 1
@@ -57,24 +57,25 @@ def launched(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def share_cores(place: Place, environ: MutableMapping[str, str]) -> None:
-    """Gives each rank of a host its part of the cores; before the BLAS is loaded. A user's choice stays."""
+    """Gives each rank of a host its part of the cores, before the BLAS is loaded; a user's choice stays."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environ.setdefault(name, str(max(cores // place.local, 1)))
 
 
 def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
-    """Fills this process's standard input where it is a pipe from `mlx.launch`; Linux.
+    """Fills this process's standard input if it is a pipe from `mlx.launch`; only on Linux.
 
-    MLX 0.32.4's launcher waits until something happens to a rank, and counts that its input takes more as
-    such: it never sleeps, and takes a core. A full pipe takes no more. A rank reads nothing from there.
+    MLX 0.32.4's launcher waits until a rank writes something or can be written to. As a rank can always be
+    written to, the launcher never sleeps and uses a core. A full pipe cannot be written to. Ranks never read
+    it.
     """
     found = os.environ if environ is None else environ
     if "MLX_RANK" not in found or sys.platform != "linux" or not _reads_a_pipe():
         return
     try:
         end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # another user's pipe, or no /proc: the launcher stays awake, and nothing else is lost
+    except OSError:  # another user's pipe, or no /proc: the launcher stays awake, nothing else happens
         return
     try:
         with suppress(BlockingIOError):  # it is full
@@ -92,7 +93,7 @@ def _reads_a_pipe() -> bool:
 
 
 def _listed(name: str, path: str) -> list[Any]:
-    """What the file of a launcher lists, an entry a rank; nothing where it is empty, as for one rank."""
+    """The list in a launcher's file, one entry per rank; empty if the file is empty, as for one rank."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -105,7 +106,7 @@ def _listed(name: str, path: str) -> list[Any]:
 
 
 def _of_one_host(listed: list[Any], rank: str) -> int:
-    """How many entries, such as ["127.0.0.1:32323"], have the address of this rank's."""
+    """How many entries, such as ["127.0.0.1:32323"], have the same address as this rank's."""
     addresses = [
         str(entry[0]).rsplit(":", 1)[0] if isinstance(entry, list) and entry else "" for entry in listed
     ]

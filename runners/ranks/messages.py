@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: plain values as JSON, and arrays beside them. No code travels."""
+"""Messages between ranks as bytes: plain values as JSON, and arrays beside them. They contain no code."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 
 @attrs.frozen(eq=False)
 class Message:
-    """One rank's word at a meeting."""
+    """One rank's message at a meeting."""
 
-    where: str  # the meeting, such as "rollout": the ranks have to be at the same one
-    value: Any = None  # plain: what JSON holds
+    where: str  # the meeting, such as "rollout"; all ranks have to be at the same one
+    value: Any = None  # a plain JSON value
     arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
-    error: str | None = None  # the rank ends, and why
-    code: int = 0  # with which exit code
-    asked: int = 0  # signal that asked the rank to stop; 0: none
-    lost: str | None = None  # why nobody reads the rank's output; None: somebody may
+    error: str | None = None  # why the rank ends; None: it does not
+    code: int = 0  # its exit code
+    asked: int = 0  # the signal that asked the rank to stop; 0: none
+    lost: str | None = None  # why the rank's output has no reader; None: it may have one
 
 
 def encode(message: Message) -> bytes:
-    """The inverse of `decode`. TypeError for a value that JSON does not hold."""
+    """The inverse of `decode`. TypeError for a value that JSON cannot hold."""
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     head = {
         "where": message.where,
@@ -40,7 +40,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message that `encode` made these bytes of."""
+    """The message from the bytes of `encode`."""
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     arrays = {}

@@ -1,7 +1,7 @@
-"""A file that the ranks of one host share: who waits, who has ended and why, and who is no more.
+"""A file that the ranks of one host share: who waits, who has ended and why, and who is gone.
 
-Each rank has a slot in it, and holds a lock on that slot. The system releases the lock when the process ends,
-however it ends: whoever can take it knows that the rank is gone.
+Each rank has a slot in the file and holds a lock on it. The system releases the lock when the process ends,
+however it ends. If another rank can take the lock, the rank is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from contextlib import suppress
 
 _SLOT = 512  # bytes
-_PID = _SLOT - 8  # where in a slot the process's number is
+_PID = _SLOT - 8  # the position of the process's number in a slot
 _HEAD = struct.Struct("<BQd")  # state, collectives begun, time of the last change
 WORKING, WAITING, ENDED = 0, 1, 2
 
@@ -34,7 +34,7 @@ class Scoreboard:
 
     @staticmethod
     def create(size: int) -> str:
-        """A new file for so many ranks; its path. `remove` it once all have opened it."""
+        """The path of a new file for `size` ranks. `remove` it when all have opened it."""
         number, path = tempfile.mkstemp(prefix="grpo-ranks-")
         os.ftruncate(number, size * _SLOT)
         os.close(number)
@@ -42,12 +42,12 @@ class Scoreboard:
 
     @staticmethod
     def remove(path: str) -> None:
-        """Takes the file's name away; those who have it open keep it."""
+        """Removes the file's name; processes that have it open keep it."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def write(self, state: int, time: float, line: str = "") -> None:
-        """This rank's slot: with `WAITING` one more collective has begun."""
+        """Writes this rank's slot; `WAITING` means that one more collective has begun."""
         self._number += state == WAITING
         text = line.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
         slot = _HEAD.pack(state, self._number, time) + len(text).to_bytes(2, "little") + text

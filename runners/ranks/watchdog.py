@@ -1,4 +1,4 @@
-"""The end of a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted."""
+"""Ends a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from contextlib import suppress
 from runners.errors import one_line
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 
-EXIT_CODE = 4  # of a run that a rank's fault ended
-_INTERVAL = 0.5  # seconds between two looks
+EXIT_CODE = 4  # of a run that ended because of a rank's fault
+_INTERVAL = 0.5  # seconds between two checks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
-_ASKED = 25.0  # seconds in a collective with ranks of other hosts after a signal: by then they have ended
+_ASKED = 25.0  # seconds after a signal, in a collective with ranks of other hosts: they have ended by then
 
 
 class Watchdog:
-    """A thread that looks at the other ranks, and at how long this one has waited."""
+    """A thread that checks the other ranks, and how long this one has waited."""
 
     def __init__(self, name: str, timeout: float) -> None:
         """`name` is this rank's in messages; `timeout` is in seconds a collective."""
         self._name, self.timeout = name, timeout
         self.board: Scoreboard | None = None
         self.here: Sequence[int] = ()  # the other ranks of this host, in order
-        self.elsewhere = ""  # the ranks of other hosts, for messages; "": there are none
+        self.elsewhere = ""  # the ranks on other hosts, for messages; "": none
         self.names: Sequence[str] = ()  # of all ranks
         self.rank = 0
         self.asked: Callable[[], bool] = lambda: False  # whether a signal has come
         self.on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
         self._what = ""
-        self._since: float | None = None  # when the collective began in which the main thread is
+        self._since: float | None = None  # start of the main thread's current collective
         self._asked_at: float | None = None
         self._gone_at: float | None = None
         self._off = threading.Event()
@@ -42,7 +42,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread: the ranks part in good order."""
+        """Ends the thread, when the ranks disconnect in good order."""
         self._off.set()
 
     def begins(self, what: str) -> None:
@@ -54,9 +54,9 @@ class Watchdog:
         self._since = None
 
     def gone(self) -> str | None:
-        """A line about the ranks of this host that have ended other than in good order; None: there are none.
+        """A line about ranks of this host that have not ended in good order; None: there are none.
 
-        Those with a line of their own are reported first: the others may have ended because of them.
+        Those with their own line are reported first, because the others may have ended for that reason.
         """
         if self.board is None:
             return None
@@ -71,8 +71,8 @@ class Watchdog:
         return None
 
     def speaks(self, hanging: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest of this host that is still there, and is not `hanging`: it says
-        what happened."""
+        """Whether this rank is the lowest remaining one of this host that is not `hanging`, and so has to
+        report what happened."""
         board = self.board
         return board is None or all(
             rank > self.rank or rank in hanging or board.is_gone(rank) for rank in self.here
@@ -101,7 +101,7 @@ class Watchdog:
                     self._end(f"asked to stop, and {self._missing()}")
 
     def _missing(self) -> str:
-        """Who is waited for."""
+        """The ranks that this one waits for, in words."""
         if late := self._late():
             return f"waited for {', '.join(self.names[rank] for rank in late)}"
         if not self.names:
@@ -109,7 +109,7 @@ class Watchdog:
         return f"waited for {self.elsewhere or 'the network between the ranks'}"
 
     def _late(self) -> list[int]:
-        """The ranks of this host that are not at the collective in which this one is."""
+        """The ranks of this host that have not reached this rank's collective."""
         late: list[int] = []
         if self.board is not None:
             number = self.board.read(self.rank)[1]
@@ -120,7 +120,7 @@ class Watchdog:
         return late
 
     def _end(self, line: str, hanging: Sequence[int] = ()) -> None:
-        """Ends this process, and those of this host that may not be able to end themselves."""
+        """Ends this process, and processes of this host that may be unable to end themselves."""
         if self._off.is_set():
             return
         if self.speaks(hanging):

@@ -1,4 +1,4 @@
-"""What goes between the ranks: messages and arrays over MLX's collectives, with a watchdog beside them."""
+"""The connection between the ranks: messages and arrays over MLX's collectives, guarded by a watchdog."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runners.ranks.watchdog import EXIT_CODE, Watchdog
 if TYPE_CHECKING:
     from grpo_fn.learner import Collectives
 
-_BLOCK = 4096  # bytes of each message that go in the first collective
-_LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in what MLX raises
+_BLOCK = 4096  # bytes of each message in the first collective
+_LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
 
 
 class RankError(UserError):
@@ -25,28 +25,28 @@ class RankError(UserError):
 
     exit_code = EXIT_CODE
     reported = False
-    seen = False  # each rank saw it for itself: no meeting has reported it
+    seen = False  # each rank has noticed it by itself, without a meeting
 
 
 class Wire:
     """One rank's end of the connection to the others. All ranks use theirs in the same order."""
 
     def __init__(self, collectives: Collectives, watchdog: Watchdog) -> None:
-        """`watchdog` looks at the others, and at how long a collective takes; it has been started."""
+        """`watchdog`, already started, checks the others and the time of each collective."""
         self.collectives, self.watchdog = collectives, watchdog
-        self.board: Scoreboard | None = None  # of this host's ranks, once it is there
+        self.board: Scoreboard | None = None  # of this host's ranks, after `introduce`
         self.closed = False  # whether the ranks have agreed to end
         self._seconds = {"waiting": 0.0, "reducing": 0.0}
 
     def close(self) -> None:
-        """Nothing more is waited for: all ranks know that they end."""
+        """Stops waiting: all ranks know that they end."""
         self.closed = True
         self.watchdog.stop()
 
     def meet(self, own: Message) -> list[Message]:
-        """Every rank's message, in their order.
+        """Every rank's message, in order.
 
-        Raises RankError where one of them is a fault, or the ranks are not at the same point.
+        Raises RankError if one of them reports a fault, or if the ranks are not at the same point.
         """
         messages = self.exchange(own)
         if any(message.error is not None for message in messages):
@@ -55,11 +55,11 @@ class Wire:
         if len({message.where for message in messages}) > 1:
             self.close()
             spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
-            raise RankError(f"the ranks are not at the same point: {spelled}; this is a fault of the program")
+            raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
         return messages
 
     def exchange(self, own: Message) -> list[Message]:
-        """The same, whatever they say."""
+        """Every rank's message, without checks."""
         data = encode(own)
         whole = len(data).to_bytes(8, "little") + data
         firsts = self._gather(own.where, whole[:_BLOCK], _BLOCK)
@@ -87,12 +87,12 @@ class Wire:
         return found
 
     def write(self, state: int, line: str = "") -> None:
-        """What the other ranks of this host see of this one."""
+        """Updates this rank's state for the other ranks of this host."""
         if self.board:
             self.board.write(state, time.monotonic(), line)
 
     def name(self, rank: int) -> str:
-        """A rank in messages, with its host once that is known."""
+        """A rank's name in messages, with its host if that is known."""
         names = self.watchdog.names
         return names[rank] if names else f"rank {rank}"
 
@@ -106,7 +106,7 @@ class Wire:
         return [row.tobytes() for row in np.array(gathered).reshape(-1, size)]
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
-        """A collective that the watchdog knows of; RankError where a peer is gone."""
+        """A collective under the watchdog. Raises RankError if a peer is gone."""
         started = time.monotonic()
         self.watchdog.begins(what)
         self.write(WAITING)
@@ -126,7 +126,7 @@ class Wire:
             self.write(WORKING)
 
     def _who_is_gone(self, why: str) -> str:
-        """The rank that was lost, if that is known within a moment."""
+        """The lost rank, if it becomes known within a moment."""
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
             if line := self.watchdog.gone():

@@ -1,6 +1,6 @@
-"""A run to look at: a reader of its files that makes one HTML page, or serves it while the run goes on.
+"""The report of a run: reads its files and makes one HTML page, or serves it while the run goes on.
 
-Nothing here imports MLX, and nothing here changes a run: it reads files that `runners.telemetry` writes.
+Nothing here imports MLX or changes a run: it only reads files that `runners.telemetry` writes.
 """
 
 from runners.report.at_end import final_report

@@ -1,4 +1,4 @@
-"""The report that a run writes into its own folder when it ends, however it ends."""
+"""The report that a run writes into its folder at its end, also after an error."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from runners.report.page import REPORT, write_report
 
 
 class _Folder(Protocol):
-    """A run's folder that knows where it is."""
+    """A run's folder with its current path."""
 
     def here(self) -> Path: ...
 
 
 @contextmanager
 def final_report(folder: _Folder, settings: LogConfig, note: Callable[[str], None]) -> Iterator[list[bool]]:
-    """After the block, writes report.html where log.report asks for it.
+    """After the block, writes report.html if log.report asks for it.
 
-    The block gets a list, and appends True once there is something to report; before that nothing is written.
-    A report that cannot be written is a line, and costs the run nothing.
+    The block gets a list, and appends True when there is something to report; otherwise nothing is written.
+    If the report cannot be written, a line says so; the run is not affected.
     """
     begun: list[bool] = []
     try:

@@ -1,4 +1,4 @@
-"""The live page beside a run: a process of its own, which the run neither waits for nor depends on."""
+"""The live page beside a run: a separate process, which the run neither waits for nor depends on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from runners.report.server import HOST, PORT, address, check_installed, listenin
 
 @contextmanager
 def watched(folder: Path) -> Iterator[str]:
-    """Serves the run in `folder`, which need not be there yet, within the block; the block gets the URL.
+    """Serves the run in `folder`, which need not exist yet, within the block; the block gets the URL.
 
-    Raises UserError where a package is missing or no port is free. What happens to the server later is
-    nothing to the run.
+    Raises UserError if a package is missing or no port is free. Later faults of the server do not affect the
+    run.
     """
     check_installed()
     with listening(HOST, PORT) as found:
         number = found.fileno()
         command = [sys.executable, "-m", "runners.report.child", str(folder), str(number)]
-        # A session of its own: Ctrl-C is for the run. It ends with its standard input, and so with the run.
+        # A separate session, because Ctrl-C is for the run. It ends when its standard input ends, with the
+        # run.
         server = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

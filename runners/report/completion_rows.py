@@ -1,4 +1,4 @@
-"""Completions in parts that a page can open one by one: numbers apart from texts."""
+"""Completions in parts that a page can open one by one, with numbers and texts in separate pieces."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Part:
     """Some rows, each piece deflated JSON."""
 
     rows: int
-    numbers: bytes  # columns: what is filtered and sorted by
-    texts: bytes  # texts, and what else is shown of a row
-    tokens: bytes | None  # each row's tokens; None: nothing is known of them
+    numbers: bytes  # columns for filters and sorting
+    texts: bytes  # texts and other content of the rows
+    tokens: bytes | None  # each row's tokens; None: unknown
 
 
 @attrs.frozen(eq=False)
 class PartTexts:
-    """A part before it is deflated."""
+    """A part before compression."""
 
     rows: int
     numbers: str
@@ -42,14 +42,14 @@ class PartTexts:
     tokens: str | None
 
     def deflated(self) -> Part:
-        """The part; most of the time other threads may run."""
+        """The compressed part; other threads can run most of the time."""
         tokens = None if self.tokens is None else deflated(self.tokens)
         return Part(self.rows, deflated(self.numbers), deflated(self.texts), tokens)
 
 
 @attrs.define(eq=False)
 class PartMaker:
-    """Gathers the records of completions.jsonl, in its order, into parts."""
+    """Collects the records of completions.jsonl, in order, into parts."""
 
     group_size: int = 0  # completions of a prompt in a batch step; 0: not known
     prompts: dict[str, int] = attrs.field(factory=dict)  # number of each prompt of the run
@@ -59,7 +59,7 @@ class PartMaker:
     _row: int = 0  # of the batch step
 
     def add(self, record: dict[str, Any]) -> bool:
-        """Takes in a record; whether a part is full."""
+        """Adds a record; returns whether the part is full."""
         step, prompt = record.get("batch_step"), _text(record.get("prompt"))
         before, same, count = self._last
         if step == before and prompt == same and count != self.group_size:
@@ -75,7 +75,7 @@ class PartMaker:
         return len(self.waiting) >= ROWS
 
     def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> PartTexts:
-        """The part that has gathered; `tokens` are the records of tokens.jsonl by batch step."""
+        """The collected part; `tokens` are the records of tokens.jsonl by batch step."""
         records, self.waiting = self.waiting, []
         return part_of(records, tokens)
 
@@ -118,16 +118,16 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
 
 @attrs.frozen(eq=False)
 class Completions:
-    """What a page gets of a run's completions."""
+    """The completions of a run for a page."""
 
     parts: list[Part]
     rows: int  # in the parts
-    left_out: int  # updates whose completions are not in them
+    left_out: int  # updates whose completions are left out
     bad_lines: int
 
 
 def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> Completions:
-    """All completions of a run; where the file has more than `most_bytes`, those of evenly spread updates."""
+    """All completions of a run; if the file has more than `most_bytes`, those of evenly spread updates."""
     path = folder / COMPLETIONS
     size = path.stat().st_size if path.is_file() else 0
     stride = max(-(-size // most_bytes), 1)
@@ -168,7 +168,7 @@ def read_tokens(
 
 
 def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The records of evaluations.jsonl by update; of an update that was evaluated twice, the later ones."""
+    """The records of evaluations.jsonl by update; if an update was evaluated twice, the later ones."""
     found: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         update, problem = line.get("update"), line.get("problem")
@@ -182,7 +182,7 @@ def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[
 
 
 def evaluation_pieces(evaluations: Mapping[int, list[dict[str, Any]]]) -> Iterator[tuple[int, bytes]]:
-    """Each evaluation's update and its deflated JSON. Problems stand in the first one alone."""
+    """Each evaluation's update and its compressed JSON. Only the first one contains the problems."""
     first = True
     for update, rows in sorted(evaluations.items()):
         piece: dict[str, Any] = {
@@ -196,7 +196,7 @@ def evaluation_pieces(evaluations: Mapping[int, list[dict[str, Any]]]) -> Iterat
 
 
 def _tokens(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Of each row its characters, log-probs, masked tokens and moves; None where nothing is known of any."""
+    """For each row its characters, log-probs, masked tokens and moves; None if nothing is known."""
     rows: list[Any] = []
     given: dict[str, int] = {}
     for record in records:
@@ -229,7 +229,7 @@ def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _more(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What rewards logged of a row, and its conversation, if there is any."""
+    """A row's values logged by rewards, and its conversation, if there is one."""
     return {name: record[name] for name in _MORE if record.get(name)}
 
 

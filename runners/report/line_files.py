@@ -13,30 +13,30 @@ _LINES = 1024  # lines parsed at a time
 
 
 class LineFile:
-    """The whole lines of a file, each handed out once; what is behind the last line feed waits.
+    """The complete lines of a file, each returned once; text after the last line feed waits.
 
-    Where the file was cut, or another file has its name, reading starts over: `generation` counts that.
+    If the file was cut, or another file has its name, reading starts over; `generation` counts that.
     """
 
     def __init__(self, path: Path, generation: int = 0) -> None:
-        """The file need not be there yet."""
+        """The file need not exist yet."""
         self.path = path
         self.generation = generation
-        self.bad = 0  # lines that hold no JSON object
+        self.bad = 0  # lines that are not JSON objects
         self._place = 0
         self._identity: tuple[int, int] | None = None
 
     def restarted(self) -> bool:
-        """Whether the next `read` starts over; asked before each `read`, it misses none."""
+        """Whether the next `read` starts over. If it is called before each `read`, none is missed."""
         before = self.generation
         self.changed()
         return self.generation != before
 
     def changed(self) -> bool:
-        """Whether there is something new to read; starts over where the file is another one or was cut."""
+        """Whether there is something new to read; starts over if the file was replaced or cut."""
         try:
             found = os.stat(self.path)
-        except OSError:  # renamed for a moment, or not there yet: what was read stays
+        except OSError:  # being renamed, or not there yet: what was read stays
             return False
         identity = (found.st_dev, found.st_ino)
         if self._identity is not None and (identity != self._identity or found.st_size < self._place):
@@ -46,9 +46,9 @@ class LineFile:
         return found.st_size > self._place
 
     def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-        """The objects of the new lines; of those for whose bytes `wanted` says so, if it is given.
+        """The objects of the new lines; if `wanted` is given, only of lines whose bytes it accepts.
 
-        Lines that hold no JSON object are counted in `bad`. OSError where the file cannot be read.
+        Lines that are not JSON objects are counted in `bad`. OSError if the file cannot be read.
         """
         if not self.changed():
             return

@@ -1,4 +1,4 @@
-"""A run that is followed: its files read as they grow, in pieces that a page can ask for one by one."""
+"""A run that is followed: reads its files as they grow, in pieces that a page can request one by one."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _WATCHED = (METRICS, EVENTS, COMPLETIONS, EVALUATIONS, TOKENS, LOCK)
 
 
 class LiveRun:
-    """What the server knows of a run. Several threads may ask at a time."""
+    """The server's data of a run. Several threads may use it at the same time."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet. UserError where the folder holds no run."""
+        """Reads nothing yet. UserError if the folder holds no run."""
         self.record = RunRecord(folder)
         self._guard = threading.Lock()
         self._files = {name: LineFile(folder / name) for name in (COMPLETIONS, EVALUATIONS, TOKENS)}
         self._maker, self._parts = PartMaker(), list[Part]()
         self._tokens: dict[int, dict[str, Any]] = {}
         self._evaluations: dict[int, list[dict[str, Any]]] = {}
-        self._tail: tuple[tuple[int, ...], Part] | None = None  # the last part, and what it was made of
+        self._tail: tuple[tuple[int, ...], Part] | None = None  # the last part, and its inputs
 
     def signature(self) -> tuple[Any, ...]:
-        """Something that is another one where a file has changed, or the run has ended."""
+        """A value that changes when a file has changed or the run has ended."""
         return (*map(self._seen, _WATCHED), self.record.state())
 
     def data(self, generation: int, since: int) -> bytes:
-        """The run as the page takes it, deflated: the metrics from line `since` on, if the reader's
+        """The run's data for the page, compressed: the metrics from line `since` on if the reader's
         `generation` is still that of the files, else all of them."""
         with self._guard:
             self._refresh()
@@ -60,7 +60,7 @@ class LiveRun:
             return packed(run)
 
     def part(self, number: int, piece: str) -> bytes | None:
-        """A piece of a part: "numbers", "texts" or "tokens". None where there is none."""
+        """A piece of a part: "numbers", "texts" or "tokens". None if there is none."""
         with self._guard:
             if number == len(self._parts) and self._maker.waiting:
                 part = self._growing()
@@ -75,13 +75,13 @@ class LiveRun:
         }.get(piece)
 
     def evaluation(self, number: int) -> bytes | None:
-        """An evaluation's texts, in the order of updates; None where there is none."""
+        """An evaluation's texts, in the order of updates; None if there is none."""
         with self._guard:
             pieces = [piece for _, piece in evaluation_pieces(self._evaluations)]
         return pieces[number] if 0 <= number < len(pieces) else None
 
     def _growing(self) -> Part:
-        """The part that still grows; a page asks for its pieces one by one."""
+        """The part that still grows; a page requests its pieces one by one."""
         made_of = (self._generation(), len(self._parts), len(self._maker.waiting), self._token_lines())
         if self._tail is None or self._tail[0] != made_of:
             self._tail = made_of, part_of(self._maker.waiting, self._tokens).deflated()
@@ -95,7 +95,7 @@ class LiveRun:
         self._maker.group_size = group_size(self.record)
         completions, tokens, evaluations = (self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS))
         restarted = [file.restarted() for file in (completions, tokens, evaluations)]
-        if any(restarted):  # resumed, or begun again: all of it is read anew
+        if any(restarted):  # resumed, or started again: all of it is read again
             generation = self._files[COMPLETIONS].generation + 1
             self._files = {name: LineFile(file.path, generation) for name, file in self._files.items()}
             self._maker, self._parts = PartMaker(self._maker.group_size), []
@@ -103,7 +103,8 @@ class LiveRun:
             completions, tokens, evaluations = (
                 self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS)
             )
-        # Tokens first: a part is closed when the next batch step's completions come, and has its own by then.
+        # Tokens first: a part is closed when the next batch step's completions come, and has its tokens by
+        # then.
         read_tokens(tokens.read(), self._tokens)
         for record in completions.read():
             waiting = self._maker.waiting
@@ -125,7 +126,8 @@ class LiveRun:
             has_tokens.append(bool(self._tokens))
         parts = []
         for number, (rows, tokens) in enumerate(zip(sizes, has_tokens, strict=True)):
-            # The number of rows and of lines of tokens makes a new address of what has grown.
+            # The number of rows and of token lines is part of the address, so that a grown part has a new
+            # one.
             lines = self._token_lines() if number == len(self._parts) else 0
             at = f"part/{generation}-{number}-{rows}-{lines}"
             parts.append(

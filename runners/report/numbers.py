@@ -1,4 +1,4 @@
-"""Numbers and JSON as the page gets them: short, and without what JSON cannot hold."""
+"""Numbers and JSON for the page: short, and without values that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_LEVEL = 4  # of zlib: 6 takes nearly three times as long for an eighth less
+_LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
 _DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number with seven significant digits; None for what is no finite number."""
+    """A number with seven significant digits; None for a value that is not a finite number."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, int):
@@ -29,7 +29,7 @@ def plain_numbers(values: Sequence[Any]) -> str:
     kinds = set(map(type, values))
     if kinds == {int} and min(values) > -_DIGITS and max(values) < _DIGITS:
         return plain_json(values)
-    if kinds == {float}:  # the usual column of a large file: several times faster than one by one
+    if kinds == {float}:  # the usual case in a large file: several times faster than one by one
         isfinite = math.isfinite
         return "[" + ",".join([f"{value:.7g}" if isfinite(value) else "null" for value in values]) + "]"
     return plain_json([plain_number(value) for value in values])
@@ -51,7 +51,7 @@ def _column_json(values: Sequence[Any] | Mapping[str, Sequence[Any]]) -> str:
 
 
 def plain_json(value: Any) -> str:
-    """A value as JSON without spaces. ValueError for a number that JSON has not."""
+    """A value as JSON without spaces. ValueError for a number that JSON does not have."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 

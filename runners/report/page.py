@@ -1,4 +1,4 @@
-"""One HTML file of one run or several: everything that it needs stands in it."""
+"""One HTML file of one run or several; it contains everything that it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runners.report.line_files import LineFile
 from runners.report.numbers import packed
 from runners.report.run_record import RunRecord
 
-MOST_BYTES = 96_000_000  # of completions.jsonl in a page, where not all is asked for
+MOST_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "tokens.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -37,7 +37,7 @@ _STYLES = ("page.css", "completions.css")
 
 @attrs.frozen
 class Written:
-    """What `write_report` has written."""
+    """The result of `write_report`."""
 
     path: Path
     size: int  # bytes
@@ -49,11 +49,11 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_BYTE
     """Writes the page of these runs' folders to `out`; a crash leaves the old file or the new one.
 
     Args:
-        runs: one or several; several are shown over each other.
-        out: the HTML file; its folder has to be there.
-        most_bytes: where a run's completions.jsonl has more, those of evenly spread updates are taken.
+        runs: one or several; several are shown in the same charts.
+        out: the HTML file; its folder has to exist.
+        most_bytes: if a run's completions.jsonl has more, those of evenly spread updates are used.
 
-    Raises UserError for a folder that holds no run, and where the file cannot be written.
+    Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
     records = [RunRecord(Path(run)) for run in runs]
     blobs: list[bytes] = []
@@ -84,8 +84,8 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_BYTE
 def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     """The page's text. `blobs` are deflated JSON; `start` tells the script where to begin.
 
-    The browser runs the scripts whose digests stand in the page's head and no others, loads nothing from
-    elsewhere, and, in a file, connects to nothing.
+    The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
+    a file, makes no connections.
     """
     script, style = _assets()
     begin = json.dumps(start).replace("<", "\\u003c")
@@ -117,7 +117,7 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
 
 
 def small_page(title: str, body: str, *, again: int) -> str:
-    """A page without a script, of HTML that is safe; it loads itself again after so many seconds."""
+    """A page without a script, from safe HTML; it reloads itself after `again` seconds."""
     _, style = _assets()
     name = html.escape(_printable(title))
     policy = (
@@ -134,7 +134,7 @@ def small_page(title: str, body: str, *, again: int) -> str:
 
 
 def group_size(record: RunRecord) -> int:
-    """Completions of a prompt in a batch step, by the run's config; 0 where that does not say."""
+    """Completions of a prompt in a batch step, from the run's config; 0 if unknown."""
     rollout = record.config.get("rollout")
     found = rollout.get("num_generations") if isinstance(rollout, dict) else None
     return found if isinstance(found, int) else 0
@@ -163,7 +163,7 @@ def _printable(text: str) -> str:
 
 
 def _save(out: Path, text: str) -> int:
-    """Writes the file beside its place and renames it; its size in bytes."""
+    """Writes a temporary file beside `out` and renames it; returns its size in bytes."""
     content = text.encode("utf-8", "backslashreplace")
     try:
         number, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=out.parent)

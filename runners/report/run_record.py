@@ -1,4 +1,4 @@
-"""What the small files of a run say of it: its config, metrics, events and state."""
+"""A run's config, metrics, events and state, from its small files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TEXT = 2000  # characters of an event
 
 
 class RunRecord:
-    """A run's folder as `refresh` last found it. Other processes may be writing there."""
+    """A run's folder at the last `refresh`. Other processes may be writing there."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet. UserError where the folder holds no run."""
+        """Reads nothing yet. UserError if the folder holds no run."""
         self.folder = find_run(folder)
         self.config: dict[str, Any] = {}
         self._metrics, self._events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
@@ -34,11 +34,11 @@ class RunRecord:
 
     @property
     def generation(self) -> int:
-        """How often what was read had to be read anew: a run was resumed, or began again."""
+        """How often the files had to be read again, because the run was resumed or started again."""
         return self._metrics.generation + self._events.generation
 
     def refresh(self) -> bool:
-        """Reads what is new; whether anything was."""
+        """Reads new content; returns whether there was any."""
         before = (self.generation, self.lines, len(self.events))
         if not self.config:
             self.config = _config(self.folder / RESOLVED)
@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name; its folder's where the config has none."""
+        """The run's name; the folder's name if the config has none."""
         found = self.config.get("run", {})
         return str(found.get("name") or self.folder.name) if isinstance(found, dict) else self.folder.name
 
@@ -63,7 +63,7 @@ class RunRecord:
         return self._metrics.bad + self._events.bad
 
     def state(self) -> str:
-        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without a word), "empty"."""
+        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event), "empty"."""
         last = next(
             (event for event in reversed(self.events) if event.get("event") in ("start", "end")), None
         )
@@ -73,11 +73,11 @@ class RunRecord:
         if is_running(self.folder):
             return "running"
         if last is None and (self.folder / "final").is_dir():
-            return "finished"  # of a version that wrote no events
+            return "finished"  # from a version that wrote no events
         return "interrupted" if self.lines or self.events else "empty"
 
     def facts(self) -> dict[str, Any]:
-        """All of it but the metrics, as the page's head shows it."""
+        """All data except the metrics, for the page's head."""
         starts = [event for event in self.events if event.get("event") == "start"]
         last = starts[-1] if starts else {}
         flat = flattened(self.config)
@@ -99,7 +99,7 @@ class RunRecord:
         }
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
-        """The metrics' lines from number `since` on, by columns; None where a line has no such number."""
+        """The metrics' lines from number `since` on, by columns; None if a line lacks the number."""
         return {
             "since": since,
             "lines": self.lines,
@@ -123,7 +123,7 @@ class RunRecord:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder of a run, as it is. UserError, with the nearest name, where it is none."""
+    """The folder itself, if it holds a run. Else raises UserError with the nearest name."""
     folder = folder.expanduser()
     if not folder.is_dir():
         around = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -143,12 +143,12 @@ def holds_a_run(folder: Path) -> bool:
 def is_running(folder: Path) -> bool:
     """Whether the process that a run's lock names is alive on this machine.
 
-    The lock itself is left alone: to try it, even for a moment, could turn away a run that starts.
+    The lock itself is not tried: even for a moment, that could make a starting run fail.
     """
     try:
         process = int((folder / LOCK).read_bytes()[:32])
         if process > 0:
-            os.kill(process, 0)  # signal 0 asks only
+            os.kill(process, 0)  # signal 0 only checks
     except PermissionError:  # another user's
         return True
     except (OSError, ValueError, OverflowError):
@@ -168,7 +168,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
-    """The keys whose values are not the defaults; of those that a preset decides, the `given` ones."""
+    """The keys whose values differ from the defaults; of the keys that a preset decides, the `given` ones."""
     defaults = flattened(_defaults())
     asked = {key for key in given if isinstance(key, str)} if isinstance(given, list) else set()
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
@@ -205,7 +205,7 @@ def _plain(value: Any) -> Any:
 def _config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
-    except UserError:  # being replaced, or lost: the log can be shown without it
+    except UserError:  # being replaced, or missing: the log can be shown without it
         return {}
 
 
@@ -216,7 +216,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event as the page shows it, whatever the file holds."""
+    """An event in the form for the page, whatever the file contains."""
     kept = {"event": str(event.get("event", "note"))[:40], "time": plain_number(event.get("time"))}
     kept["update"] = plain_number(event.get("update"))
     for name in ("text", "state"):

@@ -1,7 +1,7 @@
-"""The live page: a small server that reads the files of runs, and tells open pages when they have grown.
+"""The live page: a small server that reads the files of runs, and notifies open pages when they grow.
 
-It writes nothing. It answers requests whose Host and Origin are its own, so that no other web page can read a
-run through the browser.
+It writes nothing. It answers only requests whose Host and Origin are its own, so that no other web page can
+read a run through the browser.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 HOST, PORT = "127.0.0.1", 8517
 _TRIED = 20  # ports, from the wanted one on
-_LOOK = 0.4  # seconds between two looks at a run's files
-_PAUSE = 1.0  # seconds between two events at least: each makes an open page fetch what is new
-_BEAT = 15.0  # seconds after which a silent stream says that it lives
+_LOOK = 0.4  # seconds between two checks of a run's files
+_PAUSE = 1.0  # least seconds between two events: each makes an open page fetch new data
+_BEAT = 15.0  # seconds after which an idle stream sends a sign of life
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def check_installed() -> None:
-    """UserError where a package is missing."""
+    """Raises UserError if a package is missing."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UserError(f"the live page needs {' and '.join(missing)}: `pip install starlette uvicorn`")
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket on the port, or on the next one that is free; 0: on any. UserError where none is to be had."""
+    """A socket on the port, or on the next free one; 0: on any. UserError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     fault: OSError | None = None
     for number in [port] if port == 0 else range(port, min(port + _TRIED, 65536)):
@@ -72,9 +72,9 @@ def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_
 
     Args:
         place: a run's folder, or one that holds runs' folders.
-        found: what `listening` gave.
-        hosts: names by which the server may be asked for, besides those of this machine's loopback.
-        with_parent: also ends when standard input does: with the process that started this one.
+        found: the socket from `listening`.
+        hosts: host names that the server answers to, besides those of this machine's loopback.
+        with_parent: also ends when standard input ends, and so with the process that started this one.
     """
     import uvicorn
 
@@ -201,7 +201,7 @@ def application(
 
 
 class _Guard:
-    """Refuses what does not come from the server's own pages, and says how its answers may be used."""
+    """Refuses requests that do not come from the server's own pages, and sets the headers of its answers."""
 
     def __init__(self, app: Any, hosts: frozenset[str]) -> None:
         self.app, self.hosts = app, hosts
@@ -248,7 +248,7 @@ def runs_in(place: Path) -> dict[str, Path]:
 
 
 def list_page(place: Path, found: dict[str, Path]) -> str:
-    """The page with the runs of a folder; it loads itself anew, as nothing else happens on it."""
+    """The page with the runs of a folder; it reloads itself, because it has no script."""
     rows = []
     for name, folder in found.items():
         record = RunRecord(folder)

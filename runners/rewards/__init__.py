@@ -1,1 +1,1 @@
-"""Rewards: found by name, called safely, combined into the experience that the learner is given."""
+"""Rewards: found by name, called safely, and combined into the learner's experience."""

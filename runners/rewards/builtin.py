@@ -2,11 +2,11 @@
 
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions`` holds one
 conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column holds one entry per
-completion. ``None`` in the result means that the reward has nothing to say about that completion. Names,
-values and the call convention are those of the MLX-GRPO project (and of TRL's reward functions).
+completion. ``None`` in the result means that the reward does not apply to that completion. Names, values and
+the call convention are those of the MLX-GRPO project (and of TRL's reward functions).
 
-Everything here takes time linear in the text: it is a policy that writes these texts, and a policy will find
-the input on which a backtracking pattern explodes.
+Everything here takes time linear in the text: a policy writes these texts, and it will find the input on
+which a backtracking pattern takes exponential time.
 """
 
 import re
@@ -27,7 +27,7 @@ REASONING, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
 
 _JUNCTION = re.compile(r"</reasoning>\s*<answer>")
-# No number that a person writes is longer; the bound keeps exact arithmetic on a policy's text cheap.
+# Real numbers are never longer; the bound keeps exact arithmetic on a policy's text cheap.
 _MAX_NUMBER_CHARACTERS = 100
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
 _GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
@@ -42,16 +42,16 @@ _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def answer_text(completion: Sequence[dict[str, Any]]) -> str:
-    """The model's last words in a completion: of a conversation with tools, the last assistant's turn."""
+    """The model's last text in a completion: in a conversation with tools, the last turn of the assistant."""
     said = [message for message in completion if message["role"] == "assistant"]
     return (said[-1].get("content") or "") if said else ""
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands in the last complete ``<answer>…</answer>``, stripped; None where there is nothing.
+    """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
     A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
-    unclosed ``<answer>`` is passed over, and of nested ones the innermost counts. An empty pair is no answer.
+    unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is no answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -91,7 +91,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def numbers_equal(a: object, b: object) -> bool:
-    """Whether two answers agree: exactly as numbers where both are numbers, else as stripped text.
+    """Whether two answers agree: exactly as numbers if both are numbers, else as stripped text.
 
     Each may be a text or a value whose ``str`` is meant (an int or float column). None agrees with nothing.
     """
@@ -105,9 +105,9 @@ def numbers_equal(a: object, b: object) -> bool:
 
 
 def correctness_reward_func(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """2.0 where the extracted answer agrees with the gold ``answer``, else 0.0; None where the gold is None.
+    """2.0 if the extracted answer agrees with the gold ``answer``, else 0.0; None if the gold answer is None.
 
-    Raises ValueError where the two differ in length.
+    Raises ValueError if the two lists differ in length.
     """
     if len(answer) != len(completions):
         raise ValueError(
@@ -120,7 +120,7 @@ def correctness_reward_func(completions: Completions, answer: Sequence[Any], **_
 
 
 def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 where the extracted answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
+    """0.5 if the extracted answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
 
     ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
     """
@@ -132,23 +132,23 @@ def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
 
 
 def strict_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 where the whole text is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
+    """0.5 if the whole text is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
 
-    Each of the four tags stands there once; between the two pairs, and around them, only white space.
+    Each of the four tags must occur once, with only white space between and around the two pairs.
     """
     return [STRICT_FORMAT * _is_shell(text.strip()) for text in _texts(completions)]
 
 
 def soft_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 where ``<reasoning>…</reasoning> <answer>…</answer>`` stands anywhere in the text, else 0.0.
+    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere in the text, else 0.0.
 
-    Only white space may stand between the two pairs; anything may stand around and inside them.
+    Only white space may be between the two pairs; anything may be around and inside them.
     """
     return [SOFT_FORMAT * _holds_shell(text) for text in _texts(completions)]
 
 
 def xmlcount_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less what trails.
+    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a penalty.
 
     A kind counts once however often it is repeated. The penalty is 0.001 for each character after the last
     ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
@@ -179,7 +179,7 @@ def _is_shell(text: str) -> bool:
 
 
 def _holds_shell(text: str) -> bool:
-    # The first of each part leaves the most room for the parts after it, so no second try is ever needed.
+    # The first match of each part leaves the most room for the next parts, so backtracking is never needed.
     start = text.find(REASONING)
     junction = _JUNCTION.search(text, start + len(REASONING)) if start >= 0 else None
     return junction is not None and text.find(ANSWER_END, junction.end()) >= 0

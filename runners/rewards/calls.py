@@ -1,4 +1,4 @@
-"""Calling other people's functions: in a thread with a time limit, errors as values, async ones together."""
+"""Calls user functions: in a thread with a time limit, errors as values, async ones together."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ import attrs
 
 from runners.errors import error_line
 
-# Past its time limit, a loop of async calls gets this long (seconds) to cancel them and close.
+# Seconds that a loop of async calls gets after its time limit to cancel them and close.
 _CLOSING_TIME = 0.5
 
 Call = tuple[Callable[..., Any], Mapping[str, Any]]
@@ -18,18 +18,20 @@ Call = tuple[Callable[..., Any], Mapping[str, Any]]
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What a call came to: a value, or an error, or neither because it ran past its time."""
+    """The outcome of a call: a value, an error, or neither because it exceeded its time."""
 
     value: Any = None  # arrays and their scalars turned into lists and numbers
     error: BaseException | None = None
-    message: str = ""  # the error in a line; an exception's text is somebody else's code, too
+    message: str = ""  # the error in a line; making an exception's text is foreign code, too
     timed_out: bool = False
-    thread: threading.Thread | None = None  # of a call past its time, which nothing can stop from outside
+    thread: threading.Thread | None = (
+        None  # of a call that exceeded its time; nothing can stop it from outside
+    )
 
 
 def plain_value(value: Any) -> Any:
     """A result with arrays and their scalars as lists and numbers."""
-    # In the thread of the call: a lazy MLX array can be evaluated nowhere else.
+    # In the thread of the call, because a lazy MLX array can be evaluated only there.
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -45,13 +47,13 @@ def call(
     timeout: float,
     read: Callable[[Any], Any] = plain_value,
 ) -> Outcome:
-    """Call a function with keywords; past `timeout` seconds it is left running in a daemon thread.
+    """Call a function with keywords; after `timeout` seconds it is left running in a daemon thread.
 
-    The outcome's value is what `read` makes of the result, in the same thread and time: whatever an object
-    does when it is looked at, it does there.
+    The outcome's value is `read(result)`, computed in the same thread and within the same time, because
+    reading a result may run foreign code.
 
     With timeout 0 it is called in this thread, without a limit: some code (signal handlers, MLX graphs that
-    the main thread has not evaluated) works nowhere else. An awaitable result is awaited.
+    the main thread has not evaluated) works only there. An awaitable result is awaited.
     """
 
     def act() -> Any:
@@ -71,11 +73,11 @@ def call(
 def call_together(
     calls: Sequence[Call], timeout: float, read: Sequence[Callable[[Any], Any]] | None = None
 ) -> list[Outcome]:
-    """Await async functions concurrently in one event loop; past `timeout` seconds the late are cancelled.
+    """Await async functions concurrently in one event loop; after `timeout` seconds late ones are cancelled.
 
-    The loop runs in a thread of its own, so that a loop of the caller's (a notebook's) is not in the way, and
-    a function that blocks the loop is left behind with it. Timeout 0 is no limit. `read`: as in `call`, one
-    for each.
+    The loop runs in a separate thread, so that it does not conflict with the caller's loop (in a notebook),
+    and a function that blocks the loop can be left behind with it. Timeout 0 means no limit. `read`: as in
+    `call`, one for each function.
     """
     outcomes: dict[int, Outcome] = {}
 
@@ -83,7 +85,9 @@ def call_together(
         try:
             result = await function(**arguments)
             outcomes[index] = Outcome(value=(read[index] if read else plain_value)(result))
-        except BaseException as error:  # one that is no Exception would end the loop, and the other calls
+        except (
+            BaseException
+        ) as error:  # an error that is not an Exception would end the loop and the other calls
             outcomes.setdefault(index, _failed(error))
 
     async def run_all() -> None:
@@ -125,7 +129,7 @@ def _attempt(action: Callable[[], Any], everything: bool = False) -> Outcome:
     except (Exception, SystemExit) as error:
         return _failed(error)
     except BaseException as error:
-        # In the caller's thread a KeyboardInterrupt is a person's; in a reward's nothing passes unseen.
+        # In the caller's thread a KeyboardInterrupt comes from the user; in a reward's thread it is an error.
         if not everything:
             raise
         return _failed(error)

@@ -16,22 +16,22 @@ from runners.rewards.played import Played
 
 @attrs.frozen(eq=False)
 class Experience:
-    """One batch step's completions and what was said about them. Rows are prompt-major, as in Rollout."""
+    """One batch step's completions with their rewards and logs. Rows are prompt-major, as in Rollout."""
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
-    texts: tuple[str, ...]  # B = P·G completions as rewards see them: the nudge in front
+    texts: tuple[str, ...]  # B = P·G completions as for rewards: with the nudge in front
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
-    rewards_pg: np.ndarray  # combined, shaping included; NaN = no reward
+    rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
     advantages_pg: mx.array
-    sampled_tokens: int  # tokens drawn, those of replaced groups included
+    sampled_tokens: int  # tokens drawn, including those of replaced groups
     resampled: int  # groups that dynamic sampling replaced
-    problems: tuple[str, ...]  # what went wrong in scoring, a line each
+    problems: tuple[str, ...]  # faults in scoring, a line each
     seconds: dict[str, float]  # "rollout", "reward"
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
     reward_names: tuple[str, ...]  # of the rows of values_kb
-    played: Played | None = None  # the conversations' messages and counts; None: completions of one turn
+    played: Played | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
     @property
@@ -43,7 +43,7 @@ class Experience:
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
-    """The experience with these of its groups, in this order."""
+    """The experience with only these groups, in this order."""
     if groups == list(range(len(part.examples))):
         return part
     size = part.rollout.num_generations
@@ -93,19 +93,19 @@ def join_experiences(parts: list[Experience]) -> Experience:
 
 
 def varied_groups(rewards_pg: np.ndarray) -> list[int]:
-    """Groups in which at least two given rewards differ: those that the learner can learn from."""
+    """Groups in which at least two rewards differ: only these can be learned from."""
     return np.flatnonzero(reward_spread(rewards_pg) > 0).tolist()
 
 
 def reward_spread(rewards_pg: np.ndarray) -> np.ndarray:
-    """Largest less smallest given reward of each group; 0 where fewer than two were given."""
+    """The largest minus the smallest reward of each group; 0 if there are fewer than two rewards."""
     low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
     high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
     return np.maximum(high - low, 0.0)
 
 
 def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
-    """What `loss.overlong` adds to the reward of completions of these lengths; None where it is off."""
+    """What `loss.overlong` adds to the rewards of completions of these lengths; None if it is off."""
     overlong = config.loss.overlong
     assert overlong is not None  # Config.check
     if overlong.buffer == 0:

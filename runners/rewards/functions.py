@@ -1,4 +1,4 @@
-"""From a reward's name in the config to the function that it means, checked before anything is loaded."""
+"""Finds the function for a reward's name in the config, and checks it before anything is loaded."""
 
 import inspect
 import math
@@ -27,12 +27,12 @@ class Reward:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    timeout: float | None = None  # seconds of its own; None: the scorer's
+    timeout: float | None = None  # its own limit in seconds; None: the scorer's
     grouped: bool = False  # whether it gets the number of completions of a prompt, as `group_size`
-    check: Callable[[], None] = _nothing  # of a judge: UserError where it cannot judge
+    check: Callable[[], None] = _nothing  # of a judge: raises UserError if it cannot judge
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the available arguments that the function takes: all of them if it has ``**kwargs``."""
+        """The available arguments that the function takes: all of them if it has ``**kwargs``."""
         parameters = inspect.signature(self.function).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(available)
@@ -55,9 +55,9 @@ def resolve_rewards(
     base_dirs: Iterable[str | Path] = (),
     judges: Mapping[str, JudgeConfig] | None = None,
 ) -> tuple[Reward, ...]:
-    """The rewards of a config, in its order; no weights mean 1.0 each. `judges` are its tables [judge.NAME].
+    """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
-    A reward's name in logs is its function's; where two functions share one, their full texts are used.
+    A reward's name in logs is its function's; if two functions share a name, their full texts are used.
     Raises UserError for a reward that cannot be resolved or is named twice, and for weights that are not one
     finite number per reward.
     """
@@ -91,12 +91,12 @@ def resolve_reward(
     weight: float = 1.0,
     judges: Mapping[str, JudgeConfig] | None = None,
 ) -> Reward:
-    """The reward that a name means: a built-in one, ``package.module:function``, ``a/file.py:function``, or
-    ``judge.NAME``, where `judges` has the name.
+    """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
+    ``judge.NAME``, if `judges` has the name.
 
-    Files and modules are looked for as `resolve_function` does. Raises UserError, in one line, for an unknown
-    name, for what `resolve_function` refuses, for a signature without `completions`, and where the function's
-    `check_ready`, if it has one, finds that something is missing.
+    Files and modules are searched as in `resolve_function`. Raises UserError, in one line, for an unknown
+    name, for faults that `resolve_function` reports, for a signature without `completions`, and if the
+    function has a `check_ready` which finds that something is missing.
     """
     judge = judge_of(name)
     if judge is not None and judge in (judges or {}):
@@ -117,7 +117,7 @@ def resolve_reward(
 
 
 def check_judges(rewards: Iterable[Reward]) -> None:
-    """Raises UserError where a judge among the rewards does not answer, has no key, or is no classifier."""
+    """Raises UserError if a judge among the rewards does not answer, has no key, or is not a classifier."""
     for reward in rewards:
         reward.check()
 

@@ -1,6 +1,6 @@
-"""Rewards to build one's own from: mathematics, patterns, lengths, and functions of plain texts.
+"""Rewards to build custom ones from: mathematics, patterns, lengths, and functions of plain texts.
 
-`math_verify_reward` is named as it is; the others are made with one's own numbers, in a file of one's own:
+`math_verify_reward` can be named directly; the others are made with your numbers, in a file of yours:
 
     brevity = length_reward(0, 200, fade=100)     # then "rewards.py:brevity" in reward.functions
 """
@@ -23,7 +23,7 @@ RewardFunction = Callable[..., Rewards]
 
 
 def _checked_by(check: Callable[[], Any]) -> Callable[[RewardFunction], RewardFunction]:
-    """A decorator: `check` raises UserError where the reward cannot work, before a run loads its model."""
+    """A decorator: `check` raises UserError if the reward cannot work, before a run loads its model."""
 
     def mark(reward: RewardFunction) -> RewardFunction:
         setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
@@ -34,13 +34,13 @@ def _checked_by(check: Callable[[], Any]) -> Callable[[RewardFunction], RewardFu
 
 @_checked_by(lambda: _math_verify())
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
-    """1.0 where the answer equals the gold one as mathematics, else 0.0; None where the gold is none.
+    """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal; so are sets, intervals, matrices and
-    expressions that simplify to one another (math-verify, extra `math`). The answer is what stands in the
-    last <answer>…</answer>, and without it what math-verify finds in the whole text.
+    expressions that simplify to one another (math-verify, extra `math`). The answer is the text in the last
+    <answer>…</answer>, or else what math-verify finds in the whole text.
 
-    It has no time limit of its own: `reward.timeout` is it. Raises UserError without math-verify.
+    Its only time limit is `reward.timeout`. Raises UserError without math-verify.
     """
     parse, verify = _math_verify()
     golds = [_expression(parse, None if gold is None else str(gold)) for gold in answer]
@@ -59,10 +59,10 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
 def regex_reward(
     pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, whole: bool = False
 ) -> RewardFunction:
-    """A reward of `value` for texts in which the pattern is found (with `whole`: that it matches), else 0.0.
+    """A reward of `value` for texts that contain the pattern (with `whole`: that match it), else 0.0.
 
-    A policy finds texts on which a pattern with nested repeats takes for ever: keep it plain. Raises
-    ValueError for what is no pattern.
+    A policy finds texts on which a pattern with nested repeats never ends, so use a simple pattern. Raises
+    ValueError for an invalid pattern.
     """
     try:
         compiled = re.compile(pattern, flags)
@@ -79,7 +79,7 @@ def regex_reward(
 def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int = 0) -> RewardFunction:
     """A reward of `value` for completions of `shortest` to `longest` tokens, else 0.0.
 
-    Over `fade` tokens on either side it falls in a line to 0. Raises ValueError for a range without a number.
+    On either side it falls in a straight line to 0 over `fade` tokens. Raises ValueError for an empty range.
     """
     if not 0 <= shortest <= longest or fade < 0:
         raise ValueError(
@@ -98,8 +98,8 @@ def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> RewardFunc
     """DAPO's soft penalty on length (arXiv 2503.14476, eq. 13): 0 up to limit − buffer tokens, then in a line
     down to −penalty at `limit`, and −penalty beyond.
 
-    `loss.overlong` does the same for the run's own limit; this one can have a weight, a limit and a log entry
-    of its own. Raises ValueError unless 0 < buffer <= limit and penalty >= 0.
+    `loss.overlong` does the same for the run's own limit; this reward can have its own weight, limit and log
+    entry. Raises ValueError unless 0 < buffer <= limit and penalty >= 0.
     """
     if not 0 < buffer <= limit or penalty < 0:
         raise ValueError(
@@ -117,8 +117,8 @@ def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> RewardFunc
 def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     """A reward that was written for plain texts, as TRL's are for data without conversations.
 
-    Its `completions` are the texts, its `prompts` the last messages' texts; everything else is passed as it
-    is. Plain or async, with the name and the parameters of the function it wraps.
+    Its `completions` are the texts, its `prompts` the last messages' texts; everything else is passed
+    unchanged. It is plain or async like the wrapped function, with the same name and parameters.
     """
 
     def texts(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -137,10 +137,10 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _expression(parse: Callable[..., list], text: str | None) -> list:
-    """What math-verify makes of a bare answer; empty where it is none."""
+    """math-verify's expressions in a bare answer; empty if there are none."""
     if text is None:
         return []
-    # It reads expressions such as (x+1)^2 whole only where they are marked as mathematics.
+    # It reads expressions such as (x+1)^2 completely only if they are marked as mathematics.
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)
 

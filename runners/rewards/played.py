@@ -1,4 +1,4 @@
-"""What is left of a rollout's conversations when they are over: for rewards, the log and the records."""
+"""The data of a rollout's finished conversations, for rewards, the log and the records."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from typing import Any
 import attrs
 import numpy as np
 
-COUNTS = ("turns", "calls", "failures", "timeouts", "cut")  # of a conversation; the last: results cut short
+COUNTS = (
+    "turns",
+    "calls",
+    "failures",
+    "timeouts",
+    "cut",
+)  # of a conversation; "cut" counts shortened results
 
 Message = dict[str, Any]
 
 
 @attrs.frozen(eq=False)
 class Played:
-    """What is left of a rollout's episodes, row by row."""
+    """The data of a rollout's finished episodes, row by row."""
 
-    messages: tuple[tuple[Message, ...], ...]  # after the prompt, as TRL shows completions to rewards
+    messages: tuple[tuple[Message, ...], ...]  # after the prompt, in TRL's form for rewards
     environments: tuple[Any, ...]
     counts: Mapping[str, np.ndarray]  # int64 [B], by the names of `COUNTS`
     faults: tuple[str, ...]  # why a row has no reward; empty: it has one
-    said: tuple[tuple[int, ...], ...]  # tokens of each row that the model sampled
-    seconds: tuple[float, ...]  # that its calls took
+    said: tuple[tuple[int, ...], ...]  # each row's sampled tokens
+    seconds: tuple[float, ...]  # of its calls
 
     def rows(self, index: Sequence[int]) -> Played:
-        """Of these rows alone."""
+        """The data of only these rows."""
         return Played(
             tuple(self.messages[i] for i in index),
             tuple(self.environments[i] for i in index),

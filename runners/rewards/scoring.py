@@ -1,6 +1,6 @@
-"""Running the rewards over a batch of completions, and judging what they return.
+"""Runs the rewards over a batch of completions, and checks their results.
 
-A reward that fails gives no reward (NaN) and a line that says so; nothing a reward does ends in silence.
+A reward that fails gives no reward (NaN) and a line; no fault of a reward is silent.
 """
 
 import numbers
@@ -21,20 +21,20 @@ from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
-# Calls of one reward that may hang at a time: each keeps a thread, maybe a core, until the process ends.
+# The most calls of one reward that may hang: each keeps a thread, maybe a core, until the process ends.
 _MAX_HANGING = 4
 _ON_ERROR = ("skip", "raise")
-_LARGEST = 1e18  # of a reward times its weight: advantages are divided by the root of a mean of squares
+_LARGEST = 1e18  # of a reward times its weight, because advantages square it
 _PLAIN = {str, int, float, bool, type(None)}
 
 
 @attrs.frozen(eq=False)
 class Scores:
-    """What the rewards said."""
+    """The rewards' results."""
 
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
-    problems: list[str]  # one line for each thing that went wrong, in the order of the rewards
-    failed: dict[int, str]  # rewards that failed at every completion: index -> what went wrong first
+    problems: list[str]  # one line for each fault, in the order of the rewards
+    failed: dict[int, str]  # rewards that failed at every completion: index -> the first fault
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
@@ -78,11 +78,11 @@ class Scorer:
         """Call every reward on B completions; those of one prompt are `group_size` in a row.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
-        reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and whichever
-        of `prompts`, `completion_ids`, the columns, `trainer_state`, `log_extra` and `log_metric` it takes;
-        each call gets lists of its own. Where there are `conversations`, each one's messages are its
-        completion; `environments` are passed on as they are. Async rewards are awaited together, the others
-        run one after another.
+        reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and those of
+        `prompts`, `completion_ids`, the columns, `trainer_state`, `log_extra` and `log_metric` that it takes;
+        each call gets its own lists. With `conversations`, the messages of each are its completion;
+        `environments` are passed on unchanged. Async rewards are awaited together, the others run one after
+        another.
 
         Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
         reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
@@ -121,15 +121,15 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = notes[0]
             problems.extend(notes)
-        for reward in self.rewards:  # of judges: what went wrong beside their verdicts
+        for reward in self.rewards:  # of judges: faults besides their verdicts
             problems += getattr(reward.function, "take_notices", list)()
         problems += log.problems()
-        # Copies: a call that is past its time may still write into the log.
+        # Copies, because a late call may still write into the log.
         metrics = {name: list(values) for name, values in log.metrics.items()}
         return Scores(values_kb, problems, failed, dict(log.extras), metrics)
 
     def _call_all(self, calls: Sequence["_Called"]) -> list[Outcome | None]:
-        """The outcome of each call; None where too many earlier calls of that reward still hang."""
+        """The outcome of each call; None if too many earlier calls of that reward still hang."""
         outcomes: dict[int, Outcome] = {}
         ready = [k for k in range(len(calls)) if self._is_free(k)]
         together = [k for k in ready if is_async(calls[k].reward.function)]
@@ -158,7 +158,7 @@ class Scorer:
     def _judge(
         self, outcome: Outcome | None, each: "_Called", texts: Sequence[str], row_b: np.ndarray
     ) -> tuple[list[str], int]:
-        """Fill one reward's row with what is usable; lines on what is not, and for how many completions."""
+        """Fill one reward's row with the usable values; lines on the others, and for how many completions."""
         prefix = f"reward {show(each.reward.name)}"
         every = len(texts)
         if outcome is None:
@@ -176,7 +176,7 @@ class Scorer:
 
 @attrs.frozen(eq=False)
 class _Called:
-    """A reward and the arguments that it is called with; `completions` are those very objects."""
+    """A reward and the arguments of its call; `completions` are the same objects."""
 
     reward: Reward
     arguments: dict[str, Any]
@@ -187,10 +187,10 @@ class _Called:
         return self.arguments.get("completions", [])
 
     def read(self, result: Any) -> tuple[list[float], list[str], int]:
-        """What is usable of the function's result, NaN for no reward, lines on what is not, and for how many
-        completions that is.
+        """The usable values of the function's result (NaN: no reward), lines on the others, and for how many
+        completions there is no usable value.
 
-        Only plain numbers and texts are returned: looking at the result may run the reward's own code.
+        Only plain numbers and texts are returned, because reading the result may run the reward's own code.
         """
         values, fault = _as_list(plain_value(result), self.size)
         if fault:
@@ -214,7 +214,7 @@ class _Called:
 def _arguments(
     reward: Reward, completions: Sequence[Any], given: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
-    """What a reward takes of the completions and the columns, as lists of its own."""
+    """The arguments of a reward from completions and columns, as separate lists."""
     picked = reward.pick({"completions": completions, **given})
     return {name: _copied(list(entries)) for name, entries in picked.items()}
 
@@ -224,7 +224,7 @@ def _wrap(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy that shares nothing with the run: its prompts, columns and tokens are used again afterwards."""
+    """A copy that shares nothing with the run, which uses its prompts, columns and tokens again later."""
     if isinstance(value, list):
         return value.copy() if _PLAIN.issuperset(map(type, value)) else [_copied(each) for each in value]
     if isinstance(value, dict):
@@ -235,12 +235,12 @@ def _copied(value: Any) -> Any:
 
 
 def _found(value: Any) -> str:
-    """What a line quotes of a value that is no reward."""
+    """The quotation of a value that is not a reward."""
     return value.found if isinstance(value, Failure) else show(value)
 
 
 def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
-    """A reward's result as a list of `wanted` entries, or what is wrong with it."""
+    """A reward's result as a list of `wanted` entries, or its fault."""
     if not isinstance(value, list):
         return [], f"returned {type(value).__name__}; wanted a list of {wanted} numbers or None"
     if len(value) != wanted:
@@ -249,7 +249,7 @@ def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
 
 
 def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
-    """One entry of a reward's result as a float (NaN where there is none), and what is wrong with it."""
+    """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
     if value is None:
         return np.nan, ""
     if isinstance(value, Failure):
@@ -258,9 +258,9 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
         return np.nan, f"returned {type(value).__name__}, wanted a number or None"
     try:
         number = float(value)
-    except (OverflowError, ValueError):  # an integer beyond floats; a signalling NaN of Decimal
+    except (OverflowError, ValueError):  # an integer too large for floats; a signalling NaN of Decimal
         number = np.nan
-    except (Exception, SystemExit) as error:  # of a class of the reward's own
+    except (Exception, SystemExit) as error:  # raised by the reward's own class
         kind = type(value).__name__
         return np.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
     if not np.isfinite(number):
@@ -271,7 +271,7 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
 
 
 def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
-    """The completion that a reward had in hand when it failed; None where that is unknown.
+    """The completion that a reward was processing when it failed; None if that is unknown.
 
     Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
     its message or its text. The objects belong to this one call, so identity is proof enough.
@@ -289,7 +289,7 @@ def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> i
         step = step.tb_next
     for frame in reversed(frames):
         held = [owners[id(value)] for value in frame.f_locals.values() if id(value) in owners]
-        # Two completions may share one text object; such a local points at both and so at neither.
+        # Two completions may share one text object; such a local does not identify either.
         indices = set().union(*(owner for owner in held if len(owner) == 1))
         if len(indices) == 1:
             return indices.pop()

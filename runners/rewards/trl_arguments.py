@@ -1,7 +1,7 @@
-"""What TRL hands to a reward beside completions and columns: how far the run is, and two ways to log.
+"""TRL's further arguments of rewards: the progress of the run, and two ways to log.
 
 Names, parameters and meaning are those of TRL's GRPOTrainer (`trainer_state`, `log_extra`, `log_metric`), so
-that a function written for it runs as it is.
+that a function written for TRL runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _OWN = {"em_subset", "update_skipped", "nonfinite", *METRICS}
 
 @attrs.frozen
 class TrainerState:
-    """How far a run is: the part of transformers' TrainerState that has a meaning here."""
+    """The progress of a run: the part of transformers' TrainerState that has a meaning here."""
 
     global_step: int = 0  # optimizer updates taken
     max_steps: int = 0  # optimizer updates of the whole run
-    epoch: float = 0.0  # epochs gone through, with fractions
+    epoch: float = 0.0  # epochs done, with fractions
     num_train_epochs: int = 0
 
 
 NO_RUN = TrainerState()
-"""What rewards get outside a run."""
+"""The state that rewards get outside a run."""
 
 
 @attrs.frozen(eq=False)
 class RewardLog:
-    """What the rewards of one call to the scorer want to see in the logs: plain texts and numbers."""
+    """The texts and numbers that rewards have logged in one call of the scorer."""
 
     size: int  # completions
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # name -> each value that was logged
-    refused: dict[str, None] = attrs.field(factory=dict)  # names that are the log's own
+    refused: dict[str, None] = attrs.field(factory=dict)  # names that the log itself uses
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
@@ -51,7 +51,7 @@ class RewardLog:
     def log_metric(self, name: str, value: float) -> None:
         """A number for training_log.jsonl, which gets the mean of an update's values.
 
-        A name that the log uses itself is not taken; `problems` says so.
+        A name that the log itself uses is refused; `problems` reports it.
         """
         name = _name("log_metric", name)
         if is_own_name(name):
@@ -68,7 +68,7 @@ class RewardLog:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a run's log has numbers of this name itself, always or at times."""
+    """Whether a run's log itself may have numbers of this name."""
     return name in _OWN or name.partition("/")[0] in _OWN_GROUPS
 
 
@@ -79,7 +79,7 @@ def _name(function: str, name: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Exactly one of JSON's types: an object of a class of its own could run its code while it is written."""
+    """The value as one of JSON's types: an object of another class could run its code while it is written."""
     value = value.item() if hasattr(value, "item") else value
     if value is None or isinstance(value, bool):
         return value

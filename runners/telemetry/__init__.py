@@ -1,4 +1,4 @@
-"""What a run reports: log lines, completions, the display, dashboards, warnings.
+"""A run's reports: log lines, completions, the display, dashboards, warnings.
 
 It changes nothing in the run.
 """

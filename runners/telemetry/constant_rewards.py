@@ -1,4 +1,4 @@
-"""Pointing out a reward that gives every completion the same: it teaches nothing, and is seldom meant."""
+"""Warns of a reward that gives every completion the same value: nothing is learned from it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FACTS = "constant_rewards"  # in trainer_state.json
 
 @attrs.define(eq=False)
 class ConstantRewards:
-    """Watches the first batch steps of a run, those before a resume among them, and then speaks once."""
+    """Watches a run's first batch steps, including those before a resume, and then warns once."""
 
     names: Sequence[str]
     after: int = BATCH_STEPS
     _steps: int = attrs.field(default=0, init=False)
     _completions: int = attrs.field(default=0, init=False)
-    _first: dict[str, float] = attrs.field(factory=dict, init=False)  # of each reward, the first value given
-    _varied: set[str] = attrs.field(factory=set, init=False)  # rewards that gave another value as well
+    _first: dict[str, float] = attrs.field(factory=dict, init=False)  # the first value of each reward
+    _varied: set[str] = attrs.field(factory=set, init=False)  # rewards that gave more than one value
 
     def read(self, values_kb: np.ndarray) -> list[str]:
-        """A line for each reward without a second value, at batch step number `after`; else none.
+        """At batch step number `after`, a line for each reward that has given only one value; else no lines.
 
         `values_kb` holds the values that the rewards gave at a batch step, NaN for none.
         """
@@ -50,7 +50,7 @@ class ConstantRewards:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's facts; an old checkpoint without them is past the first batch steps.
 
-        Raises UserError where they are not what `facts` gave.
+        Raises UserError if they are not what `facts` gave.
         """
         found = facts.get(_FACTS, {"steps": self.after})
         if not isinstance(found, dict):
@@ -65,8 +65,8 @@ class ConstantRewards:
     def _line(self, name: str) -> str:
         to_all = f"of {self._completions:,} completions in the first {self.after} batch steps"
         if name not in self._first:
-            return f"reward {name} had nothing to say (None) about any {to_all}; check the columns it reads"
+            return f"reward {name} returned None for each {to_all}; check the columns it reads"
         return (
-            f"reward {name} gave {self._first[name]:g} to each {to_all} and so teaches nothing; check what "
-            "it looks for in completions.jsonl, and what it gives a right answer with `grpo check`"
+            f"reward {name} gave {self._first[name]:g} to each {to_all}, so nothing is learned from it; look "
+            "at completions.jsonl, and see with `grpo check` what it gives a right answer"
         )

@@ -22,14 +22,14 @@ _TEXT = 10_000  # characters of a text in a table
 
 @attrs.frozen
 class Completions:
-    """What dashboards get of a batch step's completions."""
+    """The part of a batch step's completions that dashboards get."""
 
-    rows: list[dict[str, Any]]  # of a table: the first ones
-    numbers: dict[str, list[float]]  # of all: reward, each function's own, advantage, length
+    rows: list[dict[str, Any]]  # the first completions, for a table
+    numbers: dict[str, list[float]]  # of all completions: reward, each function's reward, advantage, length
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], most: int) -> Completions:
-        """Of records as completions.jsonl has them; `most` go into the table."""
+        """From records of completions.jsonl; `most` of them go into the table."""
         rewards = list(dict.fromkeys(name for record in records for name in record.get("rewards", {})))
         rows = [
             {
@@ -55,10 +55,10 @@ class Completions:
 
 
 class Sink(Protocol):
-    """Somewhere else that the metrics go.
+    """Another place that gets the metrics.
 
-    `replaces`: of a resumed run, updates that are done again take the place of the first ones. Else they
-    would be there twice, and are not sent again.
+    `replaces`: if a resumed run repeats updates, their new values replace the old ones. Otherwise they would
+    appear twice, so they are not sent again.
     """
 
     replaces: bool
@@ -71,7 +71,7 @@ class Sink(Protocol):
 
 
 def check_installed(settings: LogConfig) -> None:
-    """Raises UserError where a dashboard that [log] asks for is not installed."""
+    """Raises UserError if a dashboard that [log] asks for is not installed."""
     missing = [_missing(key, kind.package) for key, kind in _DASHBOARDS.items() if getattr(settings, key)]
     problems = [problem for problem in missing if problem]
     if problems:
@@ -86,7 +86,7 @@ def open_sinks(target: Target, settings: LogConfig) -> list[Sink]:
         if getattr(settings, key):
             try:
                 sinks.append(kind(target))
-            except Exception as error:  # each package has errors of its own: no login, no network, no disk
+            except Exception as error:  # each package has its own errors: no login, no network, no disk
                 raise UserError(
                     f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
                 ) from error
@@ -95,15 +95,15 @@ def open_sinks(target: Target, settings: LogConfig) -> list[Sink]:
 
 @attrs.frozen
 class Target:
-    """Where and as what a run's numbers are shown."""
+    """The run that a dashboard shows: its folder, name and position."""
 
     folder: Path  # the run's
     name: str
     project: str
     entity: str
     config: dict[str, Any]
-    resumed: bool  # the same run goes on
-    from_update: int = 0  # of a resumed run: it does later updates again
+    resumed: bool  # the run was resumed
+    from_update: int = 0  # where a resumed run starts; it repeats later updates
 
 
 class _TensorBoard:
@@ -149,7 +149,7 @@ class _WandB:
             config=target.config,
             dir=str(target.folder),
         )
-        # Not W&B's own step, which only rises: a resumed run does some updates again.
+        # Not W&B's own step, which can only increase: a resumed run repeats some updates.
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
 
@@ -173,7 +173,7 @@ class _Trackio:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio = trackio
-        # A run is known by its name there.
+        # Trackio identifies a run by its name.
         resume = "allow" if target.resumed else "never"
         trackio.init(project=target.project, name=target.name, config=target.config, resume=resume)
 
@@ -194,7 +194,7 @@ _DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio
 
 
 def _run_id(target: Target) -> str:
-    """W&B's name of the run, kept in its folder so that a resume finds it; a new one for a new run."""
+    """W&B's id of the run, kept in the run's folder so that a resume finds it; a new run gets a new one."""
     file = target.folder / _ID_FILE
     if target.resumed and file.is_file():
         return file.read_text(encoding="ascii", errors="replace").strip()
@@ -214,7 +214,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _quoted(text: str) -> str:
-    """Indented, which Markdown shows as it is."""
+    """The text indented, so that Markdown shows it unchanged."""
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 

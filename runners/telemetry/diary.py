@@ -1,4 +1,4 @@
-"""A run's diary, events.jsonl: when it began, on what, what it said on the way, and how it ended."""
+"""A run's diary, events.jsonl: its start, its machine, its notices and its end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary:
-    """A `Report` that hands everything on to another one, and keeps what is worth reading later.
+    """A `Report` that passes everything on to another one, and keeps what is worth reading later.
 
-    What is said before the run starts follows the event "start". Times are seconds since 1970.
+    Notices from before the start are written after the event "start". Times are seconds since 1970.
     """
 
     def __init__(self, report: Report, clock: Callable[[], float] = time.time) -> None:
-        """Hands on to `report`."""
+        """Passes everything on to `report`."""
         self._report, self._clock = report, clock
         self._write: Callable[[Mapping[str, Any]], None] | None = None
         self._waiting: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ class Diary:
         self._begun = False
 
     def open(self, write: Callable[[Mapping[str, Any]], None], facts: Mapping[str, Any]) -> None:
-        """From here on events go to `write`. `facts` stand in the event "start"."""
+        """From now on events go to `write`. The event "start" contains `facts`."""
         self._facts = dict(facts)
         self._write = write
 
@@ -48,7 +48,7 @@ class Diary:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Keeps how the block ended: "finished", "stopped" by somebody, or "failed"."""
+        """Records how the block ended: "finished", "stopped" (by a signal) or "failed"."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -88,7 +88,7 @@ class Diary:
         self._report.note(text)
 
     def alert(self, text: str) -> None:
-        """See `Report.alert`. Another thread may call this: nothing is kept of it."""
+        """See `Report.alert`. Another thread may call this, so it is not recorded."""
         self._report.alert(text)
 
     def example(self, record: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Diary:
 
 
 def _end_of(error: BaseException) -> tuple[str, str]:
-    """The state that an exception leaves a run in, and why."""
+    """The final state of a run that ends with this exception, and the reason."""
     if isinstance(error, Stopped):
         return "stopped", f"signal {error.exit_code - 128}"
     if isinstance(error, KeyboardInterrupt):
@@ -134,7 +134,7 @@ def _end_of(error: BaseException) -> tuple[str, str]:
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """What the report says of machine and versions, and which keys the config or the command line gave."""
+    """The report's facts about machine and versions, and the keys that config or command line set."""
     memory = read_memory().total
     found = {
         "system": f"{platform.system()} {platform.machine()}",

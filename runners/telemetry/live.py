@@ -32,9 +32,9 @@ from runners.telemetry.progress import (
     sparkline,
 )
 
-MAX_WIDTH = 100  # wider terminals leave the rest free
-# Columns at the right that stay free: the terminal writes "^C" behind the block's last line. If that were to
-# wrap, the cursor would be a line below where the block ends, and a part of the block would never be erased.
+MAX_WIDTH = 100  # columns; the rest of a wider terminal stays empty
+# Columns that stay empty at the right: the terminal writes "^C" behind the block's last line. If that
+# wrapped, the cursor would be one line too low, and a part of the block would never be erased.
 _FREE = 2
 _SMALL = (
     ("length penalty", "length_penalty"),  # a part of the reward above it
@@ -57,7 +57,7 @@ class LiveReport:
         clock: Callable[[], float] = time.monotonic,
         memory: Callable[[], int] = peak_memory,
     ):
-        """Draws on `stream`, or on a `console` of one's own; `clock` gives seconds, `memory` bytes."""
+        """Draws on `stream`, or on a given `console`; `clock` gives seconds, `memory` bytes."""
         output = Output(stream or sys.stdout)
         self._output = output
         self._console = console or Console(file=cast(TextIO, output), highlight=False)
@@ -69,7 +69,7 @@ class LiveReport:
         self._example: Example | None = None
         self._example_shown = False
         self._keys = KeyPresses(self.key)
-        # Twice a second is enough for the time to tick, and leaves the cores to the run.
+        # Two refreshes a second keep the time current and leave the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
 
     @property
@@ -95,7 +95,7 @@ class LiveReport:
         self._redraw()
 
     def status(self, text: str) -> None:
-        """See `Report.status`; before the run has begun, this line is all there is."""
+        """See `Report.status`; before the run starts, only this line is shown."""
         self._status = text
         if not self._live.is_started and not self._finished:
             self._live.start()
@@ -118,7 +118,7 @@ class LiveReport:
         self._example = Example.of(record)
 
     def key(self, letter: str) -> None:
-        """What a key does: e shows an example, or hides it again."""
+        """Handles a key: e shows an example, or hides it again."""
         if letter.lower() == "e":
             self._example_shown = not self._example_shown
             self._redraw()
@@ -156,12 +156,12 @@ class LiveReport:
 
     def __exit__(self, *error: object) -> None:
         if not self._finished:
-            self._status = "stopped"  # what was going on no longer is
+            self._status = "stopped"  # the last status no longer holds
             self._keys.__exit__(None, None, None)
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The block as it stands; rich calls this at every refresh."""
+        """The current block; rich calls this at every refresh."""
         if not self._begun:
             return _text(f"{self._status} ...", "dim")
         progress = self._progress
@@ -195,7 +195,7 @@ class LiveReport:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """A text of the run's: rich itself lets escape sequences through."""
+    """A text of the run without escape sequences, which rich does not remove."""
     return Text(visible(text), style=style)
 
 

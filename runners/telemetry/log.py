@@ -18,10 +18,10 @@ EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
 
 
 class MetricsLog:
-    """What a run writes about itself, as the config's [log] asks; a context manager.
+    """The log files and dashboards of a run, as the config's [log] asks; a context manager.
 
-    Raises UserError at construction where a dashboard is asked for whose package is not installed, or where a
-    file cannot be opened.
+    Raises UserError at construction if the package of a dashboard is not installed, or if a file cannot be
+    opened.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class MetricsLog:
     ):
         """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
 
-        `keep` has what `positions` gave: the files are continued from there, and so are dashboards, from the
-        `update` that the run is at; what the file of metrics had behind that is not sent to them twice.
-        Events, interruptions among them, are appended at their end. None: all start over.
+        `keep` is what `positions` gave: the files continue from there, and dashboards from the run's
+        `update`. Metrics that the file already had after that position are not sent twice. Events are
+        appended, including interruptions. None: all start over.
         """
         target = Target(
             folder=run_dir,
@@ -50,7 +50,7 @@ class MetricsLog:
             from_update=update,
         )
         self._sinks, self._table_rows = open_sinks(target, settings), settings.table_rows
-        # Updates, and whether they are evaluations, that a resumed run does again: dashboards have them.
+        # Updates that a resumed run repeats, and whether each is an evaluation: dashboards already have them.
         self._repeated: set[tuple[Any, bool]] = set()
         if self._sinks and keep is not None:
             self._repeated = _updates_behind(run_dir / METRICS, keep.get(METRICS, 0))
@@ -67,7 +67,7 @@ class MetricsLog:
         self.names = list(self._files)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one line of metrics. Dashboards get the finite numbers, with "update" as their x axis."""
+        """Writes one line of metrics. Dashboards get the finite numbers, with "update" as the x axis."""
         self._write(METRICS, [metrics])
         if not self._sinks:
             return
@@ -80,7 +80,7 @@ class MetricsLog:
                 sink.log(numbers, update)
 
     def completions(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line for each completion of a batch step; dashboards get a table of the first."""
+        """Writes one line for each completion of a batch step; dashboards get a table of the first ones."""
         records = list(records)
         self._write(COMPLETIONS, records)
         if self._sinks and self._table_rows and records:
@@ -94,7 +94,7 @@ class MetricsLog:
         self._write(EVALUATIONS, records)
 
     def tokens(self, record: Mapping[str, Any]) -> None:
-        """Writes what a batch step knows of its tokens."""
+        """Writes the record of a batch step's tokens."""
         self._write(TOKENS, [record])
 
     def event(self, record: Mapping[str, Any]) -> None:
@@ -117,14 +117,14 @@ class MetricsLog:
                 self._files[name].write(record)
 
     def fault(self) -> str | None:
-        """Why a line could not be written yet; None: all of them are."""
+        """Why a line could not be written yet; None: all lines are written."""
         for lines in self._files.values():
             if lines.fault:
                 return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
         return None
 
     def positions(self) -> dict[str, int]:
-        """Bytes so far of each file that a resumed run cuts; UserError where a line waits for the disk."""
+        """Bytes of each file that a resume cuts back. Raises UserError if a line is not written yet."""
         for lines in self._files.values():
             lines.push()
         if fault := self.fault():
@@ -150,18 +150,18 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def _updates_behind(path: Path, place: int) -> set[tuple[Any, bool]]:
-    """The updates of a log's lines behind so many bytes, and whether each line is of an evaluation."""
+    """The updates of a log's lines after the byte `place`, and whether each line is of an evaluation."""
     found: set[tuple[Any, bool]] = set()
     try:
         with open(path, "rb") as stream:
             stream.seek(place)
             lines = stream.read().split(b"\n")
     except OSError:
-        return found  # there is none: nothing is known to be sent
+        return found  # no file: nothing was sent
     for text in lines:
         try:
             line = json.loads(text)
-        except ValueError:  # the last one may be cut
+        except ValueError:  # the last line may be incomplete
             continue
         if isinstance(line, dict) and isinstance(line.get("update"), int):
             found.add((line["update"], _is_evaluation(line)))

@@ -1,4 +1,4 @@
-"""Where the time of an update went: seconds by part, which add up to the whole."""
+"""The time of an update by part, in seconds; the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PartTimes:
         self._started = clock()
 
     def add(self, part: str, seconds: float) -> None:
-        """What one of PARTS took, measured elsewhere."""
+        """Adds time of one of PARTS that was measured elsewhere."""
         self._seconds[part] += seconds
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Counts the `with` block to one of PARTS."""
+        """Adds the time of the `with` block to one of PARTS."""
         started = self._clock()
         try:
             yield
@@ -32,11 +32,11 @@ class PartTimes:
             self.add(part, self._clock() - started)
 
     def restart(self) -> None:
-        """The clock starts over: the time since `take` belongs to no step."""
+        """Restarts the clock: the time since `take` counts for no step."""
         self._started = self._clock()
 
     def take(self) -> dict[str, float]:
-        """`step_time`, `time/PART` of each part and `time/rest`, seconds; the next ones begin at 0."""
+        """`step_time`, `time/PART` of each part and `time/rest` in seconds; counting restarts at 0."""
         now = self._clock()
         whole, self._started = now - self._started, now
         parts: dict[str, float] = self._seconds

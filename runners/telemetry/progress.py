@@ -1,4 +1,4 @@
-"""How far a run is and how it goes: the numbers behind the display, and how numbers are spelt there."""
+"""A run's progress: the numbers of the display, and how they are formatted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def peak_memory() -> int:
-    """The peak of MLX's memory in bytes; 0 where MLX is not in use."""
+    """The peak of MLX's memory in bytes; 0 if MLX is not in use."""
     if "mlx.core" not in sys.modules:
         return 0
     from runners.machine.memory_readings import read_memory
@@ -36,13 +36,13 @@ class Progress:
     ):
         """Starts the clock. `clock` gives seconds, `memory` bytes.
 
-        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        For a resumed run, `done` is its current update, and `scores` are the evaluations before that.
         """
         self.total = total
         self.done = done
-        self._steps = 0  # in this process; a resumed run is at an update further on
+        self._steps = 0  # of this process, without those before a resume
         self.metrics: dict[str, Any] = {}
-        self.before: dict[str, Any] = {}  # of the update before
+        self.before: dict[str, Any] = {}  # metrics of the previous update
         self.rewards: list[float] = []
         self.scores = list(scores)  # of evaluations, in order
         self.memory = 0
@@ -55,12 +55,12 @@ class Progress:
         self._tokens = 0.0
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Takes in an update's metrics; "update" among them says how many are done."""
+        """Takes in an update's metrics; "update" is the number of updates done."""
         now = self._clock()
         interval = now - self._last_step - self._evaluating
         self._last_step, self._evaluating = now, 0.0
         if self._steps == 1:
-            self._intervals.clear()  # the first update compiles: it says nothing about the others
+            self._intervals.clear()  # the first update compiles: it is slower than the others
         self._intervals.append(max(interval, 0.0))
         self._steps += 1
         self.before, self.metrics = self.metrics, dict(metrics)
@@ -81,7 +81,7 @@ class Progress:
         return self._clock() - self._started
 
     def seconds_left(self) -> float | None:
-        """Seconds to the last update at the recent pace, None before the first one."""
+        """Seconds until the last update at the recent pace; None before the first update."""
         if not self._intervals:
             return None
         pace = sum(self._intervals) / len(self._intervals)
@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def exact_match(self) -> float | None:
-        """The latest: of the update if its metrics have one, else of the last evaluation."""
+        """The latest value: the update's, if its metrics have one, else the last evaluation's."""
         em = self.metrics.get("em")
         if is_finite(em):
             return em
@@ -101,14 +101,14 @@ class Progress:
             return float(logged)  # type: ignore[arg-type]
         if not is_finite(metrics.get("num_tokens")):
             return None
-        # num_tokens counts all tokens of the run, those before a resume among them.
+        # num_tokens counts all tokens of the run, including those before a resume.
         new, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
         resumed = self._steps == 1 and self.done > 1
         return new / interval if interval > 0 and not resumed else None
 
 
 def is_finite(value: Any) -> bool:
-    """Whether this is a number that can be drawn."""
+    """Whether this is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -158,7 +158,7 @@ def eval_line(name: str, score: float, correct: int, total: int, seconds: float)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole course of the values in at most `width` bars, each the mean of its share of them."""
+    """All values as at most `width` bars; each bar is the mean of its part of the values."""
     if len(values) < 2 or width < 2:
         return ""
     columns = min(width, len(values))

@@ -1,4 +1,4 @@
-"""What a run says of itself: its head and its end on the display, and a record for each completion."""
+"""A run's header and summary for the display, and a record for each completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGP_STEPS, MOVED_STEPS = 16, 64  # of a nat, in tokens.jsonl
 def run_header(
     config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int
 ) -> dict[str, Any]:
-    """What is shown before the first step of a run in `folder`: name -> value.
+    """The header that is shown before the first step of a run in `folder`: name -> value.
 
     `train` and `held_out` are numbers of examples.
     """
@@ -40,7 +40,7 @@ def run_header(
 
 
 def _length_penalty(config: Config) -> dict[str, str]:
-    """What makes a completion's reward smaller than the sum of its rewards, if anything does."""
+    """The length penalty on a completion's reward, if there is one, as a header row."""
     overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
     if overlong is None or not overlong.buffer:
         return {}
@@ -59,9 +59,9 @@ def run_summary(
     updates: int,
     tokens: int,
 ) -> dict[str, Any]:
-    """What is shown at the end.
+    """The summary that is shown at the end.
 
-    `first` and `last` are exact match on `held_out` problems, None where it was not measured.
+    `first` and `last` are exact match on `held_out` problems, None if it was not measured.
     """
     shown: dict[str, Any] = {}
     if last is not None:
@@ -80,8 +80,8 @@ def completion_records(
 ) -> Iterator[dict[str, Any]]:
     """One record for each completion, for completions.jsonl; docs/rewards.md lists the keys.
 
-    With `pieces`, those of conversations say which parts of the text the model sampled; `given` is the number
-    of characters of the nudge. A record is made when it is asked for.
+    With `pieces`, a conversation's record says which parts of the text the model sampled; `given` is the
+    nudge's number of characters. Records are made one by one, as they are read.
     """
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
@@ -117,9 +117,9 @@ def completion_records(
 
 
 def _turns(experience: Experience, pieces: PieceLengths, given: int) -> list[list[dict[str, Any]]]:
-    """Of each completion the stretches that were sampled or given: tokens, and characters of its text.
+    """The sampled and given stretches of each completion: their tokens, and characters of the text.
 
-    The nudge, of `given` characters and no token, belongs to the first stretch.
+    The nudge (`given` characters, no token) belongs to the first stretch.
     """
     rollout, rows = experience.rollout, []
     for tokens, sampled, text in zip(rollout.completions(), rollout.sampled(), experience.texts, strict=True):
@@ -197,8 +197,8 @@ def moved_record(experience: Experience, logp_bt: np.ndarray, batch_step: int, u
 class PieceLengths:
     """How many characters each token of a completion gave.
 
-    A token mostly gives the same characters wherever it stands: its number is kept. Where the kept numbers do
-    not add up to the text, as with characters of several tokens, the completion is decoded token by token.
+    Most tokens always give the same characters, so their numbers are cached. If the cached numbers do not add
+    up to the text, because a character has several tokens, the completion is decoded token by token.
     """
 
     def __init__(self, decoder: TextDecoder) -> None:
@@ -232,7 +232,7 @@ def _kept(known: dict[int, int], token: int, make: Callable[[int], int]) -> int:
 
 
 def _laced(numbers: Sequence[int]) -> np.ndarray:
-    """Numbers as bytes: 255 stands for 255 and what the next byte adds."""
+    """Numbers as bytes: the byte 255 means 255 plus the next byte."""
     parts: list[int] = []
     for number in numbers:
         whole, rest = divmod(max(number, 0), 255)

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live block on a terminal, plain lines elsewhere, or nothing."""
+"""The display of a run: a live block on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LINE_WIDTH = 100  # columns of a plain line
 
 
 class Report(Protocol):
-    """What the loop tells; a context manager that leaves the terminal as it was, also after an interrupt.
+    """Takes the loop's reports. A context manager that restores the terminal, also after an interrupt.
 
-    One that writes to standard output has `fault`: what the first attempt to write raised that failed, or
-    None. None of these methods fails for it; notes go to standard error from then on.
+    A report that writes to standard output has `fault`: the exception of the first failed write, or None. No
+    method raises it; from then on notes go to standard error.
     """
 
     def start(
@@ -41,14 +41,14 @@ class Report(Protocol):
         done: int = 0,
         scores: Sequence[float] = (),
     ) -> None:
-        """The run begins. `header` is name -> value, shown once; its "run" is the title.
+        """The run starts. `header` is name -> value and is shown once; its "run" is the title.
 
-        Of a resumed run, `done` is the update it is at, and `scores` are the evaluations before that.
+        For a resumed run, `done` is its current update, and `scores` are the evaluations before that.
         """
         ...
 
     def status(self, text: str) -> None:
-        """What goes on right now, such as "evaluating"; a terminal shows it until the next step or status."""
+        """The current activity, such as "evaluating"; a terminal shows it until the next step or status."""
         ...
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Report(Protocol):
         ...
 
     def example(self, record: Mapping[str, Any]) -> None:
-        """A completion of the batch step, as completions.jsonl has it; shown where a person asks for one."""
+        """A completion of the batch step, as in completions.jsonl; shown if a person asks for one."""
         ...
 
     def note(self, text: str) -> None:
@@ -68,7 +68,7 @@ class Report(Protocol):
         ...
 
     def alert(self, text: str) -> None:
-        """A line that the person at the terminal has to see at once; another thread may call this."""
+        """A line that must be shown at once; another thread may call this."""
         ...
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -85,7 +85,7 @@ class Report(Protocol):
 
 
 class Quiet:
-    """Shows nothing but what a signal is answered with: for tests, and for use from other programs."""
+    """Shows only the answer to a signal: for tests, and for use from other programs."""
 
     def start(
         self,
@@ -121,14 +121,14 @@ class Quiet:
 
 
 class Silent(Quiet):
-    """Shows nothing at all: for a rank whose run another one shows."""
+    """Shows nothing at all: for a rank whose run is shown by another rank."""
 
     def alert(self, text: str) -> None:
-        """Nothing: the rank that shows the run says so."""
+        """Shows nothing: the rank with the display shows the line."""
 
 
 class PlainReport:
-    """Lines without colour or cursor movement: one every `every` updates, at most 100 columns wide."""
+    """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class PlainReport:
         self._table(header)
 
     def status(self, text: str) -> None:
-        """Says nothing: a log file keeps what was done, not what is about to be."""
+        """Shows nothing: these lines report what was done, not what comes next."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """See `Report.step`."""
@@ -177,7 +177,7 @@ class PlainReport:
         self._line(eval_line(name, score, correct, total, seconds))
 
     def example(self, record: Mapping[str, Any]) -> None:
-        """Says nothing: completions.jsonl has all of them."""
+        """Shows nothing: completions.jsonl has all completions."""
 
     def note(self, text: str) -> None:
         """See `Report.note`."""
@@ -192,7 +192,7 @@ class PlainReport:
         to_stderr(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """See `Report.table`: columns in line, names to the left and numbers to the right."""
+        """See `Report.table`: columns are aligned, names at the left and numbers at the right."""
         self.note(title)
         cells = [tuple(columns), *map(tuple, rows)]
         widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
@@ -225,10 +225,10 @@ class PlainReport:
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """A live block where `stream` (stdout if left out) is a terminal that moves its cursor, else lines.
+    """A live block if `stream` (by default stdout) is a terminal that can move its cursor, else plain lines.
 
-    NO_COLOR in the environment takes the colours out, TERM=dumb the block. Where standard output is closed
-    nothing is shown.
+    NO_COLOR in the environment turns colours off, TERM=dumb the block. If standard output is closed, nothing
+    is shown.
     """
     output: TextIO | None = stream or sys.stdout
     if output is None or output.closed:
@@ -241,7 +241,7 @@ def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
 
 
 def step_line(progress: Progress) -> str:
-    """One update in at most 100 columns; what matters least is dropped first."""
+    """One update in at most 100 columns; the least important parts are dropped first."""
     metrics = progress.metrics
     digits = len(str(progress.total))
     parts = [

@@ -1,4 +1,4 @@
-"""Whether the reward has fallen or risen where groups no longer differ in it: that decides what to do."""
+"""When groups no longer differ in reward: whether the reward has fallen or risen, and so what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 1e300
 
 @attrs.define
 class RewardLevel:
-    """The rewards of a run's updates: those of the row of flat updates that lasts, and all others.
+    """The rewards of a run's updates: those of the current row of flat updates, and all others.
 
     An update is flat if no group's completions differ in reward.
     """
@@ -25,8 +25,8 @@ class RewardLevel:
     flat: list[float] = attrs.field(factory=lambda: [0, 0.0, 0.0])
 
     def see(self, reward: float, flat: bool) -> None:
-        """Takes in an update; a row that it ends is added to the others."""
-        if not abs(reward) < math.sqrt(_MOST) / 1e6:  # its square would not be a number that JSON holds
+        """Takes in an update. If it ends a row of flat updates, that row is added to the others."""
+        if not abs(reward) < math.sqrt(_MOST) / 1e6:  # JSON could not hold its square
             return
         if not flat:
             self.before = [one + other for one, other in zip(self.before, self.flat, strict=True)]
@@ -37,7 +37,7 @@ class RewardLevel:
     def change(self) -> tuple[int, float, float]:
         """-1, 0 or 1 if the flat row's mean is below, like or above the mean before; then the two means.
 
-        They are alike within two standard errors of the mean of so many earlier updates. 0 without updates.
+        "Like" means within two standard errors of the mean of as many earlier updates. 0 without updates.
         """
         (n, total, squares), (m, row, _) = self.before, self.flat
         if not n or not m:
@@ -62,7 +62,7 @@ class RewardLevel:
                 "and nothing more is learned from them; give harder ones, or end the run"
             )
         return (
-            "and nothing is learned from such: give prompts of other difficulty, raise "
+            "so nothing is learned: use prompts of other difficulty, raise "
             "rollout.num_generations or rollout.temperature, or look at the rewards with `grpo check CONFIG`"
         )
 
@@ -71,7 +71,7 @@ class RewardLevel:
         return {_KEY: attrs.asdict(self)}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's facts; UserError where they are not what `facts` gave."""
+        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
         if _KEY not in facts:  # a checkpoint from before this was kept
             return
         found = facts[_KEY]

@@ -18,7 +18,7 @@ from runners.rewards.experience import Experience, length_penalty, reward_spread
 
 @attrs.frozen(eq=False)
 class Tally:
-    """What the log needs of a batch step when its completions are gone."""
+    """The numbers of a batch step that the log still needs when its completions are gone."""
 
     rewards_pg: np.ndarray  # float64, combined; NaN = no reward
     values_kb: np.ndarray  # float64, of each reward function
@@ -51,18 +51,18 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Rewards and completions of an update's batch steps.
 
-    `reward_std` is the mean over groups of the standard deviation within a group; NaN stands for a number
-    that nothing was there to compute from. `frac_reward_zero_std` is the share of groups that the `baseline`
-    leaves without an advantage: those without variance, or, with the baseline `batch_mean`, all groups of a
-    batch step without variance; None: a group's baseline. A metric that a reward logged is there under its
-    own name, unless one of these has it.
+    `reward_std` is the mean over groups of the standard deviation within a group; NaN means that there was
+    nothing to compute it from. `frac_reward_zero_std` is the share of groups that get no advantage from the
+    `baseline`: groups without variance, or, with the baseline `batch_mean`, all groups of a batch step
+    without variance; None: a group's baseline. A metric that a reward logged keeps its name, unless one of
+    these has that name.
     """
     rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
     values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
     lengths = np.concatenate([tally.lengths_b for tally in tallies])
     finished = np.concatenate([tally.finished_b for tally in tallies])
     steps = [tally.rewards_pg for tally in tallies]
-    if baseline == "batch_mean":  # a whole step is compared: its spread, for each of its groups
+    if baseline == "batch_mean":  # a whole step is compared, so each of its groups gets the step's spread
         spread = np.concatenate([np.repeat(reward_spread(step.reshape(1, -1)), len(step)) for step in steps])
     else:
         spread = reward_spread(rewards_pg)
@@ -120,7 +120,7 @@ def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float
 def loss_metrics(
     stats: g.LossStats, update: g.UpdateStats, spec: g.LossSpec, has_reference: bool
 ) -> dict[str, Any]:
-    """What the learner reports of an update; of tokens only where one reached it, of clipping only where the
+    """The learner's metrics of an update: token metrics only if a token reached it, clip metrics only if the
     surrogate of `spec` clips."""
     metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
@@ -162,7 +162,7 @@ def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def combine_logged(name: str, values: Sequence[float]) -> float:
-    """One number for those that rewards logged under a name: their mean; of a judge's counts the sum."""
+    """One number for the values that rewards logged under a name: the mean, or a judge's sum of counts."""
     of_judge = combined(name, values)
     return _mean(np.array(values)) if of_judge is None else of_judge
 

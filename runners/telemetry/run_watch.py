@@ -1,6 +1,6 @@
-"""Looks at each update's metrics: warns when training goes astray, and says when a run may end early.
+"""Checks each update's metrics: warns when training goes wrong, and decides when a run may end early.
 
-A pure fold over what is logged, so that a resumed run warns and ends where it would have.
+It depends only on what is logged, so that a resumed run warns and ends at the same updates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runners.telemetry.reward_level import RewardLevel
 
 
 class Watch:
-    """Counts, for each thing to look at, for how many readings in a row it has been so."""
+    """Counts, for each sign of trouble, for how many readings in a row it has been there."""
 
     def __init__(self, settings: WatchConfig, conditions: Sequence[Condition]) -> None:
         """[watch], and the conditions of stop.when."""
@@ -26,9 +26,9 @@ class Watch:
         self.reached: str | None = None  # the condition that ends the run
 
     def see(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Takes in what is logged; the warnings that are due, a line each.
+        """Takes in logged metrics; returns the warnings that are due, a line each.
 
-        A metric that is missing or not finite is no reading: it neither counts nor ends a row.
+        A metric that is missing or not finite is ignored: it neither counts nor ends a row.
         """
         flat, reward = _number(metrics.get("frac_reward_zero_std")), _number(metrics.get("reward"))
         if flat is not None and reward is not None:
@@ -49,7 +49,7 @@ class Watch:
         return {"watch": dict(self._counts), **self._level.facts()}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's facts; UserError where they are not what `facts` gave."""
+        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
         found = facts.get("watch", {})
         if not isinstance(found, dict):
             raise UserError(f"trainer_state.json: watch: found {show(found)}, wanted a JSON object")
@@ -57,7 +57,7 @@ class Watch:
         self._level.restore(facts)
 
     def _signs(self, metrics: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-        """Of each trouble that the metrics tell of: its name, whether it is there, and what to say then."""
+        """For each kind of trouble: its name, whether the metrics show it, and the warning."""
         settings, signs = self._settings, []
         row = f"for {settings.patience} updates"
         flat, entropy, kl = (_number(metrics.get(name)) for name in ("frac_reward_zero_std", "entropy", "kl"))
@@ -75,7 +75,7 @@ class Watch:
         if kl is not None and settings.max_kl:
             line = (
                 f"kl has been above watch.max_kl = {settings.max_kl:g} nats a token {row}, now {kl:.3g}: the "
-                "policy runs away from its reference; lower optim.learning_rate, or raise loss.beta"
+                "policy has moved far from its reference; lower optim.learning_rate, or raise loss.beta"
             )
             signs.append(("high kl", kl > settings.max_kl, line))
         return signs

@@ -1,1 +1,1 @@
-"""Tokenizers and chat formats: checked before their first use, text to tokens and back. No weights."""
+"""Tokenizers and chat formats: checks before their first use, text to tokens and back. No weights."""

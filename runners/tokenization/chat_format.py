@@ -1,4 +1,4 @@
-"""Conversations as text where a tokenizer brings no template: nanochat's turns, or plain speakers' names."""
+"""Conversations as text for tokenizers without a template: nanochat's turns, or plain speakers' names."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Piece:
     """A part of a rendered conversation."""
 
     text: str
-    special: bool = False  # names a special token; else it is letters, whatever they spell
+    special: bool = False  # a special token's name; else ordinary text, whatever it contains
 
 
 @attrs.frozen
 class ChatFormat:
-    """How a tokenizer's conversations look.
+    """The form of a tokenizer's conversations.
 
-    Where its special tokens have nanochat's four turn marks, a conversation is ``<|bos|>``, then for each
+    If its special tokens include nanochat's four turn marks, a conversation is ``<|bos|>``, then for each
     message ``<|user_start|>…<|user_end|>`` or ``<|assistant_start|>…<|assistant_end|>``; a system message
-    stands at the head of the first user message, as nanochat has none. Where they have not, it is the plain
-    form of `plain_text`.
+    is put in front of the first user message, because nanochat has none. Otherwise it is the plain form of
+    `plain_text`.
     """
 
     marked: bool  # with turn marks
-    bos: bool  # <|bos|> is there
+    bos: bool  # <|bos|> exists
 
     @classmethod
     def of(cls, special_tokens: Iterable[str]) -> ChatFormat:
@@ -87,7 +87,7 @@ def plain_text(messages: Sequence[Mapping[str, Any]], add_generation_prompt: boo
 def merge_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with a leading system message put in front of the user's first words.
 
-    Raises ValueError where a system message stands elsewhere or no user message follows it.
+    Raises ValueError if a system message is elsewhere or no user message follows it.
     """
     if not any(message["role"] == "system" for message in messages):
         return list(messages)
@@ -100,7 +100,7 @@ def merge_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def described_tools(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told of tools where its chat template knows none, and how it calls one."""
+    """The description of tools, and of the form of a call, for models whose chat template has no tools."""
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
     form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
     return "\n".join(["You can call these tools:", *lines, f"To call one, write {form} and end your turn."])

@@ -1,7 +1,7 @@
 """How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm reads.
 
 A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the model card
-read it. It holds nothing of the machine.
+read it. It contains nothing about the machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from runners.files.links import check_links
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
 PROMPT_VERSION = 2
-# Keys that older versions of the file lack, and what they stand for there.
+# Keys that older versions of the file lack, with their values there.
 _LATER: dict[str, tuple[int, Any]] = {"chat_template_kwargs": (2, {})}
-# Of a resolved config: where each field comes from.
+# The place of each field in a resolved config.
 _SECTIONS = {
     "data": ("system_prompt", "nudge", "chat_template_kwargs"),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
@@ -35,7 +35,7 @@ _SECTIONS = {
 
 @attrs.frozen(kw_only=True)
 class PromptSettings:
-    """What stood around every question of a run, what ended its completions, and how they were drawn."""
+    """How a run asked every question, ended its completions, and drew them."""
 
     system_prompt: str  # empty: no system message
     nudge: str  # the first words of every completion, written into the prompt
@@ -45,7 +45,7 @@ class PromptSettings:
     top_p: float = field(validator=rules.share(zero=False))
     top_k: int = field(validator=rules.at_least(0))  # 0: off
     min_p: float = field(validator=rules.share(one=False))
-    # What the chat template gets besides the messages.
+    # Further arguments of the chat template.
     chat_template_kwargs: dict[str, bool | int | float | str] = field(
         factory=dict, hash=False, validator=rules.template_arguments()
     )
@@ -66,17 +66,17 @@ class PromptSettings:
 
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
-    """Writes grpo_prompt.json into a model's folder. OSError where the disk refuses."""
+    """Writes grpo_prompt.json into a model's folder. OSError if the disk refuses."""
     content = {"format": PROMPT_FORMAT, "version": PROMPT_VERSION, **attrs.asdict(settings)}
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / PROMPT_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:
-    """The settings in a model's folder, or in a folder of adapters; None where there are none.
+    """The settings in a model's folder, or in a folder of adapters; None if there are none.
 
-    Raises UserError for a file of another format or version, a key that is missing or unknown, and a value
-    that a run could not have had.
+    Raises UserError for a file of another format or version, a missing or unknown key, and a value that is
+    impossible in a run.
     """
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):

@@ -1,6 +1,6 @@
-"""Tokens of a prompt, text out of tokens, at once or as they come, and the token at which a completion ends.
+"""Tokens of a prompt, text of tokens (at once or as a stream), and the token at which a completion ends.
 
-Completions are scored as text but never tokenized again; these functions are all that the loops need.
+Completions are scored as text but never tokenized again, so the loops need only these functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_TEXT = 1 << 21  # characters of a prompt: tokenizers take some 400 bytes for
 def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
     """The tokens of a text; `options` are the tokenizer's own.
 
-    Raises UserError for a text of more than MAX_TEXT characters, and where the tokenizer fails on it.
+    Raises UserError for a text of more than MAX_TEXT characters, and if the tokenizer fails on it.
     """
     if len(text) > MAX_TEXT:
         raise UserError(f"a prompt has {len(text):,} characters, wanted {MAX_TEXT:,} at most")
@@ -35,7 +35,7 @@ def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _foreign(what: str) -> Iterator[None]:
-    """What goes wrong in a tokenizer of somebody else's becomes a UserError."""
+    """Turns errors of foreign tokenizers into UserErrors."""
     try:
         yield
     except (UserError, MemoryError):
@@ -43,7 +43,7 @@ def _foreign(what: str) -> Iterator[None]:
     except Exception as error:
         raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
     except BaseException as error:
-        # Rust's panics are made so that no `except Exception` sees them.
+        # Rust's panics are not caught by `except Exception`.
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
@@ -58,7 +58,7 @@ class TextDecoder:
         self._dropped = _special_ids(tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens; bytes that make no whole character become U+FFFD."""
+        """The text of the tokens; incomplete characters become U+FFFD."""
         kept = [token for token in tokens if token not in self._dropped]
         if not kept:
             return ""
@@ -71,21 +71,21 @@ class TextDecoder:
         return TextStream(self)
 
     def is_dropped(self, token: int) -> bool:
-        """Whether a token leaves no text: special ones do not, but the four tags do."""
+        """Whether a token gives no text: special tokens give none, except the four tags."""
         return token in self._dropped
 
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
-        """A function from a completion's tokens to how many of them to keep, None where it goes on.
+        """A function from a completion's tokens to the number to keep, or None if it goes on.
 
-        Its second argument is how many of the tokens earlier calls have seen, 0 for none: these are not gone
-        through again.
+        Its second argument is the number of tokens that earlier calls have checked (0: none): these are
+        not checked again.
 
         The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
-        of that token behind the stop string stays, as tokens cannot be cut. A stop string that is a special
-        token's name is found by its id. Without stop strings there is no function: None.
+        of that token after the stop string stays, because tokens cannot be cut. A stop string that is a
+        special token's name is found by its id. Without stop strings the result is None.
 
-        Only where a token holds a stop string's last character is text decoded, and only as far back as the
-        string reaches: a call without such a token costs about a microsecond.
+        Text is decoded only if a token contains a stop string's last character, and only as far back as the
+        string reaches. A call without such a token costs about a microsecond.
         Raises ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
@@ -97,7 +97,7 @@ class TextDecoder:
         last_characters = {stop[-1] for stop in texts}
         if not all(character.isascii() for character in last_characters):
             last_characters.add("\ufffd")  # a token may hold only a part of such a character
-        # A token that is not dropped holds a byte or more; one extra keeps a decoder's trimming away.
+        # A token that is not dropped has at least a byte; an extra one avoids a decoder's trimming.
         reach = max(len(stop.encode()) for stop in texts) + 1
         looked_at: set[int] = set()
         ends: set[int] = set(by_id)  # tokens at which a stop string may end
@@ -125,9 +125,9 @@ class TextDecoder:
         return find
 
     def _tail(self, tokens: Sequence[int], number: int) -> str:
-        """The text of the last so many tokens; of up to three more where it would begin inside a character.
+        """The text of the last `number` tokens, and of up to three more if it would begin inside a character.
 
-        Some decoders make nothing of all the bytes that follow such a beginning.
+        Some decoders drop all bytes after such a beginning.
         """
         text = ""
         for more in range(4):
@@ -137,7 +137,7 @@ class TextDecoder:
         return text
 
     def _last_kept(self, tokens: Sequence[int], end: int, number: int) -> list[int]:
-        """The last so many tokens before place `end` that leave text; fewer where there are no more."""
+        """The last `number` tokens before place `end` that give text; fewer if there are no more."""
         found: list[int] = []
         for place in range(end - 1, -1, -1):
             if len(found) == number:
@@ -148,18 +148,18 @@ class TextDecoder:
 
 
 class TextStream:
-    """A completion's text as its tokens come: the pieces join to what `decode` gives for all of them.
+    """A completion's text as its tokens come: the pieces together equal `decode` of all tokens.
 
-    (Nearly so where characters are broken in the midst: some decoders then change what they said before.)
-    A piece is held back while it ends inside a character. Only the last few tokens are decoded again: those
-    since the piece before, with that piece's own in front, as decoders treat the first token of a text apart.
+    (Only nearly, if characters are broken: some decoders then change earlier text.) A piece is held back
+    while it ends inside a character. Only the last few tokens are decoded again: those since the previous
+    piece, with that piece's tokens in front, because decoders treat the first token of a text differently.
     """
 
     def __init__(self, decoder: TextDecoder):
         """An empty text."""
         self._decoder = decoder
         self._last: list[int] = []  # tokens of the last piece
-        self._waiting: list[int] = []  # tokens behind it
+        self._waiting: list[int] = []  # tokens after it
 
     def add(self, token: int) -> str:
         """The text that this token completes, often empty."""
@@ -172,7 +172,7 @@ class TextStream:
         return self._advance(text)
 
     def finish(self) -> str:
-        """The rest, where the last character never became whole."""
+        """The rest, if the last character stayed incomplete."""
         return self._advance(self._decoder.decode([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:
@@ -182,7 +182,7 @@ class TextStream:
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Ids whose text is left out: special ones and those that end a text, save the tags."""
+    """Ids whose text is left out: special ones and those that end a text, except the tags."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if getattr(token, "special", True)}
     special |= {*tokenizer.all_special_ids, *tokenizer.eos_token_ids}

@@ -1,4 +1,4 @@
-"""A tiktoken encoding with the surface that mlx-lm and this project ask of a tokenizer."""
+"""A tiktoken encoding with the tokenizer interface of mlx-lm and this project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import tiktoken
 
 BOS, ASSISTANT_END = "<|bos|>", "<|assistant_end|>"
-_ENDS = (ASSISTANT_END, "<|im_end|>", "<|eot_id|>", "<|endoftext|>", BOS)  # the first one there is the EOS
+_ENDS = (ASSISTANT_END, "<|im_end|>", "<|eot_id|>", "<|endoftext|>", BOS)  # the first existing one is the EOS
 _PADS = ("<|pad|>", "<|padding|>")
 
 
@@ -40,7 +40,7 @@ class TiktokenTokenizer:
         self._special = {
             name: encoding.encode_single_token(name) for name in sorted(encoding.special_tokens_set)
         }
-        self.bytes_of = _bytes_of(encoding, self._special)  # id -> bytes; empty where there is no token
+        self.bytes_of = _bytes_of(encoding, self._special)  # id -> bytes; empty if there is no token
         names = {number: name for name, number in self._special.items()}
         self._tokens = [
             names.get(i) or piece.decode("latin-1").translate(_LETTERS) or None
@@ -53,21 +53,21 @@ class TiktokenTokenizer:
 
     @property
     def has_turn_marks(self) -> bool:
-        """Whether a conversation has nanochat's turns; else it is plain text with speakers' names."""
+        """Whether conversations have nanochat's turns; else they are plain text with speakers' names."""
         return self._format.marked
 
     def __len__(self) -> int:
-        """The number of ids, gaps included: the largest id + 1."""
+        """The number of ids, including gaps: the largest id + 1."""
         return self.vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
-        """`<|bos|>`, where the vocabulary has it."""
+        """`<|bos|>`, if the vocabulary has it."""
         return self._special.get(self.bos_token or "")
 
     @property
     def eos_token_id(self) -> int | None:
-        """What ends a completion: `<|assistant_end|>` where the vocabulary has it, else the end of a text."""
+        """The token that ends a completion: `<|assistant_end|>` if it exists, else the end of a text."""
         return self._special.get(self.eos_token or "")
 
     @property
@@ -77,12 +77,12 @@ class TiktokenTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """All that end a completion: the EOS, and `<|bos|>`, with which the next text would begin."""
+        """All tokens that end a completion: the EOS, and `<|bos|>`, which would begin the next text."""
         return tuple(sorted({i for i in (self.eos_token_id, self.bos_token_id) if i is not None}))
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """In the order of their ids."""
+        """Special tokens in the order of their ids."""
         return sorted(self._special, key=self._special.__getitem__)
 
     @property
@@ -100,20 +100,20 @@ class TiktokenTokenizer:
         return {token: i for i, token in enumerate(self._tokens) if token is not None}
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
-        """The token of an id, or the list of those of several; None where there is none."""
+        """The token of an id, or a list for several ids; None if there is none."""
         if isinstance(ids, int):
             return self._tokens[ids] if 0 <= ids < len(self._tokens) else None
         return [self.convert_ids_to_tokens(int(i)) for i in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or the list of those of several; None where there is none."""
+        """The id of a token, or a list for several tokens; None if there is none."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         if tokens in self._special:
             return self._special[tokens]
         try:
             return self.encoding.encode_single_token(bytes(_BYTES[letter] for letter in tokens))
-        except KeyError:  # a letter that stands for no byte, or bytes that are no token
+        except KeyError:  # a letter without a byte, or bytes without a token
             return None
 
     def encode(
@@ -121,8 +121,8 @@ class TiktokenTokenizer:
     ) -> list[int]:
         """The ids of a text.
 
-        `add_special_tokens` puts `<|bos|>` in front, where the vocabulary has it. Names of special tokens in
-        the text are those tokens, unless `split_special_tokens`: then they are letters like any others.
+        `add_special_tokens` puts `<|bos|>` in front, if the vocabulary has it. Names of special tokens in the
+        text become those tokens; with `split_special_tokens` they are ordinary text.
         """
         allowed = set() if split_special_tokens else self.encoding.special_tokens_set
         ids = self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
@@ -135,9 +135,9 @@ class TiktokenTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """The text of some ids; bytes that make no whole character become U+FFFD.
+        """The text of some ids; incomplete characters become U+FFFD.
 
-        `clean_up_tokenization_spaces` is there for callers who say that they want none.
+        `clean_up_tokenization_spaces` exists only for callers that set it to False.
         """
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces = True: tiktoken's texts have nothing to clean up")
@@ -158,9 +158,9 @@ class TiktokenTokenizer:
     ) -> Any:
         """A conversation as text, or as ids with `tokenize`; see `ChatFormat`.
 
-        As ids, a message's own text is letters throughout: nothing in it can end its turn.
+        As ids, a message's own text is ordinary text: nothing in it can end its turn.
         Raises ValueError for tools, for other roles than system, user and assistant, for contents that are no
-        text, and for what no tokenizer of this kind can do.
+        text, and for options that this kind of tokenizer does not support.
         """
         if tools or return_dict or enable_thinking:
             raise ValueError("tools, return_dict and enable_thinking are not supported by this tokenizer")
@@ -181,7 +181,7 @@ class TiktokenTokenizer:
 
 
 class TiktokenDetokenizer(StreamingDetokenizer):
-    """Streams text token by token; bytes of a character wait until the character is whole."""
+    """Streams text token by token; bytes of a character wait until it is complete."""
 
     def __init__(self, tokenizer: TiktokenTokenizer):
         """Shares the tokenizer's table of bytes."""
@@ -200,14 +200,14 @@ class TiktokenDetokenizer(StreamingDetokenizer):
             self.text += self._decoder.decode(self._bytes_of[token])
 
     def finalize(self) -> None:
-        """What still waits will not be completed: it becomes U+FFFD."""
+        """Ends the text: waiting bytes become U+FFFD."""
         self.text += self._decoder.decode(b"", final=True)
 
 
 def load_tiktoken(file: Path, eos_token_ids: Iterable[int] = ()) -> TokenizerWrapper:
     """mlx-lm's wrapper of the encoding in a tokenizer.pkl; `eos_token_ids` end a completion as well.
 
-    Raises UserError where the file is refused; see `tokenizer_pickle.read_encoding`.
+    Raises UserError if the file is refused; see `tokenizer_pickle.read_encoding`.
     """
     tokenizer = TiktokenTokenizer(read_encoding(file), name_or_path=str(file.parent))
     return TokenizerWrapper(

@@ -1,8 +1,9 @@
-"""Whether a model's tokenizer and chat template stay within time and memory, before their first use here.
+"""Checks, before their first use, the time and memory of a model's tokenizer and chat template.
 
-Neither library has a bound of its own: a template of one line can ask for gigabytes, and a tokenizer.json of
-some kilobytes too. So their first use is in a process that can be ended (`tokenizer_probe`). That costs some
-tenths of a second, once for each content: what has passed is remembered in the user's cache folder.
+Neither library has such a limit: a template of one line can ask for gigabytes, and so can a tokenizer.json of
+some kilobytes. So their first use is in a process that can be ended (`tokenizer_probe`). That costs some
+tenths of a second, once for each content: contents that have passed are remembered in the user's cache
+folder.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from runners.machine.bounded_process import Ending, run_bounded
 from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
 
-_FORMAT = 1  # a new one forgets all
+_FORMAT = 1  # a new number invalidates the cache
 _KEPT = 500  # files in the cache folder
 _SECONDS, _MEMORY = 2.0, 512_000_000  # and for each byte of the files:
 _SECONDS_A_BYTE, _MEMORY_A_BYTE = 0.4e-6, 16
 
 
 def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
-    """Raises UserError, in one line, where the first use takes too long or too much.
+    """Raises UserError, in one line, if the first use takes too much time or memory.
 
-    `pickled`: nanochat's tokenizer.pkl, where that is the tokenizer. The model of this package is not looked
-    at, nor is a content that has passed before.
+    `pickled`: nanochat's tokenizer.pkl, if that is the tokenizer. The shipped model is not checked, nor is a
+    content that has passed before.
     """
     if folder.resolve() == MODEL_DIR.resolve():
         return
@@ -53,14 +54,12 @@ def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
 
 
 def _fault(ending: Ending, seconds: float, memory: int) -> str:
-    """What is wrong, or ""."""
+    """The fault, or ""."""
     for line in ending.lines:
         if line.startswith(FAULT):
             return line.removeprefix(FAULT)
     if READY not in ending.lines:
-        return (
-            ""  # nothing of the model's was looked at: no process could be started, or a package is missing
-        )
+        return ""  # the model was not checked: no process could be started, or a package is missing
     what = "its chat template" if ending.lines[-1] == TEMPLATE else "its tokenizer"
     if ending.over == "time":
         return f"{what} computes for more than {seconds:.3g} s over a short text"
@@ -72,7 +71,7 @@ def _fault(ending: Ending, seconds: float, memory: int) -> str:
 def _digest(files: list[Path]) -> str:
     total = hashlib.sha256(f"{_FORMAT} {_versions()}".encode())
     for file in files:
-        with suppress(OSError):  # whoever reads it next says what is wrong
+        with suppress(OSError):  # the next reader reports the fault
             total.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
                 total.update(hashlib.file_digest(stream, "sha256").digest())
@@ -85,7 +84,7 @@ def _versions() -> str:
 
 
 def _remember(seen: Path) -> None:
-    """Notes a content that has passed; where the folder cannot be written to, it is looked at again."""
+    """Remembers a content that has passed; if the folder cannot be written to, it is checked again later."""
     with suppress(OSError):
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.touch()

@@ -1,7 +1,7 @@
 """nanochat's tokenizer.pkl: a pickled `tiktoken.Encoding`, read without running anything that a pickle could.
 
-A pickle is a program. This reader gives it two names, tiktoken's Encoding and the one function by which
-protocol 2 spells bytes, and both are stand-ins made for the one reading; every other name is refused.
+A pickle is a program. This reader provides only two names, tiktoken's Encoding and the function that protocol
+2 uses for bytes. Both are stand-ins made for each reading; every other name is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PLAIN = {
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
     *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "GLOBAL", "STACK_GLOBAL", "REDUCE"),
 }
-"""Opcodes behind which a text, bytes, or one of the two admitted names lies on the stack."""
+"""Opcodes that leave a text, bytes, or one of the two admitted names on the stack."""
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a model folder, or of its folder `tokenizer`, as nanochat lays it out; or None."""
+    """The tokenizer.pkl of a model folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next((place for place in places if place.is_file()), None)
 
@@ -39,8 +39,8 @@ def find_pickle(folder: Path) -> Path | None:
 def read_encoding(file: Path) -> tiktoken.Encoding:
     """The encoding in a pickle of any protocol.
 
-    Raises UserError: the file cannot be read, it names something else than tiktoken's Encoding (which then is
-    named in the message, and neither imported nor called), or what it holds is no vocabulary.
+    Raises UserError if the file cannot be read, if it names something else than tiktoken's Encoding (the
+    message has the name; it is neither imported nor called), or if its content is not a vocabulary.
     """
     try:
         content = file.read_bytes()
@@ -53,20 +53,20 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
         return tiktoken.Encoding(**state)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    except ValueError as error:  # of tiktoken, for a pattern that is no regular expression
+    except ValueError as error:  # from tiktoken, for an invalid regular expression
         raise UserError(f"{file}: tiktoken does not take it: {error_line(error)}") from error
 
 
 def encoding_state(content: bytes) -> dict[str, Any]:
     """The arguments of `tiktoken.Encoding` that a pickle of one holds: name, pat_str, mergeable_ranks,
-    special_tokens. Raises UserError, without the file's name, for whatever is not such a pickle."""
+    special_tokens. Raises UserError, without the file's name, for anything else."""
     reader = _Reader(content)
     try:
         _check_size(content)
         found = reader.load()
     except UserError:
         raise
-    except Exception as error:  # a broken pickle fails in many ways: any error of an opcode's is one
+    except Exception as error:  # a broken pickle can fail with any error
         raise UserError(f"this is no pickle that can be read: {error_line(error)}") from error
     if not isinstance(found, reader.stand_in):
         raise UserError(f"found a pickled {type(found).__name__}, wanted tiktoken's Encoding")
@@ -74,13 +74,13 @@ def encoding_state(content: bytes) -> dict[str, Any]:
 
 
 def _check_size(content: bytes) -> None:
-    """Raises UserError for a pickle that is small and makes something huge.
+    """Raises UserError for a small pickle that creates something huge.
 
-    It can do so by a memo of billions of places, and by tuples of tuples, each used twice: hashing one that
-    nests thirty deep takes minutes. So what is used again has to be a plain value.
+    It could do so by a memo of billions of places, or by nested tuples that are each used twice: hashing one
+    with thirty levels takes minutes. So only plain values may be used again.
     """
     before = ""
-    plain: dict[int, bool] = {}  # place in the memo -> whether what it keeps is a plain value
+    plain: dict[int, bool] = {}  # place in the memo -> whether its content is a plain value
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name == "MEMOIZE" or name in _PUTS:
@@ -94,17 +94,17 @@ def _check_size(content: bytes) -> None:
 
 
 class _Reader(pickle.Unpickler):
-    """Knows two names, and gives for each something that only keeps data."""
+    """An unpickler with two names, whose stand-ins only keep data."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
-        # Made anew for each reading: BUILD may set attributes, and they must go when the reading ends.
+        # Made for each reading: BUILD may set attributes, which must be gone afterwards.
         self.stand_in = _make_stand_in()
         self._names = {
             ("tiktoken.core", "Encoding"): self.stand_in,
             ("_codecs", "encode"): _make_latin1(),
         }
-        # Extension codes seen earlier in this process would be taken from here, past find_class.
+        # Extension codes seen earlier in this process would be read from this cache and bypass find_class.
         copyreg.clear_extension_cache()
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -134,7 +134,7 @@ def _make_stand_in() -> type:
 
 def _make_latin1() -> Callable[[str, str], bytes]:
     def encode(text: str, encoding: str) -> bytes:
-        """Bytes as protocol 2 spells them: their values as characters."""
+        """Bytes in the form of protocol 2: their values as characters."""
         if type(text) is not str or encoding != "latin1":
             raise UserError(f'the pickle calls _codecs.encode with {_shown(encoding)}, wanted "latin1"')
         return text.encode("latin-1")
@@ -143,12 +143,12 @@ def _make_latin1() -> Callable[[str, str], bytes]:
 
 
 def _shown(value: object) -> str:
-    # Of a pickle's own making, and so maybe of any size: what is no text is not spelt out.
+    # A value made by the pickle may have any size, so only texts are shown.
     return show(value) if type(value) is str else type(value).__name__
 
 
 def _checked(state: object) -> dict[str, Any]:
-    """The state, if it makes a vocabulary; tiktoken itself takes some that crash it later."""
+    """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
     if isinstance(state, str):
         raise UserError(
             f"it only names the encoding {show(state)}, without its vocabulary; wanted a trained one"
@@ -163,7 +163,7 @@ def _checked(state: object) -> dict[str, Any]:
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     for key, table, kind in (("mergeable_ranks", ranks, bytes), ("special_tokens", special, str)):
         if set(map(type, table)) - {kind} or set(map(type, table.values())) - {int}:
-            raise UserError(f"the Encoding's {key} is no table from {kind.__name__} to int")
+            raise UserError(f"the Encoding's {key} is not a table from {kind.__name__} to int")
     ids = [*ranks.values(), *special.values()]
     if len(set(ids)) != len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _MAX_ID:
         raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")

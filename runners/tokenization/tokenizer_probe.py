@@ -1,7 +1,7 @@
-"""The first use of a tokenizer and its chat template, in a process of its own (`machine.bounded_process`).
+"""The first use of a tokenizer and its chat template, in a separate process (`machine.bounded_process`).
 
-It imports the libraries that do the work and little else, as it stands before a model's first use. What it
-prints: the phase that begins, and a line that starts with FAULT where something is wrong.
+It imports little besides the libraries that do the work, because it delays a model's first use. It prints the
+phase that begins, and a line that starts with FAULT if something is wrong.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from runners.machine.bounded_process import OUT_OF_MEMORY, limit
 
 FAULT = "fault: "
 READY, TEMPLATE, READING, TEXT = "ready", "template", "reading", "text"
-UNREADABLE = 1  # the exit code where a file is none that can be read
+UNREADABLE = 1  # the exit code if a file cannot be read
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 MAX_TEMPLATE = 1 << 20  # characters; the longest in use have some twenty thousand
 MAX_PROMPT = 1 << 20  # characters of a short conversation
-_GROWTH = 16  # tokens for a character; ideographs and emoji have four at most
+_GROWTH = 16  # tokens for a character; ideographs and emoji have at most four
 _WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n"
 _LETTERS = string.printable + "äßéñøйжάの漢字한ع…€–“”½²\u00a0\u200b\u200d\ufe0f😀"
 
@@ -33,7 +33,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Those files of a model folder, of the kinds that are looked at, which are there."""
+    """The existing files of a model folder that are checked."""
     named = [folder / name for name in _FILES]
     return [file for file in (*named, *sorted(folder.glob(_MORE_TEMPLATES))) if file.is_file()]
 
@@ -49,7 +49,7 @@ def main(folder: str, pickled: str, seconds: str, memory: str) -> None:
     limit(float(seconds), int(memory))
     _tell(READY)
     try:
-        # What is merely wrong is for its first use to say: the next thing is looked at all the same.
+        # Other faults are reported at the real first use; here the next check follows.
         try:
             _templates(place)
         except MemoryError:
@@ -112,7 +112,7 @@ def _render_all(text: str, names: dict[str, Any]) -> None:
         except MemoryError:
             raise
         except Exception:
-            continue  # it refuses a role, or is wrong
+            continue  # it refuses a role, or is faulty
         if len(made) > MAX_PROMPT:
             _fault(f"its chat template makes {len(made):,} characters of a short conversation")
 
@@ -148,9 +148,9 @@ def _environment() -> Any:
 
 
 def _texts(encode: Encode, patterns: Sequence[str], decode: Callable[[Any], str] | None = None) -> None:
-    """Tokenizes words, and runs of each letter: what grows, grows there."""
+    """Tokenizes words, and runs of each letter, where a fault would grow most."""
     _tell(TEXT)
-    # Behind a run stands something else: patterns that end with the text try everything then.
+    # Another character follows each run: patterns that end with the text then try everything.
     runs = [letter * 64 + ("!" if letter != "!" else "a") for letter in dict.fromkeys(_LETTERS)]
     for text in (_WORDS * 8, *runs, *(pattern * 8 for pattern in patterns)):
         try:
@@ -158,7 +158,7 @@ def _texts(encode: Encode, patterns: Sequence[str], decode: Callable[[Any], str]
             again = decode(tokens) if decode else ""
         except MemoryError:
             raise
-        except BaseException as error:  # Rust's panics are no Exceptions
+        except BaseException as error:  # Rust's panics are not Exceptions
             _fault(f"the tokenizer fails on a text: {error}")
             return
         if len(tokens) > _GROWTH * len(text) + 64 or len(again) > _GROWTH * len(text) + 64:

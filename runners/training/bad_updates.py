@@ -1,5 +1,5 @@
-"""Updates that were skipped because a number was not finite: counted, kept for a look, and the end of a run
-where they do not end."""
+"""Updates that were skipped because a number was not finite: counts them, saves their inputs, and ends a run
+that has too many in a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"update-(\d+)")
 
 
 class BadUpdates:
-    """Counts skipped updates, and writes what they were computed from."""
+    """Counts skipped updates, and writes their inputs to disk."""
 
     def __init__(self, folder: RunFolder, limit: int) -> None:
         """`folder` is the run's; `limit` is optim.max_bad_updates: so many in a row end the run; 0: never."""
@@ -38,11 +38,11 @@ class BadUpdates:
         metrics: dict[str, Any],
         experiences: Sequence[Experience],
     ) -> list[str]:
-        """Takes in an update; the lines to show if it was skipped.
+        """Takes in an update; returns the lines to show if it was skipped.
 
         Args:
-            metrics: of the update; "bad_updates", those of the run so far, is added where there were any.
-            experiences: the batch steps that it is of, as far as this process has sampled them.
+            metrics: of the update; "bad_updates", the run's count so far, is added if it is not 0.
+            experiences: the update's batch steps, as far as this process has sampled them.
         """
         skipped = bool(metrics.get("update_skipped"))
         self.in_a_row = self.in_a_row + 1 if skipped else 0
@@ -52,19 +52,19 @@ class BadUpdates:
         if not skipped:
             return []
         why = _why(metrics)
-        line = f"update {metrics['update']} skipped: {why}; the weights are as they were"
+        line = f"update {metrics['update']} skipped: {why}; the weights are unchanged"
         if not experiences:
-            return [f"{line}; what it was computed from had been sampled before the run was resumed"]
+            return [f"{line}; its completions were sampled before the run was resumed"]
         try:
             path = self._folder.write(
                 lambda folder, held: save_bad_batch(folder, why, metrics, experiences, within=held)
             )
-        except UserError as error:  # of the disk: a record less, and no reason to stop
+        except UserError as error:  # the disk fails: one record less, but no reason to stop
             return [line, str(error)]
-        return [f"{line}; what it was computed from is in {path}"]
+        return [f"{line}; its inputs are in {path}"]
 
     def check(self) -> None:
-        """Raises NumbersError where too many updates in a row were skipped."""
+        """Raises NumbersError if too many updates in a row were skipped."""
         if self._limit and self.in_a_row >= self._limit:
             raise NumbersError(
                 f"{self.in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
@@ -77,7 +77,7 @@ class BadUpdates:
         return {"bad_updates": self.total, "bad_updates_in_a_row": self.in_a_row}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's facts; UserError where they are not what `facts` gave."""
+        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
         self.total = count_in(facts, "bad_updates", 0)
         self.in_a_row = count_in(facts, "bad_updates_in_a_row", 0)
 
@@ -90,12 +90,12 @@ def save_bad_batch(
     *,
     within: int | None = None,
 ) -> Path:
-    """Writes `bad_batches/update-N` with batch.safetensors and batch.json; of such folders the last 10 stay.
+    """Writes `bad_batches/update-N` with batch.safetensors and batch.json; the last 10 such folders are kept.
 
     The arrays are a rollout's, rows prompt-major: `prompts_pl` (0 behind `prompt_lengths_p`), `tokens_bt`,
     `lengths_b`, `logp_bt`, `rewards_kb` (one row a reward; NaN: none), `rewards_pg`, `advantages_pg`.
 
-    `within` is a descriptor of `run_dir`. Raises UserError where the disk refuses.
+    `within` is a descriptor of `run_dir`. Raises UserError if the disk refuses.
     """
     folder = run_dir / BAD_BATCHES / f"update-{metrics['update']}"
     rollout = g.join_rollouts([experience.rollout for experience in experiences])
@@ -133,7 +133,7 @@ def save_bad_batch(
 
 @contextmanager
 def _subfolder(run_dir: int) -> Iterator[int]:
-    """A descriptor of `bad_batches`, made if need be, in a folder that is given by one."""
+    """A descriptor of `bad_batches`, created if missing, in the folder of the given descriptor."""
     with suppress(FileExistsError):
         os.mkdir(BAD_BATCHES, dir_fd=run_dir)
     descriptor = os.open(BAD_BATCHES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=run_dir)

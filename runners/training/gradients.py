@@ -1,6 +1,6 @@
-"""The gradients that gather for one update, taken again in smaller micro-batches where memory runs out.
+"""The accumulated gradient of an update; repeated in smaller micro-batches if memory runs out.
 
-MLX says so by an exception on Metal and CUDA. On a CPU the system ends the process: nothing can be caught.
+On Metal and CUDA MLX raises an exception. On a CPU the system ends the process: nothing can be caught.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _Pieces = Sequence[g.Batch]
 
 
 class HoldsState(Protocol):
-    """Whoever keeps a run's state."""
+    """An object that keeps a run's state."""
 
     state: g.TrainState
 
 
 class Gradients:
-    """Adds micro-batches to a state, and knows how many tokens they may have.
+    """Adds micro-batches to a state, and limits their tokens.
 
-    A step that runs out of memory is taken again with the micro-batches cut in halves, if need be down to one
-    row each, and so are all that follow. Whatever had gathered before it is computed anew: of the old sums
-    nothing is kept, which is what lets MLX write the new ones in their place.
+    A step that runs out of memory is repeated with its micro-batches cut in halves, if necessary down to one
+    row each. Later steps keep that size. Gradients accumulated before it are computed again: the old sums are
+    not kept, so that MLX can write the new ones in their place.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Gradients:
         note: Callable[[str], None],
         ranks: Ranks | None = None,
     ) -> None:
-        """The learner's steps, the budget (system.micro_batch_tokens), who is told that it shrank, and the
-        ranks, of which each takes its part of the micro-batches and all shrink the budget together."""
+        """The learner's steps, the budget (system.micro_batch_tokens), `note` for a line when it shrinks, and
+        the ranks. Each rank takes its part of the micro-batches; all shrink the budget together."""
         self._ranks = ranks or Ranks()
         self.max_tokens = self._asked = max_tokens
         self._grad_step, self._logprob_step, self._note = grad_step, logprob_step, note
-        self._taken: list[_Pieces] = []  # since the update before
-        self._start: dict[str, Any] = {}  # what had gathered before them: zeros, or a checkpoint's sums
+        self._taken: list[_Pieces] = []  # since the last update
+        self._start: dict[str, Any] = {}  # the sums before them: zeros, or a checkpoint's
 
     def add(self, holder: HoldsState, pieces: _Pieces) -> g.LossStats:
-        """One batch step: the micro-batches' gradient and weight are added to the holder's state, computed.
+        """One batch step: adds the micro-batches' gradient and weight to the holder's state and computes it.
 
         The state is rebound in the holder before anything is computed, so that nothing keeps the old sums.
         """
@@ -92,7 +92,7 @@ class Gradients:
             }
 
         found, pieces = self._or_in_halves(pieces, act, act)
-        if count > 1:  # all ranks keep all of them: a checkpoint has them for any number of ranks
+        if count > 1:  # every rank keeps all of them, so that a checkpoint fits any number of ranks
             arrays = {str(number): np.array(old_logp_bt) for number, old_logp_bt in found.items()}
             for message in self._ranks.meet("the old log-probs", None, arrays):
                 found |= {int(number): mx.array(array) for number, array in message.arrays.items()}
@@ -102,7 +102,7 @@ class Gradients:
         ]
 
     def applied(self) -> None:
-        """The update has been taken: what had gathered is gone."""
+        """The update has been done: the accumulated gradient is cleared."""
         self._taken, self._start = [], {}
 
     def facts(self) -> dict[str, int]:
@@ -110,12 +110,12 @@ class Gradients:
         return {"micro_batch_tokens": self.max_tokens}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on with the budget that a checkpoint's facts hold; UserError where that is none."""
+        """Continues with the budget in a checkpoint's facts. Raises UserError if it is not a count."""
         saved = count_in(facts, "micro_batch_tokens", self.max_tokens)
         self.max_tokens = max(min(self.max_tokens, saved), 1)
 
     def _fitting(self, pieces: _Pieces) -> _Pieces:
-        """The pieces as small as the budget now is: they may have been cut when it was larger."""
+        """The pieces cut to the current budget: they may have been made when it was larger."""
         while self.max_tokens < self._asked:
             large = {id(p) for p in pieces if _tokens(p) > self.max_tokens and p.targets_bt.shape[0] > 1}
             if not large:
@@ -127,7 +127,7 @@ class Gradients:
         return own_pieces(pieces, self._ranks.number, self._ranks.count)
 
     def _merged(self, stats: g.LossStats) -> g.LossStats:
-        """Of all ranks' parts, the same on all of them."""
+        """The statistics of all ranks' parts, the same on every rank."""
         row = np.array([value.item() for value in stats], np.float32)
         messages = self._ranks.meet("the statistics", None, {"stats": row})
         parts = [g.LossStats(*map(mx.array, message.arrays["stats"].tolist())) for message in messages]
@@ -143,8 +143,8 @@ class Gradients:
     def _or_in_halves(
         self, pieces: _Pieces, act: Callable[[_Pieces], _Result], again: Callable[[_Pieces], _Result]
     ) -> tuple[_Result, _Pieces]:
-        """What `act` gives, or `again` with the pieces cut in halves as often as it takes, down to one row
-        each; and the pieces that were taken."""
+        """The result of `act`, or of `again` with the pieces cut in halves as often as necessary, down to one
+        row each; and the pieces that were used."""
         take = act
         while True:
             reason, result = None, None
@@ -160,27 +160,27 @@ class Gradients:
             if reason is None:
                 return cast(_Result, result), pieces
             del result
-            # Outside of the handler the failed step's arrays, which its traceback holds, are gone.
+            # Outside the handler the failed step's arrays are free: only its traceback held them.
             mx.clear_cache()
             pieces = self._in_halves(pieces, reason)
-            if take is again:  # what had gathered before may be what is too large now
+            if take is again:  # the earlier micro-batches may be too large as well
                 self._taken = [self._fitting(earlier) for earlier in self._taken]
             take = again
 
     def _in_halves(self, pieces: _Pieces, reason: str) -> _Pieces:
-        """The pieces cut in halves, and a budget to match. UserError where each is a single row."""
+        """The pieces cut in halves, with a matching budget. Raises UserError if each is a single row."""
         halves = [half for piece in pieces for half in halve_batch(piece)]
         if len(halves) == len(pieces):
             raise UserError(
                 f"out of memory with one completion at a time ({reason}); lower rollout.max_new_tokens, set "
                 'system.grad_checkpoint = true, or train adapters: model.tune = "lora"'
             )
-        # Half of what did not fit: the budget itself may be far above it.
+        # Half of what did not fit: the budget may have been far larger.
         large = min(self.max_tokens, max(map(_tokens, pieces)))
         self.max_tokens = max(large // 2, 1)
         self._note(
-            f"out of memory ({reason}) with {large:,} tokens at a time: the step is taken again in halves; "
-            f"system.micro_batch_tokens is {self.max_tokens:,} from here on"
+            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated in halves; "
+            f"system.micro_batch_tokens is {self.max_tokens:,} from now on"
         )
         return halves
 

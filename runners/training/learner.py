@@ -1,4 +1,4 @@
-"""The functional core of a run, as its config asks for it: policies, compiled steps and the first state."""
+"""Builds the functional core of a run from its config: policies, compiled steps and the first state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Learner:
     """The functional core of a run: its policies, its steps, and the state before the first of them."""
 
     policy: g.Policy
-    role: RolloutRole  # who samples
-    reference: ReferenceRole  # who anchors the KL term
+    role: RolloutRole  # the policy that samples
+    reference: ReferenceRole  # the policy of the KL term
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
@@ -38,7 +38,7 @@ class Learner:
     share_prompts: bool  # whether a group's prompt is computed once
     notices: tuple[str, ...] = ()
     sharding: Sharding | None = None  # None: each rank has all of the state
-    outline: g.TrainState | None = None  # of the whole first state where it is sharded: its shapes, in zeros
+    outline: g.TrainState | None = None  # the shapes of the whole first state if it is sharded, as zeros
 
 
 def build_learner(
@@ -53,8 +53,8 @@ def build_learner(
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
 
-    With several `ranks` and optim.shard the state is this rank's part. With `prompts`, token ids of the run's
-    own, the model is checked on them: see `check_model`.
+    With several `ranks` and optim.shard the state is this rank's part. With `prompts`, token ids of the run,
+    the model is checked on them: see `check_model`.
     """
     share_prompts = _shares_prompts(config, loaded, platform)
     _check_routers(config, loaded)
@@ -90,7 +90,7 @@ def build_learner(
         try:
             sampler = checked(role.policy, role.transform(params), "rollout")
         except UserError as error:
-            # No reason to end: the role goes back to full precision where its numbers fail.
+            # No reason to end the run: the role goes back to full precision if its numbers fail.
             notices += (f"rollout.quantization = {config.rollout.quantization}: {error}",)
         else:
             role.decode_as(sampler.way.applied(role.policy))
@@ -155,7 +155,7 @@ def _zeros(array: mx.array) -> mx.array:
 
 
 def _policy(loaded: LoadedModel) -> g.Policy:
-    """The learner's policy; UserError where mlx-lm cannot compute the model on this machine."""
+    """The learner's policy. Raises UserError if mlx-lm cannot compute the model on this machine."""
     try:
         return g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     except Exception as error:
@@ -167,7 +167,7 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
-    """UserError where loss.router_aux_coef or loss.router_replay asks for what this model does not have."""
+    """Raises UserError if this model cannot have loss.router_aux_coef or loss.router_replay."""
     for key, off, check in (
         ("router_aux_coef", "0", experts_per_token),
         ("router_replay", "false", check_replay),
@@ -177,7 +177,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
         where = config.where(f"loss.{key}")
         if config.system.grad_checkpoint:
             raise UserError(
-                f"{where}: checkpointed blocks do not hand out what their routers decide; want {off}, or "
+                f"{where}: checkpointed blocks do not return their routers' decisions; want {off}, or "
                 "system.grad_checkpoint = false"
             )
         try:
@@ -187,13 +187,13 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Off where not asked for on a GPU: attention over a shared prompt needs an array as its mask there."""
+    """Whether to share prompts. "auto" means off on a GPU: attention would need a mask array there."""
     wish = config.system.share_prompts
     if wish == "never" or (wish == "auto" and platform.backend != "cpu"):
         return False
-    # mx.checkpoint would run a block again without the prompts' keys that the first run left behind.
+    # mx.checkpoint would run a block again without the prompts' keys of the first run.
     possible = can_share(loaded.module) and not config.system.grad_checkpoint
-    # What routers decide is recorded over whole rows.
+    # Router decisions are recorded over whole rows.
     possible = possible and not config.loss.router_aux_coef and not config.loss.router_replay
     if wish == "always" and not possible:
         raise UserError(

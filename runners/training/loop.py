@@ -1,7 +1,7 @@
 """The loop of a run: its steps to the end, with evaluation, logs and checkpoints.
 
-It goes in steps after each of which `TrainState` and `LoopState` are all there is to know: a batch step (a
-rollout, and its gradient unless it serves several updates), or one optimizer update.
+A step is a batch step (a rollout, and its gradient unless it serves several updates) or one optimizer update.
+After each step, `TrainState` and `LoopState` are the complete state of the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from runners.training.steps import TrainSteps
 
 @attrs.frozen(eq=False)
 class RunResult:
-    """What a finished run leaves in the caller's hands."""
+    """The result of a finished run."""
 
     folder: Path
     state: g.TrainState
@@ -64,7 +64,7 @@ class RunResult:
 
 
 class Loop:
-    """A run on its way: its steps, and what is said, measured and saved around them."""
+    """A run in progress: its steps, and the reports, evaluations and checkpoints around them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Loop:
         facts: Mapping[str, Any],
     ) -> None:
         """`state` and `at`: where the run starts or resumes; `facts`: what every trainer_state.json holds."""
-        self.folder, self._here = folder, folder.path  # held open, and the path that it had last
+        self.folder, self._here = folder, folder.path  # held open, and its last known path
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
         self.run, self.config, self.facts = run, run.config, facts
         self.prompt = PromptSettings.of(run.config.to_dict())
@@ -91,7 +91,7 @@ class Loop:
         self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
-        self._log_fault: str | None = None  # what was last said of the log
+        self._log_fault: str | None = None  # the last reported fault of the log
         self.ranks = run.ranks
         self.ranks.wishes = self._wishes
         self.ranks.on_fault(
@@ -100,15 +100,15 @@ class Loop:
         self.started = time.perf_counter()
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on with what a checkpoint's facts say of budgets, warnings and skipped updates.
+        """Continues with the budgets, warnings and skipped updates of a checkpoint's facts.
 
-        Raises UserError where they say something else than a run saves.
+        Raises UserError if a run cannot have saved them.
         """
         for part in (self.steps, self.bad_updates, self.watch, self.constant):
             part.restore(facts)
 
     def run_to_end(self) -> RunResult:
-        """All steps that are left, then the final evaluation and model."""
+        """Runs all remaining steps, then the final evaluation, and saves the final model."""
         config, at, steps = self.config, self.at, self.steps
         run, held_out = self.run, len(self.run.data.evaluation)
         head = run_header(config, run.folder, run.loaded, len(run.data.train), held_out)
@@ -137,9 +137,9 @@ class Loop:
         except UserError as error:
             fault = error
         if self.ranks.agree("the final model", fault is not None):
-            # Other programs have filled the disk. A checkpoint may be smaller, or go where room was made.
+            # The disk may be full. A checkpoint may be smaller, or there may be space again.
             with suppress(UserError):
-                self._save_to_stop("the final model was not saved, but the training is: ")
+                self._save_to_stop("the final model could not be saved, but the training state is: ")
         if fault is not None:
             raise fault
         first = at.scores[0] if config.eval.at_start and at.scores else None
@@ -161,7 +161,7 @@ class Loop:
         return RunResult(final.parent, whole, first, last, at.update, self._elapsed())
 
     def _step(self) -> None:
-        """An update where one is due, else a batch step."""
+        """An update if one is due, else a batch step."""
         self.saver.poll()
         if self.steps.update_due():
             self._update()
@@ -171,7 +171,7 @@ class Loop:
         self._check_folder()
 
     def _batch_step(self) -> None:
-        """One rollout, what is worth saying of it, and its gradient."""
+        """One rollout, the notices about it, and its gradient."""
         self.report.status("sampling")
         try:
             experience = self.steps.roll_out()
@@ -189,7 +189,7 @@ class Loop:
         at = self.at
         stats, update = self.steps.update(self._wait_for_memory)
         metrics = self._metrics(stats, update)
-        metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's decide for all
+        metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's values count for all
         self._log_moved()
         at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
         notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
@@ -206,7 +206,7 @@ class Loop:
         self.steps.finish_update()
 
     def _log_completions(self, experience: Experience) -> None:
-        """The lines of a batch step's completions, and of their tokens where the config asks for them."""
+        """Logs a batch step's completions, and their tokens if the config asks for them."""
         step, update, given = self.at.batch_step, self.at.update + 1, len(self.config.data.nudge)
         records = completion_records(experience, step, update, self.pieces, given)
         first = next(records)
@@ -218,7 +218,7 @@ class Loop:
             self.log.tokens(token_record(experience, mask_bt, step, update, self.pieces, given))
 
     def _log_moved(self) -> None:
-        """What the update did to the tokens that it learned from, where log.tokens asks for it."""
+        """Logs how the update moved the tokens that it learned from, if log.tokens asks for it."""
         if self.log.keeps_tokens and self.config.log.tokens == "moved":
             first = self.at.batch_step - len(self.steps.experiences) + 1
             for step, experience in enumerate(self.steps.experiences, first):
@@ -226,14 +226,14 @@ class Loop:
                 self.log.tokens(moved_record(experience, logp_bt, step, self.at.update))
 
     def _wait_for_memory(self) -> None:
-        """Before new weights are made: a checkpoint that memory has no room for beside them is waited for."""
+        """Called before new weights are made: waits for a checkpoint if memory cannot hold both."""
         self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
 
     def _metrics(self, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
         at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
         sampled = sum(tally.sampled_tokens for tally in at.tallies)
         sampling = sum(tally.seconds["rollout"] for tally in at.tallies)
-        experts = self.steps.expert_metrics()  # takes time of the step
+        experts = self.steps.expert_metrics()  # its time counts for the step
         self.steps.times.add("checkpoint", self.saver.stopped_seconds())
         times = self.steps.times.take()
         memory, warning = self.memory.read()
@@ -258,7 +258,7 @@ class Loop:
         }
 
     def _rank_metrics(self) -> dict[str, Any]:
-        """What several ranks cost: seconds in meetings and sums, and each rank's rollouts."""
+        """The costs of several ranks: seconds in meetings and sums, and each rank's rollouts."""
         if self.ranks.alone:
             return {}
         seconds = self.ranks.seconds()
@@ -270,9 +270,9 @@ class Loop:
         }
 
     def _evaluate(self, name: str) -> None:
-        """Exact match of the learner's weights, in the log and on the display."""
+        """Measures exact match with the learner's weights, for the log and the display."""
         config, at = self.config, self.at
-        if not config.data.answer:  # the environment rewards, and there is nothing to compare with
+        if not config.data.answer:  # an environment rewards, and there are no answers to compare with
             return
         self.report.status("evaluating")
         result = evaluate_on_ranks(
@@ -303,14 +303,14 @@ class Loop:
         self.report.eval(name, result.score, result.correct, result.total, result.seconds)
 
     def _save(self, why: str = "", *, strict: bool = False) -> None:
-        """A checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
+        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
         whole, anchor = self.steps.whole()
         self.saver.save(lambda: self._snapshot(whole, anchor), self._place(), why, strict=strict)
         if strict:
-            self.ranks.meet("the save")  # whoever ended before would take the others with it
+            self.ranks.meet("the save")  # a rank that ends earlier would end the others too
 
     def _snapshot(self, state: g.TrainState, anchor: Tree) -> Snapshot:
-        """All that the run is now. UserError where the log is not on the disk as far as this."""
+        """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
         at = self.at
         facts = {
             **self.facts,
@@ -327,7 +327,7 @@ class Loop:
         return take_snapshot(at.batch_step, state, self.run.loaded, facts, trees, prompt=self.prompt)
 
     def _check_numbers(self) -> None:
-        """Where too many updates in a row were skipped: saves, and raises NumbersError."""
+        """If too many updates in a row were skipped: saves, and raises NumbersError."""
         try:
             self.bad_updates.check()
         except NumbersError:
@@ -336,7 +336,7 @@ class Loop:
             raise
 
     def _check_signals(self) -> None:
-        """Where the process was asked to stop, or nobody reads the display: saves, and raises Stopped or
+        """If the process was asked to stop, or the display has no reader: saves, and raises Stopped or
         OutputLost."""
         number, lost = (self.ranks.asked, self.ranks.lost) if not self.ranks.alone else self._wishes()
         if not number and lost is None:
@@ -350,12 +350,12 @@ class Loop:
         raise end
 
     def _wishes(self) -> tuple[int, str | None]:
-        """The signal that asks this process to stop, 0 for none, and why nobody reads its display."""
+        """The signal that asked this process to stop (0: none), and why its display failed, if it did."""
         fault = getattr(self.report, "fault", None)
         return self.signals.received or 0, None if fault is None else str(fault)
 
     def _save_to_stop(self, why: str) -> None:
-        """Saves what has been done since the last checkpoint, before the run ends early."""
+        """Saves a checkpoint before the run ends early, unless the last one is current."""
         self.saver.wait()
         missing = bool(self.at.batch_step) and self.saver.done != self._place()
         if self.ranks.meet("what is saved", missing)[0].value:
@@ -366,21 +366,21 @@ class Loop:
         return self.at.batch_step, self.at.update
 
     def _check_log(self) -> None:
-        """Tells, once, of a line of the log that the disk does not take; it is written when there is room."""
+        """Reports once that a line of the log cannot be written; it is written when there is space."""
         fault = self.log.fault()
         if fault and fault != self._log_fault:
             self.saver.failed(UserError(fault))
         self._log_fault = fault
 
     def _check_folder(self) -> None:
-        """Tells, once, that the run's folder was renamed. Where it is gone, the next save tells."""
+        """Reports once that the run's folder was renamed. If it is gone, the next save reports it."""
         with suppress(FolderGone):
             if (here := self.folder.here()) != self._here:
                 self.report.note(f"{self._here} was renamed to {here}; the run continues there")
                 self._here = here
 
     def _save_final(self, state: g.TrainState) -> Path:
-        """Writes the final model; where the run's folder is gone, into a new one."""
+        """Writes the final model; if the run's folder is gone, into a new one."""
         loaded = self.run.loaded
 
         def save(folder: Path, held: int) -> Path:
@@ -393,5 +393,5 @@ class Loop:
                 return folder.write(save)
 
     def _elapsed(self) -> float:
-        """Seconds that the run has taken, those before a resume among them."""
+        """Seconds that the run has taken, including those before a resume."""
         return self.at.elapsed + time.perf_counter() - self.started

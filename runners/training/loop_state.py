@@ -1,4 +1,4 @@
-"""What a run is between two steps beside its TrainState: saved with every checkpoint, and brought back."""
+"""A run's state between two steps, besides its TrainState: saved and restored with every checkpoint."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from runners.telemetry.run_statistics import Tally
 
 @attrs.define(eq=False, kw_only=True)
 class LoopState:
-    """The loop's own variables. A new one needs no more than a line here to be saved.
+    """The loop's variables. A new variable needs only a line here to be saved.
 
     Fields of plain types travel as JSON; those named in `TREES` hold arrays.
     """
 
     batch_step: int = 0  # rollouts made
     update: int = 0  # optimizer updates taken
-    reused: int = 0  # of them, how many the rollouts gathered since have served
+    reused: int = 0  # how many updates the current rollouts have served
     position: int = 0  # training examples handed out
     sampled_tokens: int = 0
     synced_at: int = 0  # batch steps
     ref_synced_at: int = 0
-    stale: bool = False  # whether the learner has moved on since the sync
+    stale: bool = False  # whether the learner has changed since the sync
     evaluated_at: int = -1  # updates; -1: never
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
     reward: float | None = None  # of the last update
     elapsed: float = 0.0  # seconds, of all processes
     tallies: list[Tally] = attrs.field(factory=list)  # of the batch steps since the last update
-    waiting: list[list[list[g.Batch]]] = attrs.field(factory=list)  # of each: minibatch × micro-batch
+    waiting: list[list[list[g.Batch]]] = attrs.field(factory=list)  # a step: minibatch × micro-batch
     stats: list[g.LossStats] = attrs.field(factory=list)  # of the gradients since the last update
-    shapes: set[Shape] = attrs.field(factory=set)  # of micro-batches: the steps are compiled for them
+    shapes: set[Shape] = attrs.field(factory=set)  # of micro-batches for which the steps are compiled
 
     def plain(self) -> dict[str, Any]:
         """The fields that JSON holds."""
@@ -104,7 +104,7 @@ def _piece_of(tree: Mapping[str, Any]) -> g.Batch:
 
 
 def _tally_tree(tally: Tally) -> dict[str, Any]:
-    # MLX has float64 on the CPU alone: the numbers travel as pairs of integers.
+    # MLX has float64 only on the CPU, so the numbers are saved as pairs of integers.
     bits = {name: mx.array(np.ascontiguousarray(getattr(tally, name)).view(np.uint32)) for name in _FLOATS}
     return {
         **_fields(tally),

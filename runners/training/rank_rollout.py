@@ -1,7 +1,7 @@
-"""One batch step's completions from all ranks: each samples and scores its own, and all get the whole.
+"""One batch step's completions from all ranks: each rank samples and scores its own, and all get them all.
 
-Rank r of N has the prompts r, r + N, r + 2·N, … of those that are handed out. A completion's draws come from
-its prompt's number, so that N ranks draw what one rank draws.
+Rank r of N has the prompts r, r + N, r + 2·N, … of the batch step. A completion's random draws depend on its
+prompt's number, so that N ranks draw the same as one rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from runners.rewards.played import Played
 _ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 
-Part = tuple[Experience, dict[int, str]]  # an experience, and the rewards that failed for all of it
+Part = tuple[Experience, dict[int, str]]  # an experience, and the rewards that failed for all its completions
 
 
 def meet_for_rollout(ranks: Ranks, examples: Sequence[Example], part: Part | None, fault: str | None) -> Part:
     """The whole experience of these examples, from every rank's part; the same on all ranks.
 
     Args:
-        ranks: who meets.
+        ranks: the ranks that meet.
         examples: of all ranks.
-        part: this rank's, or None where it has no example or a fault.
+        part: this rank's, or None if it has no example or a fault.
         fault: why its rewards end the run; None: they do not.
 
-    Raises RewardError, on all ranks, where a rank has a fault.
+    Raises RewardError, on all ranks, if one rank has a fault.
     """
     value, arrays = _packed(part) if part else ({}, {})
     messages = ranks.meet("the rollout", {**value, "fault": fault}, arrays)
@@ -75,7 +75,7 @@ def meet_for_rollout(ranks: Ranks, examples: Sequence[Example], part: Part | Non
 
 
 def empty_rollout(num_generations: int, *, with_entropy: bool) -> g.Rollout:
-    """Of a rank that has no prompt."""
+    """The rollout of a rank without prompts."""
     none = mx.zeros((0, 1))
     return g.Rollout(
         prompts=(),
@@ -89,7 +89,7 @@ def empty_rollout(num_generations: int, *, with_entropy: bool) -> g.Rollout:
 
 
 def skew_metrics(seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """For the log, from the seconds of an update's batch steps: each rank's rollouts, and the slowest one."""
+    """Metrics from the seconds of an update's batch steps: each rank's rollouts, and the slowest one."""
     names = sorted({name for each in seconds for name in each if name.startswith("rollout_seconds/")})
     if not names:
         return {}
@@ -103,7 +103,7 @@ def skew_metrics(seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _problems(whole: Experience, parts: Sequence[Experience]) -> tuple[str, ...]:
-    """The lines of all ranks, each once; environments' faults are counted over the whole batch."""
+    """The lines of all ranks, without duplicates; environments' faults are counted over the whole batch."""
     own = [] if whole.played is None else whole.played.problems
     others = [
         line
@@ -141,7 +141,7 @@ def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _packed_played(played: Played) -> dict[str, Any]:
-    """Conversations without their environments, which stay on their rank: its rewards have seen them."""
+    """Conversations without their environments, which stay on their rank: only its rewards need them."""
     return {
         "messages": played.messages,
         "counts": {name: values.tolist() for name, values in played.counts.items()},
@@ -163,7 +163,7 @@ def _unpacked_played(value: dict[str, Any]) -> Played:
 
 
 def _plain(value: Any) -> Any:
-    """What a reward logged, without arrays of no dimension."""
+    """A reward's logged value; an array without dimensions becomes a number."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's state in the place of a run's first one; the same start on all ranks."""
+"""Replaces a run's first state by a checkpoint's; gives all ranks the same start."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from runners.training.setup import Run
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.TrainState, LoopState]:
-    """The checkpoint's state in the place of the run's first one, and where the loop stands.
+    """The checkpoint's state, which replaces the run's first one, and the loop's state.
 
-    `changed` allows what --allow-config-change does: other training data, and roles of another precision.
+    `changed` is --allow-config-change: it allows other training data, and roles of another precision.
 
-    Raises UserError where the checkpoint belongs to another model or to other data.
+    Raises UserError if the checkpoint belongs to another model or to other data.
     """
     state, trees = load_trees(origin.folder)
     file = origin.folder / TRAINER_STATE
@@ -51,8 +51,8 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
     if changed:
         if run.learner.sharding is not None and (state.ref_params is None) != (first.ref_params is None):
             raise UserError(
-                f"{origin.folder}: loss.beta begins or ends a reference, which optim.shard = true cannot go "
-                "on with"
+                f"{origin.folder}: loss.beta adds or removes the reference, which is not possible with "
+                "optim.shard = true"
             )
         state = _with_roles(run, state, first, anchor)
     for tree in (state.old_params, state.ref_params, anchor):
@@ -81,7 +81,7 @@ def _shape(tree: Tree) -> tuple[Any, Any]:
 
 
 def _with_roles(run: Run, state: g.TrainState, first: g.TrainState, anchor: Tree) -> g.TrainState:
-    """The state's roles in the precision that the config asks for now."""
+    """The state with its roles in the precision of the current config."""
     role = run.learner.role
     if state.old_params is not None and anchor is not None:
         state = attrs.evolve(state, old_params=anchor if role.transform is None else role.transform(anchor))
@@ -90,9 +90,9 @@ def _with_roles(run: Run, state: g.TrainState, first: g.TrainState, anchor: Tree
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
-    """Raises UserError, on all ranks, where one has other data, weights, rewards or versions than rank 0.
+    """Raises UserError, on all ranks, if one has other data, weights, rewards or versions than rank 0.
 
-    `inputs` are the digests that a resumed run compares, too.
+    `inputs` are the digests that a resumed run compares as well.
     """
     if ranks.alone:
         return
@@ -119,18 +119,17 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
                     else ""
                 )
                 raise UserError(
-                    f"{name}: {ranks.name(rank)} has another one than {ranks.name(0)}{versions}; all ranks "
-                    "need the same"
+                    f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ{versions}; they must be the same"
                 )
 
 
 def _digest(value: Any) -> str:
-    """A short name of a plain value."""
+    """A short digest of a plain value."""
     return hashlib.sha256(repr(value).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _weights(params: Any) -> list[int]:
-    """A sum over the bits of each leaf: cheap, and different for other weights but by rare chance."""
+    """A sum over the bits of each leaf: cheap, and almost always different for other weights."""
     bits = [
         mx.contiguous(leaf).reshape(-1).view(mx.uint16 if leaf.dtype.size == 2 else mx.uint32)
         for leaf in named_leaves(params).values()
@@ -142,12 +141,12 @@ def _weights(params: Any) -> list[int]:
 def share_start(
     ranks: Ranks, run: Run, origin: Origin | None, state: g.TrainState | None, at: LoopState
 ) -> tuple[g.TrainState, LoopState, Origin | None]:
-    """What rank 0 goes on from, on all ranks: one of them has the run's folder.
+    """Gives all ranks the state from which rank 0 starts; only rank 0 has the run's folder.
 
     Args:
-        ranks: who meets.
+        ranks: the ranks that meet.
         run: this rank's.
-        origin: rank 0's; the others have none. None: the run starts from the beginning.
+        origin: rank 0's; other ranks have none. None: the run starts from the beginning.
         state, at: rank 0's, as `restore` gave them; otherwise the first ones.
     """
     assert state is not None
@@ -185,13 +184,13 @@ def share_start(
     role.anchor = trees["anchor"]
     run.stream.position = at.position
     origin = Origin(Path(found["folder"]), found["step"], found["facts"])
-    # What had gathered for the next update is rank 0's: the sum over the ranks counts it once.
+    # The accumulated gradient stays on rank 0: the sum over the ranks counts it once.
     state = kept_by_first(g.TrainState(**trees["state"]), ranks)
     return _sharded(run, state), at, origin
 
 
 def _dtype(name: str) -> mx.Dtype:
-    """A dtype by the name that it has in messages, such as "float32" or "bool"."""
+    """The dtype of a name in messages, such as "float32" or "bool"."""
     return mx.bool_ if name == "bool" else getattr(mx, name)
 
 

@@ -1,4 +1,4 @@
-"""Who samples: quantized weights for as long as they do well, then the learner's own to the end."""
+"""The policy that samples: quantized weights while their numbers are good, else the learner's own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Sample = Callable[[g.Policy, Tree], g.Rollout]
 
 
 class RolloutRole:
-    """The policy that samples, and the weights it was made from.
+    """The policy that samples, and the weights that it was made from.
 
-    `fallback` is the whole of its state: None, or why quantized weights were given up. From then on the role
-    is the learner's policy.
+    `fallback` is its only state: None, or why the quantized weights were given up. After that the role is the
+    learner's policy.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RolloutRole:
             full: the learner's policy.
             quantized: the same model with few-bit weights; None: there is no such role.
             name: its `rollout.quantization`.
-            limit: mean |Δ log p| a token, nats, past which it is given up; 0: never.
+            limit: mean |Δ log p| per token, in nats, above which it is given up; 0: never.
             vocabulary: token ids that the model knows; 0: not checked.
         """
         self.full, self._quantized, self._name = full, quantized, name
@@ -47,11 +47,11 @@ class RolloutRole:
         self.anchor: Tree = None  # the learner's weights that the role's were made from: π_old
         self.fallback: str | None = None
         self._news: list[str] = []
-        self.agree: Callable[[str | None], str | None] = lambda fault: fault  # on a fault that any rank has
+        self.agree: Callable[[str | None], str | None] = lambda fault: fault  # any rank's fault
 
     @property
     def quantization(self) -> str:
-        """What samples now: "none" is full precision."""
+        """The current sampler's quantization: "none" is full precision."""
         return self._name if self._quantized is not None and self.fallback is None else "none"
 
     @property
@@ -65,7 +65,7 @@ class RolloutRole:
         return self._quantized.transform if self._quantized and self.fallback is None else None
 
     def decode_as(self, policy: g.Policy) -> None:
-        """Sample with this policy from now on: the quantized role's own, on a plainer way."""
+        """Sample with this policy from now on: the quantized role with plainer operations."""
         assert self._quantized is not None
         self._quantized = attrs.evolve(self._quantized, policy=policy)
 
@@ -75,13 +75,13 @@ class RolloutRole:
         return g.sync_old(state, self.transform)
 
     def after_fallback(self, state: g.TrainState) -> g.TrainState:
-        """The state with `old_params` as the role now samples from them: after a fallback, unrounded."""
+        """The state with the `old_params` that the role samples with now: after a fallback, unrounded."""
         if self.fallback is None or state.old_params is None:
             return state
         return attrs.evolve(state, old_params=self.anchor)
 
     def draw(self, sample: Sample, params: Tree) -> g.Rollout:
-        """A rollout of the role's parameters; once more, in full precision, where their numbers fail."""
+        """A rollout with the role's parameters; if their numbers fail, repeated in full precision."""
         if self.quantization != "none":
             rollout = sample(self.policy, params)
             fault = self.agree(self._fault(rollout))
@@ -90,25 +90,25 @@ class RolloutRole:
             self._give_up(f"{fault}; the rollout was sampled again")
         elif self.fallback is None:
             return sample(self.full, params)
-        # `params` may be from before the fallback.
+        # `params` may be older than the fallback.
         return sample(self.full, self.anchor)
 
     def judge(self, stats: g.LossStats) -> None:
-        """Gives the quantized weights up where the learner found them too far from its own."""
+        """Gives the quantized weights up if the learner found them too far from its own."""
         difference = float(stats.logp_diff_mean)
         if self.quantization != "none" and 0 < self._limit < difference:
             self._give_up(
-                f"its log-probs are {difference:.3g} nats a token from the learner's on average, past "
+                f"its log-probs are {difference:.3g} nats a token from the learner's on average, above "
                 f"rollout.mismatch_limit = {self._limit:g}"
             )
 
     def news(self) -> list[str]:
-        """What happened since this was last asked, a line each."""
+        """The events since the last call, a line each."""
         news, self._news = self._news, []
         return news
 
     def metrics(self) -> dict[str, str]:
-        """For the log, of runs whose sampler is or was quantized."""
+        """Metrics of runs whose sampler is or was quantized."""
         if self._quantized is None:
             return {}
         why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
@@ -119,7 +119,7 @@ class RolloutRole:
         return {"rollout_fallback": self.fallback}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Takes up the state that a checkpoint's `facts` hold."""
+        """Continues with the state in a checkpoint's `facts`."""
         self.fallback = facts.get("rollout_fallback")
 
     def _fault(self, rollout: g.Rollout) -> str | None:
@@ -134,7 +134,7 @@ class RolloutRole:
 
     def _give_up(self, reason: str) -> None:
         self._news.append(
-            f"sampling goes on in full precision: rollout.quantization = {self._name}: {reason}"
+            f"sampling continues in full precision: rollout.quantization = {self._name}: {reason}"
         )
         self.fallback = reason
 
@@ -142,23 +142,23 @@ class RolloutRole:
 def make_rollout_role(
     config: Config, policy: g.Policy, *, vocabulary: int
 ) -> tuple[RolloutRole, tuple[str, ...]]:
-    """The role that [rollout] asks for, and what about it is worth a line.
+    """The role that [rollout] asks for, and notices about it.
 
     Args:
         config: its rollout.quantization is a mode or "none".
         policy: the learner's, with its parameters.
         vocabulary: token ids that the model knows.
 
-    Raises UserError where the model cannot be quantized so.
+    Raises UserError if the model cannot be quantized so.
     """
     rollout = config.rollout
     if rollout.quantization == "none":
         return RolloutRole(policy), ()
     if is_quantized(policy.module):
-        # With adapters on packed weights nothing is left to round: what was asked for is there already.
+        # With adapters on packed weights there is nothing to round: the weights are quantized already.
         return RolloutRole(policy), (
-            f"rollout.quantization = {rollout.quantization} makes no role: the model's weights are quantized "
-            "already, and sampler and learner run the same ones",
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
+            "already, and sampler and learner use the same ones",
         )
     role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
     rollout_role = RolloutRole(
@@ -169,7 +169,7 @@ def make_rollout_role(
 
 @attrs.frozen(eq=False)
 class ReferenceRole:
-    """The policy of the KL term, and how it is made from the learner's parameters."""
+    """The policy of the KL term, and how its parameters are made from the learner's."""
 
     policy: g.Policy | None  # None: the learner's own function
     transform: Callable[[Tree], Tree] | None  # None: the same parameters
@@ -181,9 +181,9 @@ class ReferenceRole:
 
 
 def make_reference_role(config: Config, policy: g.Policy) -> ReferenceRole:
-    """The role that loss.ref_quantization asks for; `policy` has its parameters.
+    """The role that loss.ref_quantization asks for; `policy` holds the parameters.
 
-    Raises UserError where the model cannot be quantized so.
+    Raises UserError if the model cannot be quantized so.
     """
     key, name = "loss.ref_quantization", config.loss.ref_quantization
     if name == "none":

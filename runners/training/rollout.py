@@ -29,14 +29,14 @@ from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import Part, meet_for_rollout
 
-# Of parameters, examples, their numbers in the batch step, and the key.
+# Takes parameters, examples, their numbers in the batch step, and the key.
 Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollout]
 Play = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, Played]]
 
 
 @attrs.frozen(eq=False)
 class Collector:
-    """Makes experiences; the settings of a run that sampling and scoring need."""
+    """Makes experiences; holds the settings for sampling and scoring."""
 
     generate: Generate
     scorer: Scorer
@@ -54,17 +54,17 @@ class Collector:
     ) -> Experience:
         """Sample and score `batch_size` prompts with the given parameters.
 
-        `take(n)` hands out the next n prompts; `trainer_state` is what rewards are told of the run.
-        With dynamic sampling, groups without variance are replaced by fresh prompts for at most
-        `max_resample` rounds; whatever is missing then is filled with the last of them, which the learner
-        skips.
+        `take(n)` gives the next n prompts; rewards get `trainer_state`.
+        With dynamic sampling, groups without variance are replaced by new prompts for at most
+        `max_resample` rounds. If groups are still missing, the last ones without variance fill the batch;
+        the learner skips them.
 
-        Raises RewardError where a reward failed for every completion, unless reward.stop_if_all_fail is off.
+        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off.
         """
         wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         kept: list[Experience] = []
-        failed: dict[int, str] | None = None  # rewards that have judged no completion of any round
+        failed: dict[int, str] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
             part, failed_now = self._on_all_ranks(
@@ -84,7 +84,7 @@ class Collector:
         if failed and self.config.reward.stop_if_all_fail:
             raise RewardError(
                 f"{next(iter(failed.values()))}; it failed for every completion of this batch step: fix it "
-                "and continue with --resume, or train without it by reward.stop_if_all_fail = false"
+                "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
             )
         whole = join_experiences(kept)
         rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
@@ -97,7 +97,7 @@ class Collector:
     def _on_all_ranks(
         self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
     ) -> Part:
-        """One round, and the rewards that failed for all of its completions; each rank does its share."""
+        """One round, and the rewards that failed for all its completions; each rank does its share."""
         if self.ranks.alone:
             return self._once(params, examples, range(len(examples)), key, trainer_state)
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
@@ -119,7 +119,7 @@ class Collector:
         key: mx.array,
         trainer_state: TrainerState,
     ) -> Part:
-        """One round of these examples, whose places among those of all ranks are `numbers`."""
+        """One round of these examples; `numbers` are their places among the examples of all ranks."""
         started = time.perf_counter()
         played = None
         if self.play is None:

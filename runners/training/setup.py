@@ -1,4 +1,4 @@
-"""What a run needs before its first step, built in the order in which it can fail most cheaply."""
+"""Builds a run up to its first step. What can fail quickly comes first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Data:
 
     train: list[Example]
     evaluation: list[Example]
-    notices: tuple[str, ...]  # rows and prompts that were left out, and a missing chat template
+    notices: tuple[str, ...]  # about rows and prompts that were left out, and a missing chat template
 
 
 @attrs.frozen(eq=False)
@@ -74,8 +74,8 @@ class Run:
     on_gpu: bool
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
-    environments: Environments | None  # what answers the model's turns
-    trial: Trial | None  # what rollout.quantization = "auto" measured
+    environments: Environments | None  # they answer the model's turns
+    trial: Trial | None  # the measurements of rollout.quantization = "auto"
     ranks: Ranks  # those that share the run
 
 
@@ -87,13 +87,13 @@ def build_run(
     *,
     ranks: Ranks | None = None,
 ) -> Run:
-    """Everything that `train` needs, of a config that is checked.
+    """Everything that `train` needs, from a checked config.
 
-    Rewards, then data, then the model: a misspelt name costs no waiting. `say` shows what is done now.
-    `decided` has what an earlier process, or another rank, measured for [rollout]: nothing is measured then.
-    `ranks`: those that share the run; None: this process alone.
+    Rewards come first, then data, then the model, so that a misspelt name fails quickly. `say` shows the
+    current activity. `decided` holds the measurements for [rollout] of an earlier process or another rank;
+    then nothing is measured. `ranks`: those that share the run; None: this process alone.
 
-    Raises UserError or ConfigError, in one line, for whatever is wrong.
+    Raises UserError or ConfigError, in one line, for any fault.
     """
     ranks = ranks or Ranks()
     if config.data.image and not ranks.alone:
@@ -148,7 +148,7 @@ def build_run(
     if loaded.vision is not None and not learner.role.policy.shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
-            "which gives other numbers with this model here"
+            "which gives other numbers with this model on this machine"
         )
     state = learner.state
     assert state is not None
@@ -200,7 +200,7 @@ def _image_notices(config: Config, examples: Sequence[Example]) -> tuple[str, ..
 
 
 def _of_one_rank(config: Config, ranks: Ranks) -> Config:
-    """The config with the prompts that a rank has of a batch step."""
+    """The config with one rank's number of prompts per batch step."""
     prompts = -(-config.optim.batch_size // ranks.count)
     return attrs.evolve(config, optim=attrs.evolve(config.optim, batch_size=prompts))
 
@@ -221,7 +221,7 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
         notices += part.notices(name, too_long, config.data.max_prompt_length)
     notices += template_notices(loaded.tokenizer)
     if not config.data.answer:
-        notices.append('data.answer = "": no exact match is taken')
+        notices.append('data.answer = "": exact match is not measured')
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
 
 
@@ -256,7 +256,7 @@ def _collector(
     )
 
     vision = loaded.vision
-    role = learner.role  # the learner itself would keep its first state alive
+    role = learner.role  # a reference to the learner would keep its first state alive
 
     def generate(
         params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
@@ -290,7 +290,7 @@ def _collector(
         player, size, played = environments, rollout.num_generations, list[Played]()
 
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
-            """Whole conversations: drawn a second time they begin with `reset` again."""
+            """Samples whole conversations; when repeated, they start with `reset` again."""
 
             def converse(
                 prompts: Sequence[Sequence[int]],
@@ -300,7 +300,7 @@ def _collector(
             ) -> g.Rollout:
                 if not prompts:
                     return empty_rollout(num_generations, with_entropy=sampler.with_entropy)
-                # Of an example's rows each is a prompt where there is one completion of each prompt.
+                # With one completion per prompt, each of an example's rows is a prompt.
                 rows = size // num_generations
                 return g.generate(
                     policy,
@@ -330,7 +330,7 @@ def _collector(
 
 
 def _warnings(config: Config, learner: Learner) -> list[str]:
-    """What is allowed but seldom meant."""
+    """Warnings about settings that are allowed but probably a mistake."""
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     warnings = []
@@ -340,17 +340,17 @@ def _warnings(config: Config, learner: Learner) -> list[str]:
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
             'difference, or set loss.correction = "token_truncate"'
         )
-    silent = {"kl": "with loss.beta > 0 alone"} if spec.beta == 0 else {}
+    silent = {"kl": "only with loss.beta > 0"} if spec.beta == 0 else {}
     if SURROGATES[spec.surrogate].clipped_sides != ("low", "high"):
         silent |= dict.fromkeys(
             ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
-            "with the surrogates clip and dual_clip alone",
+            "only with the surrogates clip and dual_clip",
         )
     if spec.surrogate != "cispo":
-        silent["cispo_clip_ratio"] = "with the surrogate cispo alone"
+        silent["cispo_clip_ratio"] = "only with the surrogate cispo"
     for text in config.stop.when:
         condition = Condition.parse(text)
         if condition and condition.metric in silent:
             when = f"{condition.metric} is logged {silent[condition.metric]}"
-            warnings.append(f"stop.when: {condition} never comes true, as {when}")
+            warnings.append(f"stop.when: {condition} is never true, because {when}")
     return warnings

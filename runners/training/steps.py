@@ -29,11 +29,11 @@ from runners.training.gradients import Gradients
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run
 
-_ROUTED_TOKENS = 4096  # prompts and completions of an update that its log of the experts' load is taken from
+_ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 
 
 class TrainSteps:
-    """A run's two states, `state` and `at`, and the functions that move them on."""
+    """A run's two states, `state` and `at`, and the functions that advance them."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class TrainSteps:
         note: Callable[[str], None],
         tell: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        """`state` and `at`: where the run starts or resumes; `note` takes lines, `tell` rare events: a kind
-        and a line."""
+        """`state` and `at`: where the run starts or resumes. `note` takes lines; `tell` takes rare events, as
+        a kind and a line."""
         self.run, self.config, self.note, self.tell = run, run.config, note, tell
         self.state, self.at = state, at
         self.role = run.learner.role
@@ -58,14 +58,14 @@ class TrainSteps:
         self.times = PartTimes()
 
     def update_due(self) -> bool:
-        """Whether the batch steps gathered are as many as an update takes."""
+        """Whether there are enough batch steps for an update."""
         enough = self.at.batch_step % self.config.optim.gradient_accumulation_steps == 0
         return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.length.batch_steps)
 
     def roll_out(self) -> Experience:
         """The rollout of the next batch step, scored.
 
-        Where it raises (RewardError, for one) no batch step was taken: `state` and `at` can be saved.
+        If it raises (such as RewardError), no batch step was taken: `state` and `at` can still be saved.
         """
         at, length, stream = self.at, self.run.length, self.run.stream
         key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
@@ -84,7 +84,7 @@ class TrainSteps:
         return experience
 
     def learn(self, experience: Experience) -> None:
-        """The gradient of a rollout; kept for later where the rollout serves several updates."""
+        """Adds the gradient of a rollout; if the rollout serves several updates, it is kept for later."""
         with self.times.timing("learner"):
             parts = self._micro_batches(experience)
             if self.uses > 1:
@@ -93,13 +93,13 @@ class TrainSteps:
                 self._grad(parts[0])
 
     def update(self, before_update: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
-        """One optimizer update of the batch steps gathered, which `finish_update` has to follow.
+        """One optimizer update from the accumulated batch steps; `finish_update` must follow.
 
         `before_update` is called before the new weights are made.
         """
         at = self.at
         if self._syncs():
-            # The next rollout takes the new weights: the old ones need not live through the update.
+            # The next rollout uses the new weights, so the old ones can be freed before the update.
             self.state, self.role.anchor = attrs.evolve(self.state, old_params=None), None
         with self.times.timing("learner"):
             for parts in at.waiting:
@@ -120,7 +120,7 @@ class TrainSteps:
         return stats, update
 
     def finish_update(self) -> None:
-        """After an update: where it was the last that its rollouts serve, on to the next rollout."""
+        """After an update: if its rollouts serve no further update, prepares the next rollout."""
         at, loss = self.at, self.config.loss
         at.reused += 1
         if at.reused < self.uses:
@@ -152,8 +152,8 @@ class TrainSteps:
         )
 
     def expert_metrics(self) -> dict[str, float]:
-        """How evenly the experts are used by the last rollout: a forward pass over some of its rows. Nothing
-        for a model without routers that are known, with checkpointed blocks, or where no token counts."""
+        """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for
+        a model without known routers, with checkpointed blocks, or if no token counts."""
         policy = self.run.learner.policy
         if self.config.system.grad_checkpoint or not has_routers(policy.module) or not self.experiences:
             return {}
@@ -168,7 +168,7 @@ class TrainSteps:
         return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
 
     def logprobs_now(self, experience: Experience) -> mx.array:
-        """[B,T] log-probs that the learner's weights give a rollout's tokens now: a forward pass."""
+        """[B,T] log-probs of a rollout's tokens under the learner's current weights, from a forward pass."""
         batch = g.make_batch(experience.rollout, experience.advantages_pg)
         rows, width = batch.tokens_bl.shape
         step = max(1, min(rows, self.gradients.max_tokens // width))
@@ -177,11 +177,11 @@ class TrainSteps:
         return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
 
     def facts(self) -> dict[str, Any]:
-        """For a checkpoint, beside the two states."""
+        """For a checkpoint, besides the two states."""
         return {**self.role.facts(), **self.gradients.facts()}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on with the budget that a checkpoint's facts hold; UserError where that is none."""
+        """Continues with the budget in a checkpoint's facts. Raises UserError if it is not a count."""
         self.gradients.restore(facts)
 
     def _syncs(self) -> bool:
@@ -189,19 +189,19 @@ class TrainSteps:
         return self.at.batch_step - self.at.synced_at >= self.config.loss.sync_every
 
     def _follow_role(self) -> None:
-        """What the sampler has become is said, and what it samples from follows."""
+        """Reports a change of the sampler, and updates the weights that it samples from."""
         for line in self.role.news():
             self.note(line)
         self.state = self.role.after_fallback(self.state)
 
     def whole(self) -> tuple[g.TrainState, Tree]:
-        """The state and the sampler's anchor as one rank alone would have them. All ranks ask together."""
+        """The state and the sampler's anchor as a single rank would have them. All ranks must call it."""
         state, anchor = self.state, self.role.anchor
         if self.ranks.alone:
             return state, anchor
         self.ranks.meet("the whole state")
         with self.ranks.moving_arrays():
-            if self.at.stats:  # sums since the update: from here on they are on rank 0
+            if self.at.stats:  # gradient sums since the update: from now on they are on rank 0
                 self.state = all_reduce(self.state, self.ranks)
                 whole = self.state
                 self.state = kept_by_first(self.state, self.ranks)
@@ -231,7 +231,7 @@ class TrainSteps:
         )
         ready = []
         for part in g.minibatches(batch, config.optim.minibatches):
-            if not config.loss.router_aux_coef:  # which has a gradient in every row
+            if not config.loss.router_aux_coef:  # its term has a gradient in every row
                 part = g.drop_inactive(part, self.run.learner.spec)
             pieces = [
                 piece
@@ -248,13 +248,13 @@ class TrainSteps:
             if config.loss.router_replay:
                 pieces = [self._with_experts(piece) for piece in pieces]
             if self.uses > 1 or self.at.stale:
-                # By the time this is read π_θ has left π_old: its log-probs are taken now.
+                # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
                 pieces = self.gradients.with_old_logp(self.role.anchor, pieces)
             ready.append(pieces)
         return ready
 
     def _with_experts(self, piece: g.Batch) -> g.Batch:
-        """A micro-batch with the experts that the sampler chooses for its tokens: one more forward pass."""
+        """A micro-batch with the sampler's choice of experts for its tokens; takes one more forward pass."""
         if not piece.mask_bt.shape[0]:
             return piece
         experts_blnk = chosen_experts(self.role.policy, self.state.old_params, piece)
@@ -262,7 +262,7 @@ class TrainSteps:
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
     def _new_shape_tokens(self) -> int:
-        """What a shape that has to be compiled is worth in padding: more where that takes long, and nearly
-        anything once an epoch has shown what lengths there are."""
+        """Tokens of padding that are accepted to avoid compiling a new shape: more if compiling is slow, and
+        almost any number once an epoch has shown all lengths."""
         first_epoch = 3_000 if self.run.on_gpu else 300
         return first_epoch if self.run.stream.epoch < 1 else 1_000_000

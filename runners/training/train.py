@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.backends import disabled  # before MLX: it loads the BLAS
+from grpo_fn.backends import disabled  # import this before MLX: it loads the BLAS
 from runners.checkpoints.disk_room import disk_room
 from runners.checkpoints.resume import (
     Origin,
@@ -59,22 +59,22 @@ def run_training(
 
     Args:
         config: see `load_config`.
-        report: what is shown while it goes on; by default on the terminal.
-        resume: continue from the last whole checkpoint of the run's folder, or from the one in this folder. A
-            run without a checkpoint starts over.
-        allow_config_change: go on with a config on which the weights depend, and which differs.
-        overwrite: start over where the folder holds an interrupted run, too, and remove its checkpoints.
-            run.overwrite replaces a finished run alone.
-        ranks: those that share the run; by default all that `mlx.launch` has started, this process among
-            them. Rank 0 has the folder and the display.
+        report: the display; by default the terminal.
+        resume: continue from the last whole checkpoint of the run's folder (True), or from the one in this
+            folder. A run without a checkpoint starts over.
+        allow_config_change: continue even if keys differ on which the weights depend.
+        overwrite: start over even if the folder holds an interrupted run, and remove its checkpoints.
+            run.overwrite replaces only a finished run.
+        ranks: those that share the run; by default all that `mlx.launch` has started, including this
+            process. Rank 0 has the folder and the display.
 
-    Raises UserError or ConfigError for bad input, before the first step; Stopped, a KeyboardInterrupt, after
-    SIGINT, SIGTERM or SIGHUP, OutputLost where the display can no longer be written, and NumbersError where
-    too many updates in a row had to be skipped: each when the state is saved.
+    Raises UserError or ConfigError for bad input, before the first step. After the state is saved, raises
+    Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display can no longer be
+    written, and NumbersError if too many updates in a row were skipped.
     """
     machine = startup.prepare(config.system.memory_limit_gb)
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    if ranks is not None:  # whoever made them ends them
+    if ranks is not None:  # their owner ends them
         return _train(config, machine, ranks, report, **how)
     ranks = Ranks(launched())
     with ranks.ending_together():
@@ -101,7 +101,7 @@ def _train(
         stack.enter_context(disabled(*config.system.disable))
         if ranks.first:
             report = report or make_report(every=config.log.every)
-        else:  # what this rank would write goes into a folder that is thrown away
+        else:  # this rank's files go into a temporary folder
             report, resume, overwrite = Silent(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = stack.enter_context(Diary(report))
@@ -134,7 +134,7 @@ def _train(
             tell_differences(inputs, computing, origin, shown.note)
         check_alike(ranks, run, inputs)
         state, at, origin = share_start(ranks, run, origin, state, at)
-        if (here := held.here()) != folder:  # minutes may have passed, and another run may be there now
+        if (here := held.here()) != folder:  # minutes may have passed, and another run may use this path now
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
         anew = origin is None or origin.folder.resolve().parent != folder.resolve()
         room, scarce = None, []
@@ -158,7 +158,7 @@ def _train(
         }
         settings = run.config if ranks.first else _writing_nothing(run.config)
         keeper = Saver if ranks.first else NoSaver
-        wanted.append(True)  # from here on there is something to report
+        wanted.append(True)  # from now on there is something to report
         with (
             MetricsLog(
                 folder,
@@ -171,7 +171,7 @@ def _train(
             keeper(held, settings.checkpoint, log.names, shown.note, room) as saver,
             StopSignals(ranks.alert(shown.alert)) as signals,
         ):
-            # Left where they are, the first weights and moments would stay in memory beside the current ones.
+            # Otherwise the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
             shown.open(log.event, start_facts(settings, machine))
             loop = Loop(
@@ -191,7 +191,7 @@ def _build(
     shown: Report,
     known: Mapping[str, Any] | None,
 ) -> Run:
-    """The run of this rank: what was left open to a measurement is decided by rank 0."""
+    """The run of this rank; rank 0 decides what depends on a measurement."""
     if ranks.alone:
         return build_run(config, machine, shown.status, known)
     if ranks.first:
@@ -206,7 +206,7 @@ def _build(
             ranks=ranks,
         )
     budgets = ranks.meet("the budgets", run.config.system.micro_batch_tokens)
-    fewest = min(message.value for message in budgets)  # all cut a batch in the same way
+    fewest = min(message.value for message in budgets)  # all ranks must cut a batch in the same way
     system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
     run.learner.role.agree = lambda fault: next(
         (m.value for m in ranks.meet("the sampler's numbers", fault) if m.value is not None), None
@@ -220,10 +220,10 @@ def _writing_nothing(config: Config) -> Config:
 
 
 def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
-    """Clears what the run does not continue; bytes of the logs that it does, None for nothing."""
+    """Removes files that the run does not continue; the bytes of the logs that it continues, if any."""
     if origin is None or origin.folder.resolve().parent != folder.path.resolve():
         clear(folder)
         return None
     for name, aside in set_aside(folder, origin.step):
-        shown.note(f"{name} is of a later step: renamed to {aside}")
+        shown.note(f"{name} belongs to a later step: renamed to {aside}")
     return {name: size for name, size in origin.table("logs").items() if isinstance(size, int)}

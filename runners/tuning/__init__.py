@@ -1,1 +1,1 @@
-"""What the config leaves to the machine: how to decode, how many rows together, which quantization."""
+"""Settings that the config leaves to the machine: decoding, rows decoded together, quantization."""

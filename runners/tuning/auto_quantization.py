@@ -1,7 +1,7 @@
-"""`rollout.quantization = "auto"`: measure the formats on the run's own model and prompts, take what pays.
+"""`rollout.quantization = "auto"`: measures the formats on the run's model and prompts, and chooses one.
 
-Every candidate is packed: rounded weights that are unpacked once a sync give the same numbers at the speed of
-full precision, and take more memory than it, so that they never win.
+Every candidate is packed. Rounded weights that are unpacked once per sync have the speed of full precision
+and take more memory than it, so they are never the best choice.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from runners.models.loaded_model import LoadedModel
 from runners.models.quantized_role import make_quantized_role
 from runners.tuning.quantization_choice import MeasuredFormat, Trial, choose_format
 
-TRIAL_SECONDS = 18.0  # seconds for all of it, with a margin to the twenty that are promised
+TRIAL_SECONDS = 18.0  # seconds for all measurements; the documented limit is twenty
 CANDIDATES = ("affine-8", "affine-4", "mxfp8", "affine-6", "mxfp4", "nvfp4", "affine-3")
-_TRIAL_TOKENS = 16  # new tokens of a timed rollout, fewer where the run's own are
+_TRIAL_TOKENS = 16  # new tokens of a timed rollout; fewer if the run's limit is lower
 _KL_LOGITS = 2**22  # logits of a model held for the KL
 
 Clock = Callable[[], float]
@@ -39,7 +39,7 @@ Clock = Callable[[], float]
 
 @attrs.frozen(eq=False)
 class _Bench:
-    """What every candidate is measured with."""
+    """The setting in which every candidate is measured."""
 
     config: Config
     prompts: tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ class _Bench:
     clock: Clock
 
     def sample(self, policy: g.Policy, params: Tree, prompts: int, tokens: int) -> tuple[g.Rollout, float]:
-        """A rollout that no end token shortens, and its seconds."""
+        """A rollout that ignores end tokens, and its seconds."""
         rollout = self.config.rollout
         started = self.clock()
         drawn = g.generate(
@@ -65,12 +65,12 @@ class _Bench:
         return drawn, self.clock() - started
 
     def rate(self, policy: g.Policy, params: Tree) -> float:
-        """Tokens/s of full-length completions, from prefill and decode step timed apart."""
+        """Tokens/s of full-length completions, from separate timings of prefill and decoding step."""
         count = len(self.prompts)
         rows, full = count * self.config.rollout.num_generations, self.config.rollout.max_new_tokens
         _, short = self.sample(policy, params, count, 1)
         _, long = self.sample(policy, params, count, 1 + self.tokens)
-        step = max(long - short, long / 10) / self.tokens  # a tenth: one hiccup must not look like speed
+        step = max(long - short, long / 10) / self.tokens  # a tenth: a single delay must not look like speed
         return rows * full / max(short + full * step, 1e-9)
 
 
@@ -89,7 +89,7 @@ def resolve_quantization(
         loaded: the model, with its weights.
         prompts: token ids of the run's first prompts.
         machine: where it runs.
-        clock: seconds; all measurements end within twenty of them where full precision takes less.
+        clock: seconds; all measurements end within twenty seconds if full precision takes less.
     """
     if is_quantized(loaded.module):
         trial = Trial((), "none", "the model's weights are quantized already, for sampler and learner alike")
@@ -107,10 +107,10 @@ def _measure_all(
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     params = policy.params
     bench = _Bench(config, prompts[:1], 1, launch_keywords(usual_launch(machine)), clock)
-    bench.sample(policy, params, 1, 2)  # loads and compiles what all candidates share
+    bench.sample(policy, params, 1, 2)  # loads and compiles the parts that all candidates share
     started = clock()
     _, probe = bench.sample(policy, params, 1, 2)
-    # As many prompts as full precision decodes in a tenth of the time, were each of them to cost the same.
+    # As many prompts as full precision decodes in a tenth of the time, if each prompt costs the same.
     count = max(1, min(len(prompts), int(TRIAL_SECONDS / 10 / max(probe, 1e-6))))
     tokens = max(1, min(_TRIAL_TOKENS, config.rollout.max_new_tokens - 1))
     bench = attrs.evolve(bench, prompts=prompts[:count], tokens=tokens)
@@ -138,11 +138,11 @@ def _measure_all(
         before_it, now = now, clock()
         longest = max(longest, now - before_it)
     limit = config.system.memory_limit_gb * 1e9 or read_memory().total
-    # The optimizer's, which come with the first update.
+    # The optimizer's arrays, which are made at the first update.
     moments = 2 * getattr(mx, config.optim.moments).size * sum(leaf.size for leaf in arrays_of(params))
     room, tried = limit - before - moments, {"none"}
     trial = choose_format(rows, room, config.rollout.auto_kl_limit)
-    # On a machine that does other things too one measurement of each is no comparison.
+    # On a busy machine a single measurement of each is no fair comparison.
     while trial.choice not in tried and end - clock() > 4 * longest:
         tried.add(trial.choice)
         rows = _measured_again(bench, policy, trial.choice, rows)
@@ -159,7 +159,7 @@ def _measure(
     probe: float,
     patience: float,
 ) -> MeasuredFormat:
-    """One candidate; given up after its probe where it is more than `patience` times as slow as `probe`."""
+    """Measures one candidate; gives up after its probe if that takes more than `patience` times `probe`."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -194,7 +194,7 @@ def _measure(
 def _measured_again(
     bench: _Bench, policy: g.Policy, name: str, rows: list[MeasuredFormat]
 ) -> list[MeasuredFormat]:
-    """The rows with the better of two new timings, taken in turn, of full precision and of one candidate."""
+    """The rows with new timings of full precision and one candidate: the better of two, measured in turn."""
     role = make_quantized_role(bench.config, policy, "rollout.quantization", name, "packed")
     sides = {"none": (policy, policy.params), name: (role.policy, role.transform(policy.params))}
     g.materialize(sides[name][1])
@@ -224,7 +224,7 @@ def _distribution(
     head = policy.head(params)
     hidden_nd, answers_n = mx.concatenate(rows), mx.concatenate(answers)
     vocabulary = head.function(head.params, hidden_nd[:1]).shape[-1]
-    # Spread over all rows: the first completion alone would say little.
+    # Spread over all rows, because the first completion alone says little.
     count = max(1, min(hidden_nd.shape[0], _KL_LOGITS // vocabulary))
     index = mx.array(np.linspace(0, hidden_nd.shape[0] - 1, count).astype(np.int32))
     z_nv = head.function(head.params, hidden_nd[index]).astype(mx.float32) / config.rollout.temperature

@@ -1,4 +1,4 @@
-"""Filling in what [rollout] leaves to the machine: how steps are launched, and how many rows fit together."""
+"""Fills in the keys of [rollout] that depend on the machine: launch of steps, and number of rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from runners.tuning.row_memory import Workload, cast_bytes, groups_that_fit
 def resolve_decoding(
     config: Config, work: Workload, *, state: Any, platform: Platform
 ) -> tuple[Config, tuple[str, ...]]:
-    """The config with rollout.launch and rollout.max_batch resolved, and a line where memory bounds the rows.
+    """The config with rollout.launch and rollout.max_batch resolved, and a line if memory limits the rows.
 
-    `state` is the run's, whose arrays will all be in memory.
+    `state` is the run's state; all its arrays count as memory in use.
     """
     rollout, notices = config.rollout, ()
     if rollout.launch == "auto":
@@ -36,7 +36,7 @@ def resolve_decoding(
 
 
 def _fitting(config: Config, work: Workload, state: Any) -> int:
-    """How many prompts' groups memory holds beside the run's own arrays, made already or not."""
+    """How many groups fit into memory beside the run's arrays, including those not made yet."""
     coming = max(nbytes(state, work.policy.frozen) - mx.get_active_memory(), 0)
     free = free_memory(config.system.memory_limit_gb) - coming - cast_bytes(work)
     with work.policy.bound(work.params) as model:

@@ -1,4 +1,4 @@
-"""Before a run's first rollout: whether the model decodes what it learns. The answer is kept between runs."""
+"""Checks before a run's first rollout whether the model decodes what it learns. The answer is cached."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def check_model(
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
 ) -> Checked:
-    """The fastest way on which the policy's numbers are right; from the cache where that is known.
+    """The fastest way with correct numbers; from the cache if it is known.
 
     Args:
-        policy, params: what decodes, and its parameters.
-        prompts: token ids of the run's own prompts.
-        way: what is offered.
+        policy, params: the policy that decodes, and its parameters.
+        prompts: token ids of the run's prompts.
+        way: the fastest way that the policy offers.
         model_config: the model's config.json.
-        role: "policy", whose gradient is looked at as well, or "rollout" for a sampler of its own weights.
+        role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own weights.
 
     Raises:
-        UserError: on the plainest way the model still decodes something else than it learns, its log-probs or
+        UserError: even on the plainest way the model decodes something else than it learns, its log-probs or
             gradients are not finite, or mlx-lm cannot compute it here.
     """
     if not config.system.check_model or not prompts:
@@ -73,7 +73,7 @@ def _facts(
     platform: Platform,
     role: str,
 ) -> dict[str, Any]:
-    """All that an answer depends on."""
+    """All facts that an answer depends on."""
     shape = json.dumps(model_config, sort_keys=True, default=str)
     return {
         "check": role,
@@ -93,7 +93,7 @@ def _facts(
 
 
 def _read(kept: dict[str, Any], offered: Way) -> Checked | None:
-    """A kept answer; None where it is damaged."""
+    """A cached answer; None if it is damaged."""
     notices = kept.get("notices")
     values: dict[str, Any] = {name: kept.get(name) for name in attrs.fields_dict(Way)}
     if not all(isinstance(value, bool) for value in values.values()):

@@ -1,10 +1,10 @@
-"""Whether a model decodes what it learns: the numbers compared, on a few tokens of a run's own prompts.
+"""Checks whether a model decodes what it learns: compares its numbers on a few tokens of a run's prompts.
 
     rollout of a few tokens, as the run will decode      learner's forward of each row alone
                  log-probs            ─────── the same, or a plainer way ───────           log-probs
 
-The faster paths (compiled decoding steps, one copy of a prompt, rows of different lengths, adapters merged)
-are offered by what a model looks like. Here its numbers decide.
+The structure of a model decides which faster paths are offered (compiled decoding steps, one copy of a
+prompt, rows of different lengths, merged adapters). Here its numbers decide.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from runners.errors import UserError, error_line, is_out_of_memory
 
 LONG, SHORT = 24, 9  # tokens of the two prompts, at most
 GENERATIONS, NEW_TOKENS = 2, 4
-# The largest difference of a row's mean log-prob that rounding explains, nats a token.
+# The largest difference of a row's mean log-prob that rounding can explain, nats a token.
 EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits or over packed weights
 
 
 @attrs.frozen
 class Way:
-    """How a model is decoded and trained: which of the faster paths are taken."""
+    """How a model is decoded and trained: which of the faster paths are used."""
 
     takes_program: bool  # the backend's compiled decoding steps
     shares_prefix: bool  # completions over one copy of their prompt
@@ -42,7 +42,7 @@ class Way:
 
     @classmethod
     def of(cls, policy: g.Policy, *, share_prompts: bool, compile: bool) -> Way:
-        """What the policy offers."""
+        """The fastest way that the policy offers."""
         return cls(
             policy.takes_program,
             policy.shares_prefix,
@@ -54,7 +54,7 @@ class Way:
         )
 
     def applied(self, policy: g.Policy) -> g.Policy:
-        """The policy on this way."""
+        """The policy, restricted to this way."""
         return attrs.evolve(
             policy,
             takes_program=policy.takes_program and self.takes_program,
@@ -65,7 +65,7 @@ class Way:
         )
 
 
-# What is given up in turn, and the line's words for it.
+# The paths that are given up in turn, with their words in the notice.
 PLAINER: tuple[tuple[dict[str, Any], str], ...] = (
     ({"takes_program": False}, "without compiled decoding steps"),
     ({"shares_prefix": False, "takes_program": False}, "with a copy of the prompt for each completion"),
@@ -77,7 +77,7 @@ PLAINER: tuple[tuple[dict[str, Any], str], ...] = (
 
 @attrs.frozen
 class Checked:
-    """The outcome: the way that is right, and what about it is worth a line."""
+    """The outcome: the way with correct numbers, and notices about it."""
 
     way: Way
     notices: tuple[str, ...] = ()
@@ -92,9 +92,9 @@ def compare(
     learns: bool = True,
     recomputes: bool = False,
 ) -> Checked:
-    """The fastest way on which the policy's numbers are right; raises as `model_check.check_model` does.
+    """The fastest way with correct numbers; raises as `model_check.check_model` does.
 
-    learns: whether it trains, so that the learner's log-probs and gradient are looked at.
+    learns: whether it trains, so that the learner's log-probs and gradient are checked.
     recomputes: whether its blocks are checkpointed, so that their gradient is compared with a plain one.
     """
     rows = few_prompts(prompts)
@@ -109,7 +109,7 @@ def compare(
 
 
 def few_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The beginnings of the longest and of the shortest prompt, of different lengths where they have two."""
+    """The beginnings of the longest and of the shortest prompt, of different lengths if possible."""
     longest, shortest = max(prompts, key=len), min(prompts, key=len)
     long = list(longest[:LONG])
     short = list(shortest[: min(SHORT, max(len(long) - 1, 1))])
@@ -119,7 +119,7 @@ def few_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 def decoding_fault(
     policy: g.Policy, params: Tree, prompts: Sequence[Sequence[int]], limit: float
 ) -> tuple[g.Rollout | None, str]:
-    """A rollout of a few tokens, and how it differs from the forward of its rows; "": it does not."""
+    """A rollout of a few tokens, and its difference from the forward pass of its rows; "": none."""
     try:
         rollout = g.generate(
             policy,
@@ -144,7 +144,7 @@ def decoding_fault(
 def _decoding(
     policy: g.Policy, params: Tree, prompts: list[list[int]], way: Way, limit: float
 ) -> tuple[Way, g.Rollout, list[str]]:
-    """The first way on which decoding is right, a rollout of it, and the line where it is not the first."""
+    """The first way with correct decoding, a rollout with it, and a notice if it is not the fastest."""
     rollout, first = decoding_fault(way.applied(policy), params, prompts, limit)
     if not first:
         assert rollout is not None
@@ -157,7 +157,7 @@ def _decoding(
         rollout, fault = decoding_fault(plain.applied(policy), params, prompts, limit)
         if fault:
             continue
-        alone = attrs.evolve(way, **changes)  # what was given up before this may not have been at fault
+        alone = attrs.evolve(way, **changes)  # the paths given up before may not have been at fault
         if alone != plain:
             again, remains = decoding_fault(alone.applied(policy), params, prompts, limit)
             plain, rollout = (plain, rollout) if remains else (alone, again)
@@ -172,7 +172,7 @@ def _decoding(
 def _learning(
     policy: g.Policy, params: Tree, rollout: g.Rollout, way: Way, limit: float
 ) -> tuple[Way, list[str]]:
-    """The way on which the learner's batches give the rollout's log-probs, and a finite gradient."""
+    """The way with which the learner's batches give the rollout's log-probs and a finite gradient."""
     notices = []
     for share in (True, False) if way.share_prompts else (False,):
         fault = _learner_fault(policy, params, rollout, share, limit)
@@ -194,7 +194,7 @@ def _learning(
 
 
 def _learner_fault(policy: g.Policy, params: Tree, rollout: g.Rollout, share: bool, limit: float) -> str:
-    """What is wrong with log-probs or gradient of the rollout as the learner computes them; "": nothing."""
+    """The fault of the learner's log-probs or gradient for the rollout; "": none."""
     batch = _batch(rollout)
     try:
         logprobs = g.make_logprob_step(policy, compile=False)
@@ -221,7 +221,7 @@ def _learner_fault(policy: g.Policy, params: Tree, rollout: g.Rollout, share: bo
 
 
 def _compare_recomputed(policy: g.Policy, params: Tree, rollout: g.Rollout, limit: float) -> None:
-    """UserError where checkpointed blocks give another gradient than the model by itself."""
+    """Raises UserError if checkpointed blocks give another gradient than the plain model."""
     # Over caches no block is recomputed.
     plain = attrs.evolve(policy, split=attrs.evolve(policy.split, over_caches=True))
     both = []
@@ -271,7 +271,7 @@ def _row_groups(batch: g.Batch, share: bool) -> Iterator[g.Batch]:
 
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
-    """How the log-probs of a row's tokens differ; "": no more than rounding explains."""
+    """The difference of a row's log-probs; "" if rounding can explain it."""
     got, want = _in_float64(got_t), _in_float64(want_t)
     if not np.isfinite(got).all() or not np.isfinite(want).all():
         return "log-probs are not finite"

@@ -1,4 +1,4 @@
-"""Which quantized sampler pays: what was measured of each candidate, and the rule that takes one."""
+"""The choice of a quantized sampler: the measurements of each candidate, and the rule for the choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 
 from runners.errors import gigabytes
 
-NOISE = 1.05  # how much faster than full precision a format has to be: less may be chance
+NOISE = 1.05  # a format has to be faster than full precision by this factor: less may be chance
 
 
 @attrs.frozen(kw_only=True)
@@ -17,7 +17,7 @@ class MeasuredFormat:
 
     quantization: str
     tokens_per_second: float | None = None  # of completions of full length
-    memory: int | None = None  # bytes at the peak of the trial, the sampler's weights included
+    memory: int | None = None  # bytes at the peak of the trial, including the sampler's weights
     kl: float | None = None  # KL(candidate ‖ full precision), nats a token
     difference: float | None = None  # mean |Δ log p| a token, nats
     verdict: str = ""
@@ -25,7 +25,7 @@ class MeasuredFormat:
 
 @attrs.frozen
 class Trial:
-    """What was measured, and what was taken."""
+    """The measurements and the choice."""
 
     rows: tuple[MeasuredFormat, ...]
     choice: str
@@ -55,8 +55,8 @@ class Trial:
 def choose_format(rows: Sequence[MeasuredFormat], room: float, kl_limit: float) -> Trial:
     """The fastest that fits into `room` bytes and stays under the KL limit, with a verdict on each.
 
-    Full precision, the first row, is kept unless another is faster by more than noise; where nothing fits,
-    the smallest is taken.
+    Full precision, the first row, is kept unless another format is faster by more than noise. If nothing
+    fits, the smallest is chosen.
     """
     judged = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""How many completions can be decoded together in the memory that is free."""
+"""How many completions can be decoded together in the free memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from runners.config.loading import Config
 from runners.data.prompts import Example
 from runners.data.stream import PromptStream
 
-USABLE = 0.8  # share of the free memory that decoding may fill; the rest is the allocator's and the prefill's
-_COPIES = 2  # a KV buffer is copied whole as it grows, and each step where steps are pipelined
-_SAMPLING = 3  # float32 arrays of a row's vocabulary that the sampler holds at once
-_ROOM = 256  # tokens by which a KV buffer grows at most
-_SEEN = 2  # tokens of the call that the caches' bytes are read from
+USABLE = 0.8  # share of the free memory for decoding; the rest is for the allocator and the prefill
+_COPIES = 2  # a KV buffer is copied when it grows, and at each step if steps are pipelined
+_SAMPLING = 3  # the sampler holds so many float32 arrays of a row's vocabulary at once
+_ROOM = 256  # a KV buffer grows by at most so many tokens
+_SEEN = 2  # tokens of the call from which the caches' bytes are read
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Workload:
-    """One batch step's decoding, without the prompts' contents, which cost nothing."""
+    """One batch step's decoding, without the prompts' contents, which do not matter."""
 
     policy: g.Policy
-    params: Tree  # what samples
+    params: Tree  # the sampler's parameters
     lengths: tuple[int, ...]  # tokens of each prompt of the first batch step
     num_generations: int
     max_new_tokens: int
@@ -52,14 +52,15 @@ class Workload:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether `generate` keeps a prompt once for its completions, by its own rule."""
+        """Whether `generate` keeps a prompt once for its completions, by the same rule."""
         return self.policy.shares_prefix and sharing_pays()
 
 
 def row_bytes(work: Workload, model: nn.Module) -> int:
-    """Bytes that one completion takes at its full length, its share of the prompt's included.
+    """Bytes of one completion at its full length, including its share of the prompt.
 
-    Read off the caches and logits of a call that is built and never computed; `model` is `work`'s, bound.
+    They are read from the caches and logits of a call that is built but never computed; `model` has the
+    parameters of `work`.
     """
     caches = plain_caches(model)
     logits = model(mx.zeros((1, _SEEN), mx.int32), cache=caches)
@@ -72,13 +73,13 @@ def row_bytes(work: Workload, model: nn.Module) -> int:
 
 
 def groups_that_fit(work: Workload, model: nn.Module, free: int) -> int:
-    """How many prompts' groups fit into `free` bytes: one at least, all of them at most."""
+    """How many groups fit into `free` bytes: at least one, at most all."""
     group = row_bytes(work, model) * work.num_generations
     return min(max(int(USABLE * free) // group, 1), len(work.lengths))
 
 
 def cast_bytes(work: Workload) -> int:
-    """Bytes of the copy of the weights, in the compute dtype, that lives while completions are drawn."""
+    """Bytes of the weights' copy in the compute dtype, which exists while completions are drawn."""
     dtype = work.policy.compute_dtype
     if dtype is None:
         return 0

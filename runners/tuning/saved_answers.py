@@ -1,4 +1,4 @@
-"""What was measured of a machine and a model, kept between runs: tuning.json in the user's cache folder."""
+"""Measurements of a machine and a model, kept between runs in tuning.json in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from runners.files.cache_folder import cache_folder
 from runners.files.durable import save_text
 
-CACHE_FORMAT = 3  # a new one forgets everything: for changes to what is compared
+CACHE_FORMAT = 3  # increase it if the comparison changes: old answers are then ignored
 MOST_ANSWERS = 200  # answers; the oldest go first
 
 
@@ -21,9 +21,9 @@ def cache_file() -> Path:
 
 
 def recall(file: Path, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """The answer for these facts, if there is one; and what is wrong with the file, if something is.
+    """The answer for these facts, if there is one, and the fault of the file, if there is one.
 
-    An object of JSON, which its reader has to check.
+    The answer is a JSON object that the caller has to check.
     """
     answers, fault = _read(file)
     entry = answers.get(_name(facts))

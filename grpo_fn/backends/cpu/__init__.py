@@ -1,6 +1,6 @@
-"""CPUs: the BLAS of a Linux machine, which importing this loads, and what is faster there than MLX's own.
+"""CPUs: the BLAS of a Linux machine, which importing this loads, and functions faster than MLX's own.
 
-Imports no MLX, as the BLAS has to come first; `find` imports the submodules.
+Does not import MLX, because the BLAS has to come first; `find` imports the submodules.
 """
 
 from grpo_fn.backends.cpu.blas import Blas, load_blas

@@ -1,4 +1,4 @@
-"""The BLAS that MLX multiplies with on a Linux CPU: the one effect of `import grpo_fn`.
+"""The BLAS for MLX's products on a Linux CPU: the one effect of `import grpo_fn`.
 
 The reference BLAS inside MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and rounds
 differently. Another library takes its place only if its symbols are global before MLX is imported.
@@ -46,16 +46,16 @@ class Blas:
     reason: str = ""
 
 
-_found: list[Blas] = globals().setdefault("_found", [])  # importlib.reload keeps what was found
+_found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.reload
 
 
 def load_blas() -> Blas:
     """Makes a fast BLAS global, once per process; the environment's GRPO_FN_BLAS names one, or says "none".
 
-    Nothing is loaded on macOS, with a CUDA build of MLX, and where MLX has been imported already, which gets
-    a warning.
+    Nothing is loaded on macOS, with a CUDA build of MLX, or if MLX has been imported already, which gives a
+    warning.
 
-    Raises ImportError where GRPO_FN_BLAS names something that is no BLAS.
+    Raises ImportError if GRPO_FN_BLAS names something that is not a BLAS.
     """
     if not _found:
         _found.append(_search())
@@ -105,7 +105,7 @@ def _candidates() -> list[str]:
 
 def _load_global(name: str) -> bool:
     try:
-        library = ctypes.CDLL(name)  # local first: a library that will not do must not become global
+        library = ctypes.CDLL(name)  # local first: an unsuitable library must not become global
     except OSError:
         return False
     if not hasattr(library, "cblas_sgemm") or _is_ilp64(library):
@@ -116,10 +116,10 @@ def _load_global(name: str) -> bool:
 
 
 def _choose_kernels(library: ctypes.CDLL) -> None:
-    """Gives an OpenBLAS that is older than the processor the fastest of its kernels that run here.
+    """Selects the fastest usable kernels in an OpenBLAS that is older than the processor.
 
-    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses, which it
-    does again here; other libraries do not see it.
+    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses, and is
+    made to choose again here; other libraries do not see the variable.
     """
     needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
@@ -138,7 +138,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
 
 
 def _processor_flags() -> set[str]:
-    """What Linux says that the processor can do; nothing where it does not say."""
+    """The processor's features as Linux lists them; empty if it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def _processor_flags() -> set[str]:
 
 
 def _is_ilp64(library: ctypes.CDLL) -> bool:
-    # With 64-bit integers under unsuffixed names MLX would pass garbage sizes.
+    # If unsuffixed names take 64-bit integers, MLX would pass wrong sizes.
     if os.environ.get("MKL_INTERFACE_LAYER", "").upper().startswith("ILP64"):
         return hasattr(library, "MKL_Get_Max_Threads")
     if not hasattr(library, "openblas_get_config"):
@@ -157,7 +157,7 @@ def _is_ilp64(library: ctypes.CDLL) -> bool:
 
 
 def _global_blas() -> str | None:
-    """A BLAS that is global already, as by LD_PRELOAD; private copies, such as NumPy's, do not count."""
+    """A BLAS that is already global, such as by LD_PRELOAD; private copies, such as NumPy's, do not count."""
     try:
         program = ctypes.CDLL(None)
     except OSError:

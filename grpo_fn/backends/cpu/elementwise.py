@@ -6,10 +6,10 @@ All of it is for float32: `on_cpu` tells.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
-e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed as G. Estrin
-did: few steps one after the other, so that each of the four functions below is one pass over memory, or less
-inside of a compiled step. 2^n is n written into the exponent's bits: n stands in the lowest bits of the sum
-that rounds it.
+e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed by Estrin's
+scheme: few dependent steps, so that each of the four functions below is one pass over memory, or less inside
+a compiled step. 2^n is n written into the exponent's bits; n stands in the lowest bits of the sum that rounds
+it.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ _MOST_AXES = 6
 
 
 def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[..., Any]:
-    """One kernel for a whole expression of float32 arrays of one shape, also when eager.
+    """One kernel for a whole expression of arrays of one shape and dtype, also in eager code.
 
     Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes the shapes
     that constants are broadcast to, and is then used for every shape.

@@ -1,8 +1,8 @@
-"""CUDA kernels of AdamW's update of one leaf: a pass that looks for numbers that are not finite, and one that
+"""CUDA kernels for AdamW's update of one leaf: a pass that finds numbers that are not finite, and one that
 writes parameter and moments.
 
-Operation by operation an update of AdamW holds some ten arrays of a leaf's size until the device has done
-them all: for an embedding of 152 thousand rows more than weights and moments take together.
+As single operations, an update of AdamW holds some ten arrays of a leaf's size until the device has done all:
+for an embedding of 152 thousand rows that is more than weights and moments together.
 """
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ _WRITE = (
 
 
 def takes_leaf(*arrays: mx.array) -> bool:
-    """Whether the kernels run here, on a parameter and its moments: all of float32."""
+    """Whether the kernels run here on a parameter and its moments, all in float32."""
     float32 = all(array.dtype == mx.float32 for array in arrays)
     return float32 and takes_dtype(mx.float32) and 0 < arrays[0].size < 2**31 - _THREADS
 

@@ -1,7 +1,7 @@
-"""CUDA kernels of our own: NVRTC compiles their source, and MLX launches what it gives.
+"""Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` would do both, and takes 1.3 s for each kernel in each process: it reads MLX's own
-headers before each. These sources need none of them, and take a small part of that.
+`mx.fast.cuda_kernel` would do both, but takes 1.3 s for each kernel in each process, because it reads MLX's
+headers each time. These sources need no headers and compile in a small part of that time.
 """
 
 import ctypes
@@ -49,19 +49,18 @@ _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
-    """Whether kernels that are written for any of three floating dtypes run here on this one."""
+    """Whether kernels written for the three floating dtypes run here on this one."""
     return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
 
 
 def literal(number: float) -> str:
-    """The number in a kernel's source: one handed over would lie in memory that the host writes to, and each
-    launch would wait for it. Every number is a kernel of its own.
-    """
+    """The number as text in a kernel's source. A passed number would be in memory that the host writes to,
+    and each launch would wait for it. Every number makes a new kernel."""
     return f"({number:.9e}f)"
 
 
 class CudaKernel:
-    """A kernel whose source is the body of a function of its inputs' and outputs' names."""
+    """A kernel; its source is the body of a function of its inputs and outputs, by name."""
 
     def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> None:
         """`source` may name sizes of inputs, as in `x_shape[0]`."""
@@ -85,13 +84,13 @@ class CudaKernel:
         """The outputs of one launch.
 
         Args:
-            inputs: arrays in the order of their names; they are copied where their rows do not lie in order.
-            template: names in the source, and the dtype, number or bool that each stands for.
+            inputs: arrays in the order of their names; they are copied if their rows are not in order.
+            template: names in the source, with the dtype, number or bool of each.
             grid: threads.
             threadgroup: threads of a block.
-            output_shapes, output_dtypes: of what is written.
-            init_value: what the outputs hold before; None: anything.
-            shared_memory: bytes of a block beside those that the source names.
+            output_shapes, output_dtypes: of the outputs.
+            init_value: the outputs' initial value; None: undefined.
+            shared_memory: bytes of a block in addition to those in the source.
         """
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
         key = (threads, *template, *(a.dtype for a in inputs), *output_dtypes)
@@ -122,9 +121,9 @@ class CudaKernel:
         outputs: Sequence[mx.Dtype],
         threads: int,
     ) -> tuple[str, str]:
-        """A name of its own for the kernel with these types and threads of a block, and its whole source.
+        """A unique name for the kernel with these types and threads of a block, and its whole source.
 
-        MLX keeps programs by their names: this one holds a checksum of the source.
+        MLX caches programs by name, so the name contains a checksum of the source.
         """
         arguments = [f"const {_TYPES[t]}* {n}" for n, t in zip(self._inputs, inputs, strict=True)]
         arguments += [f"{_TYPES[t]}* {n}" for n, t in zip(self._outputs, outputs, strict=True)]
@@ -143,10 +142,10 @@ class CudaKernel:
 
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """The kernel: `CudaKernel`, or where NVRTC is not found `mx.fast.cuda_kernel`, which is called alike."""
+    """The kernel: a `CudaKernel`, or without NVRTC an `mx.fast.cuda_kernel`, which is called alike."""
     if _nvrtc() is not None:
         return CudaKernel(name, inputs, outputs, source)
-    # MLX keeps what it compiled under the kernel's name alone.
+    # MLX caches compiled kernels only by their names.
     name = f"{name}_{zlib.crc32(source.encode()):08x}"
     return mx.fast.cuda_kernel(name=name, input_names=inputs, output_names=outputs, source=source)
 
@@ -164,7 +163,7 @@ def _generation(architecture: str) -> int:
 
 @attrs.frozen
 class DeviceLimits:
-    """What a kernel may want to know of a device."""
+    """The limits of a device that a kernel may need."""
 
     multiprocessors: int
     shared_bytes: int  # of a block of threads that asks for them
@@ -172,7 +171,7 @@ class DeviceLimits:
 
 @functools.cache
 def device_limits() -> DeviceLimits | None:
-    """Of the device that MLX computes on; None: CUDA's driver does not tell."""
+    """The limits of MLX's device; None: CUDA's driver does not tell."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,8 +1,8 @@
 """Two CUDA kernels over a chunk of a head's products: log-probs and entropies, and their gradient.
 
-A block computes one row. As MLX composes them, these passes are a dozen, over float32 copies of the logits;
-here each number of a product is read once and, for its gradient, written once, in its own dtype. The running
-sums follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an entropy needs beside the total:
+A block computes one row. MLX's composed form needs a dozen passes over float32 copies of the logits. Here
+each number of a product is read once and, for its gradient, written once, in its own dtype. The running sums
+follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an entropy needs beside the total:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
     lse = top + log total                       H = log total − moment / total
@@ -16,7 +16,7 @@ from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype
 
 _THREADS = 512
 
-# What both begin with. A capped or scaled logit is rounded where the model rounds it: after each operation.
+# The common start of both. A capped or scaled logit is rounded as in the model: after each operation.
 _LOGITS = """
     constexpr int N = V % (16 / sizeof(T)) == 0 ? 16 / sizeof(T) : 1;  // numbers that are read at once
     const int row = blockIdx.x, target = targets[row];
@@ -121,7 +121,7 @@ _GRADIENTS = (
 
 
 def takes_products(dtype: mx.Dtype) -> bool:
-    """Whether the kernels run here, on products of this dtype."""
+    """Whether the kernels run here on products of this dtype."""
     return takes_dtype(dtype)
 
 
@@ -196,7 +196,7 @@ def row_gradients(
 
     Args:
         product_cv, targets_c, scale_cap, temperature: as in `row_logprobs`.
-        found: what that gave.
+        found: the result of `row_logprobs`.
         upstream: gradients of log-probs and entropies, float32 [C]; None: entropies are constants.
     """
     logp_c, entropy_c = found

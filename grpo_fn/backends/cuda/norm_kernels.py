@@ -1,9 +1,9 @@
-"""CUDA kernels of x / rms(x) without a weight, and of its gradient: a warp computes a row, read once.
+"""CUDA kernels for x / rms(x) without a weight, and for its gradient: a warp reads a row once.
 
     n = x / sqrt(mean x² + ε)          ∂: (g − n · mean(g n)) / sqrt(mean x² + ε)
 
-MLX's own kernel takes a weight of one from memory that the host writes to as well, and waits for it: it is
-several times slower on rows without a weight, and its gradient copies heads that lie behind positions.
+MLX's own kernel reads a weight of one from memory that the host writes to, and waits for it: it is several
+times slower on rows without a weight. Its gradient copies heads if positions come before them in memory.
 """
 
 from typing import Any, cast
@@ -67,7 +67,7 @@ _BACKWARD = (
 
 
 def takes_rows(x: mx.array, weight: mx.array | None = None) -> bool:
-    """Whether the kernels run here, on rows like these; without a weight."""
+    """Whether the kernels run here on such rows; without a weight."""
     width = x.shape[-1]
     return weight is None and takes_dtype(x.dtype) and width % 32 == 0 and width <= _LARGEST and x.size > 0
 
@@ -96,7 +96,7 @@ def _rows_of(name: str, source: str, eps: float, *arrays: mx.array) -> mx.array:
 
 
 def unit_rms(x: mx.array, weight: None, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) along the last axis, differentiable; where `takes_rows(x)`."""
+    """x / sqrt(mean x² + ε) along the last axis, differentiable; `takes_rows(x)` must hold."""
 
     @mx.custom_function
     def normal(x: mx.array) -> mx.array:

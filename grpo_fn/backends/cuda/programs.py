@@ -1,12 +1,12 @@
-"""Programs that MLX compiles at their first use on CUDA, each as a small computation that needs it alone.
+"""Programs that MLX compiles at their first use on CUDA, each as a small computation that needs only it.
 
 MLX (0.32) writes the source of every gather, scatter and fused chain of elementwise operations, and NVRTC
-compiles it: two to five seconds on one core, one after another, and a first update needs some twenty. What
-is compiled lies in a folder, under the names that are used here, where other processes find it. So processes
-side by side can compile them ahead, while the model is loaded.
+compiles it: two to five seconds on one core, one after another, and a first update needs some twenty.
+Compiled programs are stored in a folder under the names used here, and other processes find them there. So
+parallel processes can compile them ahead, while the model is loaded.
 
-A name that this version of MLX does not use costs a process and helps nobody: `names` is for the versions
-that pyproject.toml allows.
+A name that this version of MLX does not use costs a process for nothing: `names` is for the versions that
+pyproject.toml allows.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ import mlx.core as mx
 _DTYPES = {name: getattr(mx, name) for name in ("bfloat16", "float16", "float32", "int32", "uint32", "int64")}
 _DTYPES["bool"] = mx.bool_
 
-# By which arrays a table is read: rows of embeddings and of log-probs, keys of random streams, positions.
+# Reads of a table by an index: rows of embeddings and of log-probs, keys of random streams, positions.
 _GATHERS = (
     "{0}_uint32_1", "{0}_int32_1", "{0}_int32_2", "uint32_uint32_1", "uint32_int32_1", "float32_uint32_1",
     "int32_uint32_1", "bool_int32_1", "int32_int32_1", "float32_int32_1",
 )  # fmt: skip
-# Results that are put into their rows, and gradients of reading.
+# Results that are written into their rows, and gradients of reads.
 _SCATTERS = (
     "float32_int64_Assign_2", "int32_int64_Assign_2", "int32_int32_Assign_1", "float32_int32_Sum_1",
     "float32_uint32_Sum_1", "{0}_int32_Sum_1",
@@ -43,7 +43,7 @@ _FUSED: dict[str, Callable[[], mx.array]] = {
 
 
 def names(dtype: str) -> tuple[str, ...]:
-    """What a rollout and a gradient in this compute dtype need, by the names of MLX's files."""
+    """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's files."""
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     fused = list(_FUSED) if dtype == "bfloat16" else []
@@ -51,7 +51,7 @@ def names(dtype: str) -> tuple[str, ...]:
 
 
 def compile_program(name: str) -> None:
-    """Has MLX compile one of `names`, on the default device. ValueError for any other name."""
+    """Makes MLX compile one of `names` on the default device. ValueError for any other name."""
     if name in _FUSED:
         mx.eval(_FUSED[name]())
         return

@@ -1,9 +1,9 @@
-"""A CUDA kernel of rotary position embeddings (arXiv 2104.09864) of whole sequences, and of their gradient.
+"""A CUDA kernel for rotary position embeddings (arXiv 2104.09864) of whole sequences, and their gradient.
 
     a' = a cos θ − b sin θ,  b' = a sin θ + b cos θ      a, b: halves of a head;  θ = position · frequency
 
-The gradient turns back by the same angle. A thread turns sixteen bytes of either half; MLX's own kernel turns
-one number of either, and takes three times as long.
+The gradient rotates back by the same angle. A thread rotates sixteen bytes of each half; MLX's own kernel
+rotates one number of each, and takes three times as long.
 """
 
 import math
@@ -40,7 +40,7 @@ _SOURCE = """
 
 
 def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
-    """Whether the kernel runs here, on heads [B,H,L,D] all of which turns, from position 0."""
+    """Whether the kernel runs here on heads [B,H,L,D] that are rotated completely, from position 0."""
     whole = x.ndim == 4 and x.shape[2] > 1 and x.shape[3] == dims and x.size > 0
     return (
         takes_dtype(x.dtype)
@@ -74,11 +74,11 @@ def _turned(x: mx.array, periods: mx.array | float, back: bool) -> mx.array:
 
 
 def rope(x: mx.array, periods: mx.array | float, offset: int = 0) -> mx.array:
-    """The heads [B,H,L,D] turned, the first position by nothing; differentiable; where `takes_heads(x)`.
+    """The rotated heads [B,H,L,D], starting at position 0; differentiable; `takes_heads(x)` must hold.
 
     Args:
-        periods: what a position is divided by, float32 [D/2]; or a base: its powers 2j/D.
-        offset: 0, as `takes_heads` wants it.
+        periods: divisors of the position, float32 [D/2]; or a base, for its powers 2j/D.
+        offset: 0, as `takes_heads` requires.
     """
 
     @mx.custom_function

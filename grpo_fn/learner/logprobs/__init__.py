@@ -1,1 +1,1 @@
-"""Log-probs of a batch's tokens: at which positions, over which prompts, and from hidden states."""
+"""Log-probs of a batch's tokens: their positions, shared prompts, and the step from hidden states."""

@@ -1,7 +1,7 @@
-"""The completion positions of a batch whose log-probs are wanted: [B,T] as one row of N, and back.
+"""The completion positions of a batch whose log-probs are computed: [B,T] as one row of N, and back.
 
-`batch.positions_n` names them: places in [B,T], counted row by row; None means all B·T. The place B·T stands
-for no token and fills up to a fixed N. Heads and log-probs then cost N rows, not B·T.
+`batch.positions_n` lists them: places in [B,T], counted row by row; None means all B·T. The place B·T means
+no token and fills up to a fixed N. Heads and log-probs then cost N rows, not B·T.
 """
 
 from typing import cast
@@ -18,7 +18,7 @@ def hidden_at_positions(policy: Policy, params: Tree, frozen: Tree, batch: Batch
     """Hidden states [1,N,D] from which the tokens at `positions_n` are predicted.
 
     Raises:
-        ValueError: the batch shares prompts, and has `experts_blnk`, which are of whole rows.
+        ValueError: the batch shares prompts and has `experts_blnk`, which are for whole rows.
     """
     if batch.prompt_index_b is not None:
         if batch.experts_blnk is not None:
@@ -48,7 +48,7 @@ def hidden_and_routing_at_positions(
 
 
 def mask_at_positions(batch: Batch) -> mx.array:
-    """[N], True where the token at `positions_n` counts."""
+    """[N], True if the token at `positions_n` counts."""
     mask, position_n = batch.mask_bt.reshape(-1), _positions(batch)
     return mask[mx.minimum(position_n, mask.size - 1)].astype(mx.bool_) & (position_n < mask.size)
 
@@ -80,9 +80,10 @@ def scatter_to_batch(batch: Batch, values_1n: mx.array) -> mx.array:
 
 
 def _picked(hidden_nd: mx.array, index_n: mx.array) -> mx.array:
-    """Rows of `hidden_nd`, none of them twice; the index one past the last row stands for no row.
+    """Rows of `hidden_nd`, each at most once; the index one past the last row means no row.
 
-    Its gradient picks as well, where that of an indexed read would add up row by row, atomically on a GPU.
+    Its gradient also picks rows. The gradient of an indexed read would add up row by row, atomically on a
+    GPU.
     """
     rows = hidden_nd.shape[0]
 

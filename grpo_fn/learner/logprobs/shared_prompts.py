@@ -2,8 +2,8 @@
 
     prompts [P,L] ─backbone→ keys, values of each layer        completions [B,T−1] ─backbone over them→ hidden
 
-The stand-ins for caches below give mlx-lm's attention layers what these ask for: an offset, a mask, and keys
-and values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
+The classes below replace caches and give mlx-lm's attention layers an offset, a mask, and keys and values to
+attend to. They hold traced arrays, so gradients flow from completions into prompts.
 """
 
 import mlx.core as mx
@@ -17,9 +17,9 @@ from grpo_fn.trees import Tree
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer keeps a plain cache of keys and values of its own, and takes a mask for each row.
+    """Whether every layer has its own plain cache of keys and values, and takes a mask for each row.
 
-    Not so with sliding windows, recurrent states, and layers that attend to what others have cached.
+    Sliding windows, recurrent states, and layers that use other layers' caches do not allow it.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -51,7 +51,7 @@ def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batc
 
 
 class _PromptLayer:
-    """Keeps what a layer computes for the prompts."""
+    """Keeps a layer's keys and values of the prompts."""
 
     def __init__(self, offset: int | Positions = 0) -> None:
         self.offset = offset
@@ -70,7 +70,7 @@ class _PromptLayer:
 
 
 class _CompletionLayer:
-    """Puts the row's prompt in front of what a layer computes for the completions."""
+    """Puts the row's prompt in front of a layer's keys and values of the completions."""
 
     def __init__(
         self, prompt: _PromptLayer, lengths_p: mx.array, index_b: mx.array, shift_p: mx.array | None = None
@@ -89,7 +89,7 @@ class _CompletionLayer:
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
         offset = self._length_b[:, None, None, None]
-        back = offset + mx.arange(length)[:, None] - position  # how far each prompt token lies behind
+        back = offset + mx.arange(length)[:, None] - position  # the distance to each prompt token
         in_prompt = (position < offset) & _causal(back, window_size)
         causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
         shape = (self._length_b.shape[0], 1, length)
@@ -103,6 +103,6 @@ class _CompletionLayer:
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:
-    """True where a token may look `back` tokens behind itself."""
+    """True if a token may attend to the token `back` places before it."""
     seen = back >= 0
     return seen & (back < window_size) if window_size else seen

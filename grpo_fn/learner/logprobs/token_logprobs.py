@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens, without ever holding all logits.
+"""Log-probabilities of given tokens, without all logits in memory at once.
 
-The logits of N positions × V tokens are the largest thing in a learner's memory. Here they are made a chunk
+The logits of N positions × V tokens are the largest arrays of the learner. Here they are computed for a chunk
 of positions at a time, forward and again backward, with the gradient in closed form:
 
     log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
@@ -22,10 +22,10 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Positions whose logits are held at a time, where the caller does not say.
+    """The default number of positions whose logits are held at a time.
 
-    On a CPU 96, fewer where that is over 16 MB and more where it is under 1; on a GPU as many as fit in
-    128 MB (Metal) or 512 MB (CUDA).
+    On a CPU 96, fewer if that is over 16 MB and more if it is under 1 MB; on a GPU as many as fit in 128 MB
+    (Metal) or 512 MB (CUDA).
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -117,7 +117,7 @@ def _chunked(
 
     def scaled(logits_cv: mx.array) -> mx.array:
         logits_cv = logits_cv.astype(mx.float32)
-        # Each pass over a chunk's logits shows in the time: none for a division by one.
+        # Each pass over a chunk's logits takes time, so there is none for a division by one.
         return logits_cv if isinstance(temperature, float) and temperature == 1 else logits_cv / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
@@ -183,14 +183,14 @@ def _chunked(
             rows = slice(start, start + chunk)
             h_cd, t_c = hidden_nd[rows], targets_n[rows]
             ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
-            if dh_parts:  # order: the gradient of the weights grows in place, chunk after chunk
+            if dh_parts:  # an order, so that the gradient of the weights grows in place, chunk after chunk
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
             if head.weight is not None:
                 dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
                 grads = map_arrays(lambda _, dw=dw_vd: dw, params)
             else:
                 dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
-            if len(starts) > 1:  # many small sums: in float32, whatever the weights are
+            if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
                 grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
             dh_parts.append(dh_cd)
@@ -202,7 +202,7 @@ def _chunked(
 
 
 def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
-    """The array with one number added in each row; in the same pass, where the backend has no other way."""
+    """The array with one number added in each row; in the same pass, unless the backend has a faster way."""
     fast = find("add_at", array_cv)
     if fast is not None:
         return fast(array_cv, index_c, values_c)
@@ -218,7 +218,7 @@ def _autodiff(
     ct: list[mx.array],
     trains: bool,
 ) -> tuple[mx.array, Tree]:
-    """The chunk's gradient by plain differentiation, for heads that come from no product with a matrix."""
+    """The chunk's gradient by plain differentiation, for heads that are not a product with a matrix."""
 
     def inner(h_cd: mx.array, params: Tree) -> mx.array:
         outs = forward_chunk(params, h_cd, t_c)

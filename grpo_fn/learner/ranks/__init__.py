@@ -1,1 +1,1 @@
-"""What several ranks do together: gradients summed, rows dealt out, the optimizer in parts."""
+"""Several ranks together: sums of gradients, distribution of rows, the optimizer in parts."""

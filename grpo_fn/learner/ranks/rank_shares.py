@@ -1,4 +1,4 @@
-"""Which rank computes which part of a batch's gradient. Any cut gives the same sums."""
+"""Distributes a batch's gradient over the ranks. Any cut gives the same sums."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     """A batch in `number` parts with about as many tokens each; the rows of a prompt stay together.
 
     Largest groups first, each to the part with the fewest tokens so far. The parts' counts add up to the
-    batch's: the first one also counts what was left out of it. Parts without a row are left out, but for the
-    first. Waits for the device.
+    batch's: the first one also counts the rows left out of the batch. Parts without a row are omitted, except
+    the first. Waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -53,10 +53,10 @@ def deal(batch: Batch, number: int) -> list[Batch]:
 
 
 def own_pieces(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
-    """Of a batch's micro-batches those that a rank computes, the same number of tokens for each as can be.
+    """The micro-batches of a batch that a rank computes, with about the same number of tokens on each rank.
 
-    Where there are fewer micro-batches than ranks, the largest are cut in halves. At least one is returned:
-    one without rows for a rank for which nothing is left.
+    If there are fewer micro-batches than ranks, the largest are cut in halves. At least one is returned; a
+    rank without work gets one without rows.
     """
     if size == 1:
         return list(pieces)

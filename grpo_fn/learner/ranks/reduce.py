@@ -14,11 +14,11 @@ import mlx.core as mx
 from grpo_fn.learner.state import TrainState
 from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize
 
-BUCKET_BYTES = 128 * 2**20  # of arrays that go over the wire as one
+BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
 
 
 class Collectives(Protocol):
-    """What the functions here need of a group of ranks; `collectives` makes one of MLX's group.
+    """The operations on a group of ranks that are needed here; `collectives` makes one from MLX's group.
 
     Every rank calls the same methods in the same order, with arrays of the same shapes.
     """
@@ -40,21 +40,21 @@ class Collectives(Protocol):
         ...
 
     def sum_scatter(self, x: mx.array) -> mx.array:
-        """Of the sum [N·n] of all ranks' arrays this rank's [n], computed."""
+        """This rank's part [n] of the sum [N·n] of all ranks' arrays, computed."""
         ...
 
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are computed before they go out, and awaited afterwards.
+    """`mx.distributed` on one stream. Arrays are computed before they are sent, and awaited afterwards.
 
-    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends one that
-    waits for some seconds.
+    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends a buffer
+    that waits for some seconds.
     """
 
     group: mx.distributed.Group
     stream: mx.Stream | mx.Device | None = None  # None: the default one
-    scatters: bool = False  # whether the backend has `sum_scatter`; ring has not
+    scatters: bool = False  # whether the backend has `sum_scatter`; ring does not
 
     def rank(self) -> int:
         """See `Collectives.rank`."""
@@ -79,7 +79,7 @@ class MlxCollectives:
         return whole
 
     def sum_scatter(self, x: mx.array) -> mx.array:
-        """See `Collectives.sum_scatter`: a sum and a slice where the backend has nothing better."""
+        """See `Collectives.sum_scatter`: a sum and a slice if the backend has nothing better."""
         if self.scatters:
             mx.eval(x)
             part = mx.distributed.sum_scatter(x, group=self.group, stream=self.stream)
@@ -92,10 +92,9 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """The group's collectives: NCCL's on the GPU where MLX is built for CUDA, all others on the CPU.
+    """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, else on the CPU.
 
-    A group that is neither of the two backends' defaults (ring on a machine with CUDA) wants a
-    `MlxCollectives` with its own stream.
+    For another combination (ring on a machine with CUDA) pass an `MlxCollectives` with its own stream.
     """
     if not isinstance(group, mx.distributed.Group):
         return cast(Collectives, group)
@@ -111,10 +110,10 @@ def all_reduce(
 ) -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 
-    For between the grad step and the update step, once an update. With one rank it returns the state as it
-    is. Gradients are sent in buckets of about `bucket_bytes`, joined from small leaves; a larger leaf goes
-    alone. A loss that is not finite on one rank makes the sum of the denominators NaN on all: they skip the
-    update together.
+    Call it between the grad step and the update step, once per update. With one rank it returns the state
+    unchanged. Gradients are sent in buckets of about `bucket_bytes`, joined from small leaves; a larger leaf
+    is sent alone. If a loss is not finite on one rank, the sum of the denominators is NaN on all ranks, and
+    they skip the update together.
 
     Args:
         state: this rank's, after its grad steps.
@@ -144,9 +143,10 @@ def all_reduce(
 
 
 def kept_by_first(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
-    """The state with what was summed over all ranks left on rank 0, and zeros on all others.
+    """The state with the sums over all ranks on rank 0, and zeros on all others.
 
-    After `all_reduce`, where more batches follow before the update: the next sum counts nothing twice.
+    Call it after `all_reduce` if more batches follow before the update, so that the next sum counts nothing
+    twice.
     """
     if collectives(group).rank() == 0:
         return state
@@ -160,7 +160,7 @@ def kept_by_first(state: TrainState, group: "mx.distributed.Group | Collectives"
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
-    """Rank 0's tree on all ranks, bit for bit; the others give one of the same shapes and dtypes."""
+    """Rank 0's tree on all ranks, bit for bit; the others pass a tree of the same shapes and dtypes."""
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
@@ -168,7 +168,7 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     shared: list[mx.array] = []
     for low, high in buckets([leaf.nbytes for leaf in leaves], BUCKET_BYTES):
         part = leaves[low:high]
-        # Bytes as 32-bit numbers: a sum with zeros changes none of them, whatever they stand for.
+        # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
         whole = mx.concatenate([mx.contiguous(leaf).reshape(-1).view(mx.uint8) for leaf in part])
         padded = mx.pad(whole, [(0, -whole.size % 4)]).view(mx.int32)
         total = ranks.all_sum(padded if ranks.rank() == 0 else mx.zeros_like(padded)).view(mx.uint8)
@@ -182,7 +182,7 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
 
 
 def buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Bounds [low, high) of consecutive leaves that make a bucket of at most so many bytes, or are alone."""
+    """Bounds [low, high) of consecutive leaves for buckets of at most so many bytes, or of a single leaf."""
     low, held = 0, 0
     for place, size in enumerate(sizes):
         if place > low and held + size > bucket_bytes:
@@ -194,7 +194,7 @@ def buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[tuple[int, int]
 
 
 def cut(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
-    """The arrays of these shapes that lie one behind the other in `flat`; what is left is padding."""
+    """The consecutive arrays of these shapes in `flat`; the rest is padding."""
     leaves, at = [], 0
     for shape in shapes:
         size = 1

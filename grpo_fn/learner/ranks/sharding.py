@@ -1,8 +1,8 @@
 """Sharded optimizer state (ZeRO stage 1, arXiv 1910.02054): each rank keeps and updates 1/N of it.
 
-Every rank computes with all weights in the compute dtype. Of the float32 masters and of the moments it keeps
-its part alone. An update sums the gradients so that each rank gets its part of them, updates that, and
-gathers the new weights. The functions here turn a whole state into a sharded one and back.
+Every rank computes with all weights in the compute dtype, but keeps only its part of the float32 masters and
+of the moments. In an update each rank gets its part of the summed gradients, updates its part, and gathers
+the new weights. The functions here turn a whole state into a sharded one and back.
 
     whole:    params: masters                     opt_state: moments of all leaves
     sharded:  params: masters in compute dtype    opt_state: {"masters": parts, "moments": of the parts}
@@ -35,14 +35,14 @@ class _Bucket(NamedTuple):
 
 @attrs.frozen(eq=False)
 class Sharding:
-    """How a parameter tree lies on the ranks; the same on all of them."""
+    """The distribution of a parameter tree over the ranks; the same on all of them."""
 
     ranks: Collectives
     compute_dtype: mx.Dtype | None = None  # of the weights that every rank has; None: float32
     bucket_bytes: int = BUCKET_BYTES
 
     def shard(self, state: TrainState) -> TrainState:
-        """This rank's state, from the whole one, which all ranks have.
+        """This rank's state, from the whole state that all ranks have.
 
         Raises:
             ValueError: a leaf is not float32, or the optimizer's state is not that of `adamw`.
@@ -67,7 +67,7 @@ class Sharding:
     def whole(self, state: TrainState) -> TrainState:
         """The inverse of `shard`: masters and moments gathered on every rank. All ranks call it together.
 
-        Roles that are not the policy's own weights come back as float32 copies of what they computed with.
+        Roles with other weights than the policy are returned as float32 copies of their compute weights.
         """
         held = state.opt_state["moments"]
         params = self._gathered(state.opt_state["masters"], state.params, mx.float32)
@@ -148,8 +148,8 @@ def make_sharded_update_step(
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
     """`make_update_step` for states that `Sharding.shard` made: it sums over the ranks itself.
 
-    Not after `all_reduce`. All ranks call it together. The same numbers as an unsharded update to the
-    rounding of sums. If anything is not finite, all ranks keep all that they have.
+    Do not call `all_reduce` before it. All ranks call it together. It gives the same numbers as an unsharded
+    update, to the rounding of sums. If anything is not finite, all ranks keep everything.
 
     Args:
         optimizer: see `adamw`.
@@ -194,7 +194,7 @@ def make_sharded_update_step(
         zeros = zeros_like(state.params)
         opt_state, sound, norm, rate = step(grads, state.opt_state, sums[0], sums[1], state.update_step)
         failed = ranks.all_sum(1.0 - sound.astype(mx.float32).reshape(1))[0] > 0
-        if failed.item():  # what the other ranks have is new: nobody takes it
+        if failed.item():  # the other ranks have new values: no rank uses them
             opt_state, params = state.opt_state, state.params
         else:
             params = sharding.gather(opt_state["masters"], state.params)
@@ -212,7 +212,7 @@ def make_sharded_update_step(
 
 
 def _sum(x: mx.array) -> mx.array:
-    """The sum of a vector, by columns first: on a CPU one long sum loses digits."""
+    """The sum of a vector, by columns first, because on a CPU one long sum loses digits."""
     return mx.pad(x, [(0, -x.size % 1024)]).reshape(-1, 1024).sum(axis=0).sum()
 
 
@@ -222,7 +222,7 @@ def _moment(state: TrainState, name: str) -> Tree:
 
 
 def _picked(like: Tree, tree: Tree, name: str) -> Tree:
-    """Of a tree that has a dict in the place of each leaf of `like`, these dicts' entries."""
+    """One entry of the dict that `tree` has in place of each leaf of `like`."""
     if isinstance(like, mx.array):
         return tree[name]
     if isinstance(like, dict):

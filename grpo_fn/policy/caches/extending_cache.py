@@ -2,7 +2,7 @@
 
     attention of a new token = softmax over [its prompt | its row's own tokens | the new ones up to itself]
 
-Rows get different numbers of tokens: they are padded on the right, where nothing looks at them.
+Rows get different numbers of tokens: they are padded on the right, where no token attends to the padding.
 """
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ class ExtendingCache:
     """One layer's cache for one call with new tokens [B,E]; afterwards `new` holds their keys and values."""
 
     def __init__(self, prompt: Pair, own: Pair | None, layout: Layout) -> None:
-        """`own` is [B,K,T,D], seen as `layout.own_seen` says; None: no row has own tokens."""
+        """`own` is [B,K,T,D] with the mask `layout.own_seen`; None: no row has own tokens."""
         self._prompt, self._own, self._layout = prompt, own, layout
         self.new: Pair | None = None
 
@@ -35,7 +35,7 @@ class ExtendingCache:
         return [*self._prompt, *(self._own or ()), *(self.new or ())]
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: `attend` knows which token sees which."""
+        """No mask: `attend` has its own."""
         if window_size is not None:
             raise ValueError(f"window_size = {window_size}: wanted no window")
 
@@ -88,7 +88,7 @@ class ExtendingCache:
 def extends_prefix(module: nn.Module) -> bool:
     """Whether a model that shares prefixes also takes several tokens a row over them.
 
-    Found by building a call, not computing it.
+    This is found by building a call without computing it.
     """
     caches = plain_caches(module)
     try:

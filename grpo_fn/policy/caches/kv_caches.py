@@ -1,4 +1,4 @@
-"""What decoding needs of mlx-lm's caches, whatever their kind: make, fork, keep some rows."""
+"""Operations on mlx-lm's caches of any kind for decoding: make, fork, keep some rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from grpo_fn.trees import map_arrays
 
 Caches = list[Any]
 
-_PROBE_ROWS = 13  # no number of heads: a mask that lands on the wrong axis cannot fit by chance
+_PROBE_ROWS = 13  # not a number of heads, so that a mask on the wrong axis cannot fit by chance
 
 
 def plain_caches(model: nn.Module) -> Caches:
@@ -22,7 +22,7 @@ def plain_caches(model: nn.Module) -> Caches:
 
 def ragged_caches(model: nn.Module, rows: int) -> Caches:
     """Empty caches for rows of different lengths; only for models that `takes_ragged`."""
-    # A cache of its own for each row: merging reads them one by one.
+    # A separate cache for each row: merging reads them one by one.
     rows_of_layers = zip(*(plain_caches(model) for _ in range(rows)), strict=True)
     return [type(per_row[0]).merge(list(per_row)) for per_row in rows_of_layers]
 
@@ -30,14 +30,15 @@ def ragged_caches(model: nn.Module, rows: int) -> Caches:
 def takes_ragged(model: nn.Module) -> bool:
     """Whether rows of different lengths can share a batch: the caches have a form for it, and the model too.
 
-    Found by building a call, not computing it: some attention layers cannot take a mask for each row. Only a
-    model that `shares_keys` is computed: it may take a position from the number of keys (afm7).
+    This is found by building a call without computing it: some attention layers cannot take a mask for each
+    row. Only a model that `shares_keys` is computed, because it may derive a position from the number of keys
+    (afm7).
     """
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
-    # Recurrent states would take the padding in: not every such model masks it.
+    # Recurrent states would include the padding: not every such model masks it.
     if not all(type(cache) in (KVCache, RotatingKVCache) for cache in plain_caches(model)):
         return False
     caches = ragged_caches(model, _PROBE_ROWS)
@@ -57,8 +58,8 @@ def shares_keys(model: nn.Module) -> bool:
 def needs_caches(model: nn.Module) -> bool:
     """Whether the model computes something else without caches: then it would not train what it decodes.
 
-    Only looked for, by computing a few tokens, in models that `shares_keys`: without caches to share, layers
-    of gemma3n have keys of their own.
+    Only models that `shares_keys` are checked, by computing a few tokens: without caches to share, layers of
+    gemma3n use their own keys.
     """
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -123,7 +124,7 @@ def arrays(caches: Caches) -> list[Any]:
 
 
 def _drop_spare_room(cache: Any) -> None:
-    """Cut a KV buffer to what is in use, so that keeping rows does not copy its spare room."""
+    """Cut a KV buffer to its used part, so that keeping rows does not copy its spare room."""
     from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
     if isinstance(cache, CacheList):

@@ -2,8 +2,8 @@
 
     attention of a row = softmax over [its prompt's keys | its own keys]
 
-The prompt's part is a product of all its rows' queries with one matrix, where copied prompts would make it a
-product with a matrix of its own for each row: G times less memory to hold and to read (Hydragen,
+The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it would be a
+product with a separate matrix for each row. So it needs G times less memory to hold and to read (Hydragen,
 arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
 """
 
@@ -32,11 +32,11 @@ class Layout:
     lengths: tuple[int, ...]  # P: tokens of each prompt
     grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
     place_b: mx.array | None  # place of each row in that grid
-    seen_p11l: mx.array | None  # which positions a prompt has; None: all of one length
+    seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
     start: int | mx.array  # position of each row's first own place
     own_seen: mx.array | None = None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
-    later_turn: bool = False  # whether own places begin elsewhere than right behind the prompts
-    shifts: tuple[int, ...] | None = None  # P: added to positions behind a prompt; None: nothing
+    later_turn: bool = False  # whether own places do not start right after the prompts
+    shifts: tuple[int, ...] | None = None  # P: added to positions after a prompt; None: nothing
 
     @classmethod
     def of(cls, prompt_of: list[int], lengths: list[int], shifts: Sequence[int] | None = None) -> "Layout":
@@ -59,7 +59,7 @@ class Layout:
         return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start, shifts=tuple(shifts))
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
-        """[B,...] to [P,G,...]: each prompt's rows, the last repeated where a group is smaller."""
+        """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
         if self.grid_n is not None:
             row_bx = row_bx[self.grid_n]
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
@@ -80,7 +80,7 @@ class PrefixCache(OneTokenCache):
         layout: Layout,
         own: tuple[mx.array, mx.array] | None = None,
     ) -> None:
-        """`own` is the rows' own keys and values so far, [B,K,T,D]; None: there are none."""
+        """`own`: the rows' own keys and values so far, [B,K,T,D]; None: none."""
         from mlx_lm.models.cache import KVCache
 
         self._prompt = keys_phld, values_phld
@@ -141,11 +141,11 @@ class PrefixCache(OneTokenCache):
 
     @property
     def own(self) -> tuple[mx.array, mx.array]:
-        """The rows' own keys and values [B,K,T,D], where there are some."""
+        """The rows' own keys and values [B,K,T,D], if there are any."""
         return self._own.keys_and_values()
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
-        """Keep these rows, and of the prompts those that still have one (None: all)."""
+        """Keep these rows, and the prompts that still have a row (None: all)."""
         self._layout = layout
         if prompts is not None:
             keys, values = self._prompt
@@ -157,15 +157,15 @@ class PrefixCache(OneTokenCache):
 
 
 def sharing_pays() -> bool:
-    """Whether one copy of each prompt was measured as faster on this machine: the default of `generate`."""
+    """Whether one copy of each prompt was measured as faster on this kind of device: `generate`'s default."""
     return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
 def shares_prefix(module: nn.Module) -> bool:
     """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in every layer.
 
-    Found by building a call, not computing it. Each cache has to be asked to attend: a layer that takes the
-    keys and attends by itself (phi3small) would not see the prompt.
+    This is found by building a call without computing it. Each cache has to be asked to attend: a layer that
+    takes the keys and attends by itself (phi3small) would not see the prompt.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -188,7 +188,7 @@ def fork(
 ) -> list[PrefixCache]:
     """Plain caches after P prompts, padded on the right, as caches of P · G rows.
 
-    `shifts` is added to the positions behind each prompt: see `PromptImages.shift`.
+    `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
     layout = Layout.of([p for p in range(len(lengths)) for _ in range(group_size)], lengths, shifts)
     longest = max(lengths)
@@ -220,7 +220,7 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
 
 
 def _masked_at_front(scores_bkrt: mx.array, seen_b11t: mx.array) -> mx.array:
-    """Scores whose first places are masked; those behind are all seen."""
+    """Scores whose first places are masked; all later places are valid."""
     behind = scores_bkrt.shape[-1] - seen_b11t.shape[-1]
     seen_b11t = mx.pad(seen_b11t, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
     return mx.where(seen_b11t, scores_bkrt, mx.finfo(scores_bkrt.dtype).min)

@@ -1,1 +1,1 @@
-"""The form of a model that decodes: its weights for one rollout, and the compiled steps that fit it."""
+"""The form of a model for decoding: its weights for one rollout, and its compiled steps."""

@@ -1,4 +1,4 @@
-"""Whether a model can be decoded with this machine's compiled decoding steps; found by trying."""
+"""Finds by trying whether a model can be decoded with this machine's compiled decoding steps."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,9 +11,9 @@ PROGRAM = "kernel_steps"
 
 
 def takes_program(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether they take the model, which shares prefixes.
+    """Whether the compiled steps take the model, which shares prefixes.
 
-    `compute` is the dtype that it computes in; None: that of its weights.
+    `compute` is its compute dtype; None: that of its weights.
     """
     program = find(PROGRAM)
     if program is None:

@@ -1,6 +1,6 @@
 """A model's weights as used for decoding: the same function, with fewer products to launch.
 
-unpacked_layers     packed weights in full size, where they are small
+unpacked_layers     packed weights in full size, if they are small
 merged_adapters     LoRA's and DoRA's adapters as part of the weights that they adapt
 forms of a backend  such as a block as one kernel
 """
@@ -27,7 +27,7 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
         stack.enter_context(merged_adapters(module))
         present = {id(layer) for layer in module.modules()}
         for layer in plain:
-            if id(layer) not in present:  # merged: the layer with adapters is held until it is put back
+            if id(layer) not in present:  # merged: the layer with adapters is kept until it is restored
                 empty(layer, {"weight": layer["weight"]})
         mx.eval([layer.parameters() for layer in plain])
         for name in FORMS:
@@ -38,9 +38,9 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 
 
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
-    """Bytes that these weights take beside the module's own, of a model that computes in this dtype.
+    """Bytes of these weights in addition to the module's own, for a model that computes in this dtype.
 
-    None: in the dtype that each weight has. Nothing is computed: it follows from shapes.
+    None: each weight's own dtype. Nothing is computed; the shapes are enough.
     """
     with unpacked_weights(module, compute) as plain:
         layers = [layer.linear for _, layer in mergeable(module, compute)]

@@ -1,13 +1,14 @@
-"""Adapters as part of the weights that they adapt, for as long as a model samples.
+"""Adapters merged into the weights that they adapt, while a model samples.
 
     y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
 
-Three products for one: in a small model, launching them is most of a decoding step. In a large one reading
-its weights is, and the merged ones would be in memory beside them: it stays as it is.
+This replaces three products by one. In a small model, launching them is most of a decoding step. In a large
+model most of the time is for reading weights, and merged weights would need memory in addition: it is not
+merged.
 
-Weights of bfloat16 are rounded stochastically. To the nearest, a young adapter would be rounded away: what it
-adds is smaller than half the distance between two such numbers. This way it is there on average, and an
-adapter of zeros leaves every weight as it is. The draws are the same ones each time.
+bfloat16 weights are rounded stochastically. Rounding to nearest would remove a new adapter, which adds less
+than half the distance between two such numbers. With stochastic rounding it is kept on average, and an
+adapter of zeros changes no weight. The random draws are the same each time.
 """
 
 from collections.abc import Iterator
@@ -28,13 +29,13 @@ MOST_BYTES = 256e6  # of merged weights in float32
 def merged_adapters(module: nn.Module) -> Iterator[None]:
     """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
 
-    Only over weights of float32 and bfloat16: packed ones would have to be packed again.
+    Only for float32 and bfloat16 weights: packed ones would have to be packed again.
     """
     adapted = mergeable(module)
     merged = []
     for place, (name, layer) in enumerate(adapted):
         plain = _plain(layer, mx.random.key(place))
-        mx.eval(plain.parameters())  # one by one: each is float32 on the way
+        mx.eval(plain.parameters())  # one by one: each is float32 temporarily
         merged.append((name, plain))
     with replaced_layers(module, merged, adapted):
         yield
@@ -63,9 +64,9 @@ def _plain(layer: Any, key: mx.array) -> nn.Linear:
     weight = layer.linear.weight
     delta = (layer.scale * layer.lora_b.T).astype(mx.float32) @ layer.lora_a.T.astype(mx.float32)
     whole = weight.astype(mx.float32) + delta
-    if "m" in layer:  # DoRA: a length of its own for each row
+    if "m" in layer:  # DoRA: a separate length for each row
         whole = (layer.m / mx.linalg.norm(whole, axis=1))[:, None].astype(mx.float32) * whole
-    plain: Any = nn.Linear.__new__(nn.Linear)  # whose own constructor would draw from the global random state
+    plain: Any = nn.Linear.__new__(nn.Linear)  # its constructor would draw from the global random state
     nn.Module.__init__(plain)
     plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key)
     if "bias" in layer.linear:

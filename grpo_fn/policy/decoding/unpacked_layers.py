@@ -1,7 +1,7 @@
-"""Packed weights in full size, for as long as a model samples, where they are small enough.
+"""Packed weights in full size while a model samples, if they are small enough.
 
-A decoding step has tens of rows: too many for products with packed weights, too few to be worth unpacking
-every weight anew. Unpacked once a rollout they are plain layers, and adapters can be merged into them.
+A decoding step has tens of rows: too many for products with packed weights, too few to unpack every weight
+again each time. Unpacked once per rollout they are plain layers, and adapters can be merged into them.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ MOST_BYTES = 256e6  # of all unpacked weights of a model
 def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iterator[list[nn.Module]]:
     """The module with plain layers in place of packed ones, until the end of the `with` block.
 
-    None of them where they would be large, or where products with packed weights take many rows well (Metal).
-    Nothing is computed yet. `compute` is the dtype that the model computes in; None: that of its leaves.
+    None are replaced if they would be large, or if products with packed weights are fast for many rows
+    (Metal). Nothing is computed yet. `compute` is the model's compute dtype; None: that of its leaves.
 
     Yields the plain layers.
     """
@@ -36,7 +36,7 @@ def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iter
 
 
 def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The packed layers that `unpacked_weights` unpacks, by path; read off shapes."""
+    """The packed layers that `unpacked_weights` unpacks, by path; found from shapes."""
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
     pays = enabled("unpacked_weights") and number("unpack_rows") > 0
@@ -56,9 +56,9 @@ def _dtype(layer: Any, module: nn.Module, compute: mx.Dtype | None) -> mx.Dtype:
 
 
 def _plain(layer: Any, dtype: mx.Dtype) -> nn.Module:
-    """A plain layer with the weights that a packed one stands for; not computed."""
+    """A plain layer with a packed layer's unpacked weights; not computed."""
     kind = nn.Embedding if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear
-    plain: Any = kind.__new__(kind)  # whose own constructor would draw from the global random state
+    plain: Any = kind.__new__(kind)  # its constructor would draw from the global random state
     nn.Module.__init__(plain)
     plain.weight = dequantize(layer, QuantMode(layer.mode, layer.bits, layer.group_size), dtype)
     if "bias" in layer:

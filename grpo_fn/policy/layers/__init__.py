@@ -1,4 +1,5 @@
 """Layers of a model as the policy calls them: the same functions, faster, with a gradient, or in few bits.
 
-What changes layers changes those of one module instance. Nothing here knows of caches or of decoding.
+Functions that change layers change only those of one module instance. Nothing here depends on caches or
+decoding.
 """

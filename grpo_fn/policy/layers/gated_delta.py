@@ -38,10 +38,10 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's function of that name, in chunks wherever that would loop over tokens.
+    """mlx-lm's function of that name, but in chunks where mlx-lm would loop over tokens.
 
-    One token is left to it, and so is what its Metal kernel takes: that has no gradient, and a layer asks for
-    it with `use_kernel` outside of training alone.
+    mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel has no
+    gradient; a layer asks for it with `use_kernel` only outside training.
     """
     kernel = use_kernel and has_metal() and q.shape[-1] % 32 == 0  # what its kernel takes
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
@@ -152,7 +152,8 @@ def chunked_gated_delta(
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
     number = added.shape[0]
     written, read = [], []
-    # mx.split, as the gradient of an index is an array of zeros as large as the whole for each chunk.
+    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
+    # chunk.
     parts = [mx.split(x, number) for x in (added, reads, keys_out, from_start[..., -1:, :])]
     for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
         from_state = reads_c[0] @ now.swapaxes(-1, -2)
@@ -188,7 +189,7 @@ def _inverse_with_ones(lower: mx.array) -> mx.array:
 
 @_inverse_with_ones.vjp
 def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
-    """dA = −Xᵀ dX Xᵀ. What it has on and above the diagonal belongs to entries that are constants."""
+    """dA = −Xᵀ dX Xᵀ. Its entries on and above the diagonal belong to constants."""
     inverse_t = inverse.swapaxes(-1, -2)
     return cast(mx.array, -(inverse_t @ cotangent @ inverse_t))
 

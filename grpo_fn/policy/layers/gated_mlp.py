@@ -1,7 +1,7 @@
 """The second half of a gated MLP, down(silu(gate) · x); for the backward pass only gate and x are saved.
 
-The gradient of down's weights needs the gated product too. It is a sixth of a block's saved activations, and
-one pass over two arrays computes it again.
+The gradient of down's weights also needs the gated product. That is a sixth of a block's saved activations,
+and one pass over two arrays recomputes it.
 """
 
 from typing import Any, cast
@@ -24,7 +24,7 @@ def down_of_gated(down: nn.Module, gate: mx.array, x: mx.array) -> mx.array:
     held, names = down.parameters(), list(named_leaves(down.trainable_parameters()))
 
     def call(gated: mx.array, *leaves: mx.array) -> mx.array:
-        # The backward pass comes here again, long after the call: the module may then hold other leaves.
+        # The backward pass runs this again, long after the call: the module may then hold other leaves.
         with parameters_replaced(down, held, from_names(dict(zip(names, leaves, strict=True)))):
             return down(gated)
 

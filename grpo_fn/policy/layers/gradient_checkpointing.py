@@ -37,10 +37,10 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
                 return super().__call__(*args, **kwargs)
             call = super().__call__
 
-            # mx.checkpoint gives arrays that it closes over no gradient, silently: they go in as arguments.
-            # It takes a gradient of every argument, which packed weights do not have: hence stop_gradient.
+            # mx.checkpoint silently gives no gradient to arrays that it closes over, so they are arguments.
+            # It takes a gradient of every argument, which packed weights do not have, hence stop_gradient.
             def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
-                # The backward pass comes here again, when the policy's `learning` has ended.
+                # The backward pass runs this again, after the policy's `learning` has ended.
                 with (
                     parameters_replaced(self, map_arrays(mx.stop_gradient, params), trainable),
                     learning_form(self),
@@ -55,6 +55,6 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it keeps what a layer computes."""
+    """Whether the value is a cache that keeps a layer's keys and values."""
     caches = hasattr(value, "update_and_fetch") or hasattr(value, "make_mask")
     return caches and not hasattr(value, "keeps_nothing")

@@ -1,8 +1,7 @@
-"""The form of a model that the learner calls: no layer uses a kernel without a gradient.
+"""The form of a model for the learner: no layer uses a kernel without a gradient.
 
-Some of mlx-lm's layers ask `self.training`, which is False in a loaded model, and then use a fused Metal
-kernel, which has no gradient. Only these layers are switched: dropout, which asks as well, stays as the model
-has it.
+If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel that has
+no gradient. Only these layers are switched; dropout, which also depends on it, does not change.
 """
 
 import functools

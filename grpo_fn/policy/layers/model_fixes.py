@@ -1,6 +1,6 @@
 """Fixes for faults of mlx-lm's models and of their experts, in one instance.
 
-A model that is at fault by itself is known by its module's name.
+A model with its own fault is identified by its module's name.
 """
 
 import functools
@@ -11,11 +11,11 @@ import mlx.nn as nn
 
 from grpo_fn.layers import with_globals
 
-_SORTED_FROM = 64  # pairs of token and expert: from there on mlx-lm sorts them
+_SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
 
 
 def fix_known_faults(module: nn.Module) -> None:
-    """Fix the model where it is known to be at fault; a second call changes nothing."""
+    """Fix the known faults of the model; a second call changes nothing."""
     fix = _FIXES.get(type(module).__module__)
     if fix is not None:
         fix(module)
@@ -23,8 +23,8 @@ def fix_known_faults(module: nn.Module) -> None:
 
 
 def _fix_experts(module: nn.Module) -> None:
-    """mlx-lm's experts sort pairs of token and expert from 64 on. Where they are not sorted, the gradient of
-    MLX's products by their weights is an error on CUDA (0.32.4, float32, from 64 × 96 on)."""
+    """mlx-lm's experts sort pairs of token and expert from 64 on. If they are not sorted, the gradient of
+    MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96 on)."""
     from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
     for layer in module.modules():
@@ -34,7 +34,7 @@ def _fix_experts(module: nn.Module) -> None:
 
 @functools.cache
 def _sorting(kind: type[Any]) -> type[Any]:
-    """A class whose learner's pass has so few tokens several times over; only the first copy counts."""
+    """A class whose learner's pass repeats a small number of tokens; only the first copy counts."""
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         copies = -(-_SORTED_FROM // max(indices.size, 1)) if self.training else 1
@@ -69,8 +69,8 @@ def _fix_phi3small(module: nn.Module) -> None:
 
 
 def _fix_jamba(module: nn.Module) -> None:
-    """Its scan writes each state into one array of all tokens: a copy of them all for each token, which the
-    backward pass holds. Here the states are stacked once."""
+    """Its scan writes each state into one array of all tokens, which makes a full copy for each token that
+    the backward pass holds. Here the states are stacked once."""
     from mlx_lm.models import jamba
 
     class Mixer(jamba.JambaMambaMixer):
@@ -140,8 +140,8 @@ def _fix_deepseek_v41(module: nn.Module) -> None:
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
-    """Outside of training it keeps products of two weights from the first call on, and on Metal a compiled
-    step with a layer's weights in it: neither follows an update."""
+    """Outside training it caches products of two weights at the first call, and on Metal a compiled step with
+    a layer's weights: neither follows an update."""
     from mlx_lm.models import kimi_k3
 
     class DecoderLayer(kimi_k3.KimiK3DecoderLayer):

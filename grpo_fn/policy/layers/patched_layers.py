@@ -1,8 +1,8 @@
-"""Own functions in place of those that mlx-lm's layers call by name, for one model instance.
+"""Our functions in place of those that mlx-lm's layers call by name, for one model instance.
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
 globals of the layer's module. `use_own_functions` gives the layers of one model a `__call__` whose globals
-hold ours, and `nn.RMSNorm` and `nn.Linear` one of their own; the classes, their modules and every other model
+hold ours, and `nn.RMSNorm` and `nn.Linear` a new `__call__`. The classes, their modules and every other model
 in the process stay as they are.
 """
 
@@ -42,9 +42,9 @@ def use_own_functions(module: nn.Module) -> int:
 
 
 def attends_through_cache(module: nn.Module) -> bool:
-    """Whether every attention layer of the model asks its cache to attend, where the cache can.
+    """Whether every attention layer of the model asks its cache to attend, if the cache can.
 
-    Judged by the layers' number: each block holds one.
+    This is decided by the number of such layers: each block has one.
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
@@ -65,8 +65,8 @@ def attention(
 ) -> mx.array:
     """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's `scaled_dot_product_attention`.
 
-    A cache that has a method `attend(queries, keys, values, scale)` computes it itself: one whose keys and
-    values do not all lie in one array.
+    A cache with a method `attend(queries, keys, values, scale)` computes it itself; its keys and values are
+    not all in one array.
 
     Raises ValueError for a mask or sinks with such a cache, which does not see them.
     """
@@ -94,7 +94,7 @@ def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | N
 
 
 class _LayersNN:
-    """mlx.nn as a layer's module sees it, with this library's `relu2`."""
+    """A replacement of mlx.nn for a layer's module, with this library's `relu2`."""
 
     relu2 = staticmethod(relu2)
 
@@ -113,7 +113,7 @@ _OWN: dict[str, Any] = {
 
 
 def _is_gated_mlp(call: FunctionType) -> bool:
-    """Whether it is `down_proj(swiglu(gate_proj(x), up_proj(x)))` to the last instruction, as llama's is."""
+    """Whether it is exactly `down_proj(swiglu(gate_proj(x), up_proj(x)))`, to the last instruction."""
     from mlx_lm.models import llama
 
     code, wanted = call.__code__, llama.MLP.__call__.__code__
@@ -140,14 +140,14 @@ def _product(x: mx.array, weight_vd: mx.array, *bias_v: mx.array) -> mx.array:
 @_product.vjp
 def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
     x, weight_vd, *bias_v = primals
-    # MLX's own gradient of the weights lies transposed, which all that reads it pays for.
+    # MLX's own gradient of the weights is stored transposed, which makes every later read slower.
     flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
     gradients = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
     return (*gradients, flat_nv.sum(axis=0)) if bias_v else gradients
 
 
 class RoPE(nn.RoPE):
-    """Rotations by the backend's kernel, where it has one."""
+    """Rotations by the backend's kernel, if it has one."""
 
     own_functions = ("rope",)
 
@@ -215,7 +215,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> type[nn.Module]:
-    """A subclass whose `__call__` finds ours under the names of mlx-lm's functions; else `kind`."""
+    """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are none."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
         return kind

@@ -1,8 +1,8 @@
-"""Layers that hold few-bit weights, and choose by the number of rows how to multiply with them.
+"""Layers with few-bit weights that choose the form of a product by the number of rows.
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each row. From
-`unpack_rows` rows on the weight is therefore unpacked for the one product, and a dense product taken with it:
-the same numbers, memory for a part of one layer at a time, and a cost that does not grow.
+`unpack_rows` rows on, the weight is therefore unpacked for one dense product: the same numbers, memory for a
+part of one layer at a time, and a cost that does not grow with the rows.
 """
 
 import copy
@@ -44,7 +44,7 @@ def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
 
 
 def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype) -> mx.array:
-    """The matrix that `quantize` stands for."""
+    """The matrix from the result of `quantize`."""
     return mx.dequantize(
         packed["weight"],
         packed["scales"],
@@ -60,8 +60,8 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
 def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part by part.
 
-    Its backward pass unpacks W once more: saved, all layers' weights would be in memory in full size. Packed
-    weights have no gradient.
+    Its backward pass unpacks W again; if it were saved, all layers' weights would be in memory in full size.
+    Packed weights have no gradient.
     """
 
     @mx.custom_function
@@ -82,7 +82,7 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
 
 
 def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> Iterable[mx.array]:
-    """The matrix that packed weights, scales and biases stand for, in parts of some of its rows each."""
+    """The matrix from packed weights, scales and biases, in parts of some rows each."""
     out, words = packed[0].shape
     width = words * 32 // mode.bits
     rows = max(int(PART_BYTES / (width * dtype.size)), 1)
@@ -92,7 +92,7 @@ def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> I
 
 
 def packed_names(name: str, mode: QuantMode) -> list[str]:
-    """The leaves that stand for the weight `name` once it is packed."""
+    """The names of the leaves that replace the weight `name` when it is packed."""
     stem = name.removesuffix("weight")
     return [stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))]
 
@@ -112,7 +112,7 @@ def packed_module(
         names: of the weights that are packed, each of an `nn.Linear` or `nn.Embedding`.
         leaves: the module's parameters by name.
         mode: their format.
-        dtype: what an embedding unpacks to; None: its own dtype.
+        dtype: of an unpacked embedding; None: its own dtype.
         unpack_rows: see the module's docstring; 0: never.
     """
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in leaves})):
@@ -129,7 +129,7 @@ def packed_module(
 
 
 class _Packed(nn.Module):
-    """What linear layers and embeddings have in common; `bits` is what mlx-lm knows such layers by."""
+    """The common part of packed linear layers and embeddings; mlx-lm recognizes such layers by `bits`."""
 
     def __init__(self, mode: QuantMode, dtype: mx.Dtype, unpack_rows: int, bias: bool) -> None:
         super().__init__()

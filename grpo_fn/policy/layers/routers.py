@@ -1,8 +1,8 @@
-"""What the routers of a model with experts decide, recorded or given, in one instance while it is called.
+"""Records or replaces the decisions of a model's routers, in one instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of its
-outputs. For the time of a call another layer stands in that layer's place: it keeps the outputs, or shuts out
-all experts but those that were chosen before. Blocks that add biases or choose by groups are not known here.
+outputs. During a call that layer is replaced by another one, which keeps the outputs, or excludes all experts
+except those that were chosen before. Blocks that add biases or choose by groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,14 @@ _ROUTERS = {
     "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok"),
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k"),
 }
-# Blocks whose experts are weighted by their shares of a softmax over all experts: with others shut out, the
-# weights of those that are left would be larger. The others weight by shares of the chosen ones, unless they
-# have norm_topk_prob = false.
+# Blocks that weight experts by a softmax over all experts: if some are excluded, the weights of the others
+# would be larger. Other blocks weight by shares of the chosen ones, unless they have norm_topk_prob = false.
 _WEIGHTED_BY_ALL = ("mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock",)
 MODELS = "qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
 
 
 def has_routers(module: nn.Module) -> bool:
-    """Whether the model has experts that are chosen in a way that is known here."""
+    """Whether the model has experts that are chosen in a supported way."""
     return bool(_blocks(module))
 
 
@@ -43,7 +42,7 @@ def experts_per_token(module: nn.Module) -> int:
 
 
 def check_replay(module: nn.Module) -> None:
-    """Raises ValueError where `replayed_routing` cannot do this model: no known routers, or checkpointed
+    """Raises ValueError if `replayed_routing` does not support this model: no known routers, checkpointed
     blocks, or weights of experts that depend on those that are not chosen."""
     for block, _, _ in _known_blocks(module):
         if _is_a(block, _WEIGHTED_BY_ALL) or not getattr(block, "norm_topk_prob", True):
@@ -102,7 +101,7 @@ def _in_place_of(blocks: list[tuple[Any, str, str]], made: Callable[[Any, int], 
 
 
 class _Router:
-    """Stands in a router's place."""
+    """Replaces a router."""
 
     def __init__(self, gate: Any) -> None:
         self._gate = gate
@@ -112,7 +111,7 @@ class _Router:
 
 
 class _Recorder(_Router):
-    """Calls a router and keeps what it returns."""
+    """Calls a router and keeps its result."""
 
     def __init__(self, gate: Any, logits: list[mx.array]) -> None:
         super().__init__(gate)
@@ -124,7 +123,7 @@ class _Recorder(_Router):
 
 
 class _Replayer(_Router):
-    """Calls a router, and shuts all but the given experts out: their logits become −inf."""
+    """Calls a router, and excludes all other experts than the given ones: their logits become −inf."""
 
     def __init__(self, gate: Any, experts_blk: mx.array) -> None:
         super().__init__(gate)
@@ -145,12 +144,12 @@ def _known_blocks(module: nn.Module) -> list[tuple[Any, str, str]]:
             f"known here; known are those of {MODELS}"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):
-        raise ValueError("checkpointed blocks do not hand out what their routers decide")
+        raise ValueError("checkpointed blocks do not return their routers' decisions")
     return blocks
 
 
 def _blocks(module: nn.Module) -> list[tuple[Any, str, str]]:
-    """Blocks with experts from the first to the last layer, each with its router's name and k's."""
+    """Blocks with experts from the first to the last layer, each with the names of its router and of k."""
     found = []
     for layer in getattr(module, "layers", None) or []:
         for part in layer.modules():

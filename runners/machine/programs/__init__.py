@@ -1,1 +1,1 @@
-"""What MLX compiles while a run is on, compiled before it is needed."""
+"""Compiles, before they are needed, the programs that MLX would compile during a run."""

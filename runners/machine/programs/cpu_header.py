@@ -1,11 +1,11 @@
 """The C++ header of every program that MLX compiles for a CPU, compiled once.
 
-MLX (0.32) writes a program for each chain of elementwise operations, and g++ compiles it: most of a second,
-of which three quarters are the one header that all of them include. A first update needs some hundred. g++
-looks for that header beside the program first, and takes what was compiled of it before. Programs lie in a
-temporary folder, and so does this.
+MLX (0.32) writes a program for each chain of elementwise operations, and g++ compiles it in most of a second.
+Three quarters of that time go into one header that all programs include. A first update needs about a hundred
+programs. g++ looks for that header beside the program first, and uses its compiled form if there is one. The
+programs are in a temporary folder, and so is the compiled header.
 
-Importing this module imports no MLX.
+Importing this module does not import MLX.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 _OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own; without the last g++ refuses the file
-_SECONDS = 60  # that it takes at most
-# It goes on by itself, whatever becomes of this process, and leaves a whole file or none.
+_SECONDS = 60  # the longest time that compiling may take
+# It continues even if this process ends, and leaves a complete file or none.
 _SHELL = '( "$@" && mv "$PART" "$WHOLE"; rm -f "$PART" ) </dev/null >/dev/null 2>&1 &'
 
 
 def programs_folder() -> Path:
-    """Where MLX keeps its programs for a CPU."""
+    """The folder of MLX's programs for a CPU."""
     found = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     temporary = next(filter(None, found), "/tmp")
     return Path(temporary) / "mlx" / (installed_version("mlx") or "") / "cpu"
 
 
 def compile_header(platform: Platform) -> Path | None:
-    """Starts to compile the header where that was not done yet; the file that it becomes.
+    """Starts to compile the header unless that is done already; returns the file of the result.
 
-    None: it is not compiled here. Every g++ has a file of its own, which others leave alone.
+    None: it is not compiled here. Each version of g++ has its own file and ignores the others.
     """
     compiler = shutil.which("g++")
     package = importlib.util.find_spec("mlx")
@@ -59,9 +59,9 @@ def compile_header(platform: Platform) -> Path | None:
     mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {include}'.encode()):08x}"
     folder = programs_folder()
     whole = folder / f"{HEADER}.gch" / mark
-    # Of this thread alone: what two had written into would be taken for whole.
+    # One file per thread: a file that two have written to would be taken for complete.
     part = folder / f".{mark}.{os.getpid()}.{threading.get_ident()}"
-    with contextlib.suppress(OSError):  # no room, or another user's folder: MLX compiles as ever
+    with contextlib.suppress(OSError):  # no space, or another user's folder: MLX compiles as usual
         if whole.exists() or any(_is_at_work(other) for other in folder.glob(f".{mark}.*")):
             return whole
         whole.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def compile_header(platform: Platform) -> Path | None:
 
 
 def _is_at_work(part: Path) -> bool:
-    """Whether somebody compiles into this file: it was touched a short time ago."""
+    """Whether this file is being compiled: it was changed a short time ago."""
     try:
         return time.time() - part.stat().st_mtime < _SECONDS
     except FileNotFoundError:

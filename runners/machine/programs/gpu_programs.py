@@ -1,6 +1,6 @@
-"""What MLX compiles for CUDA, kept in the user's cache folder and compiled ahead by processes side by side.
+"""MLX's compiled CUDA programs: kept in the user's cache folder, and compiled ahead by parallel processes.
 
-Importing this module imports no MLX.
+Importing this module does not import MLX.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
-_PREFIX = "grpo-fn-programs-"  # of a folder that one process has for itself
-_UNKNOWN = ".unknown"  # of the mark of a name that MLX does not use
-_SETTLED = 1.0  # seconds since the last change of a file that is whole
-_SECONDS = 120  # for all of them; MLX compiles what is missing then when it needs it
+_PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
+_UNKNOWN = ".unknown"  # suffix of a file that marks a name that MLX does not use
+_SETTLED = 1.0  # a file is complete so many seconds after its last change
+_SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
 _at_exit = atexit.register
-_kept_in: dict[Path, Path] = {}  # the folders of this process -> the one that outlives it
+_kept_in: dict[Path, Path] = {}  # this process's folder -> the permanent one
 _CODE = """
 import sys
 from grpo_fn.backends.cuda.programs import compile_program
@@ -37,23 +37,23 @@ for name in sys.argv[1:]:
 
 
 def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
-    """Sets the folder where MLX keeps what it compiles from now on; the user's own setting stays.
+    """Sets the folder where MLX keeps its compiled programs from now on; a setting of the user stays.
 
-    It is this process's own, with copies of the programs in the user's cache, and what is new in it goes
-    there at the end. MLX writes its files in place and takes each that it finds: in one folder a process
-    may read what another has written half of, and a file that was cut off would stop every later run.
-    Programs of other versions and other GPUs (homes are shared) do not lie in the same part of the cache.
+    The folder belongs to this process. It starts with copies of the programs in the user's cache, and at the
+    end new programs are copied to the cache. MLX writes its files in place and uses every file that it finds.
+    In a shared folder a process could read a half-written file, and an incomplete file would stop every later
+    run. Each version and each GPU has its own part of the cache, because home folders may be shared.
 
     Returns:
-        A line where the cache cannot be read.
+        A line if the cache cannot be read.
     """
     given = os.environ.get(_VARIABLE, "")
     if given and (Path(given) in _kept_in or not Path(given).name.startswith(_PREFIX)):
-        return ()  # from an earlier call, or the user's; with the prefix it is a parent's
+        return ()  # set by an earlier call or by the user; with the prefix it is a parent process's
     kept = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
     try:
         scratch = tempfile.TemporaryDirectory(prefix=_PREFIX)
-    except OSError:  # no room: MLX compiles without keeping
+    except OSError:  # no space: MLX compiles without keeping programs
         os.environ.pop(_VARIABLE, None)
         return ()
     own = Path(scratch.name)
@@ -69,7 +69,7 @@ def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
 
 
 def _programs(folder: Path) -> list[Path]:
-    """The whole programs of a folder, and marks, by their places in it; each program's code is last."""
+    """Complete programs and marks of a folder, as paths relative to it; each program's code is last."""
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     whole = {path.with_suffix("") for path in found if path.suffix == ".ptx"}
     wanted = [path for path in found if path.suffix == _UNKNOWN or path.with_suffix("") in whole]
@@ -77,7 +77,7 @@ def _programs(folder: Path) -> list[Path]:
 
 
 def _copy(source: Path, target: Path, places: Iterable[Path]) -> None:
-    """Copies files from folder to folder, so that others see whole ones."""
+    """Copies files from folder to folder, so that others see only complete files."""
     for place in places:
         file = target / place
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,11 +87,11 @@ def _copy(source: Path, target: Path, places: Iterable[Path]) -> None:
 
 
 def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path, before: Sequence[Path]) -> None:
-    """Keeps what MLX has compiled, and removes the process's folder."""
+    """Keeps the programs that MLX has compiled, and removes the process's folder."""
     own = Path(scratch.name)
-    with contextlib.suppress(OSError):  # no room, or the folder is gone: it is compiled again
+    with contextlib.suppress(OSError):  # no space, or the folder is gone: programs are compiled again
         new = [place for place in _programs(own) if place not in set(before)]
-        # MLX may still be at it.
+        # MLX may still be compiling.
         late = {
             place.with_suffix("") for place in new if (own / place).stat().st_mtime > time.time() - _SETTLED
         }
@@ -100,9 +100,9 @@ def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path, before: Sequence
 
 
 def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
-    """Starts to compile what a run in this dtype ("auto": bfloat16) needs; nothing on other backends.
+    """Starts to compile the programs of a run in this dtype ("auto": bfloat16); only on CUDA.
 
-    A process takes a core, and about a gigabyte of the GPU's `memory` (bytes).
+    Each process needs a core and about a gigabyte of the GPU's `memory` (bytes).
     """
     if platform.backend != "cuda":
         return Compilation(Path(), (), 0)
@@ -116,10 +116,10 @@ def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
 
 
 class Compilation:
-    """Programs that are being compiled, into `folder`; a context manager that ends what still goes on."""
+    """Programs that are being compiled into `folder`; a context manager that ends the remaining processes."""
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
-        """Starts at most so many processes, for those of `names` that the folder does not have."""
+        """Starts at most so many processes, for those of `names` that are not in the folder."""
         missing = [name for name in names if not self._tried(folder, name)]
         self.folder, self.names = folder, missing
         self._until = time.monotonic() + _SECONDS
@@ -133,7 +133,7 @@ class Compilation:
             for number in range(count):
                 share = missing[number::count]
                 self._running.append((self._start(number, share), share))
-        except OSError as error:  # no room, or no more processes
+        except OSError as error:  # no space, or too many processes
             self._faults.append(error.strerror or str(error))
 
     def __enter__(self) -> Compilation:
@@ -148,7 +148,7 @@ class Compilation:
             self._scratch.cleanup()
 
     def wait(self) -> list[str]:
-        """Waits until all is compiled and in the folder; lines on what is not, and why."""
+        """Waits until all programs are in the folder; returns lines on those that are not, and why."""
         faults, unkept, done = list(self._faults), [], []
         for process, names in self._running:
             try:
@@ -165,8 +165,8 @@ class Compilation:
                 self._keep(done, folder)
             except OSError as error:
                 unkept.append(f"{folder}: {error.strerror or error}")
-        lines = [f"GPU programs were not all compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
-        return lines + [f"GPU programs were not all kept: {fault}" for fault in unkept]
+        lines = [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
+        return lines + [f"some GPU programs were not kept: {fault}" for fault in unkept]
 
     @staticmethod
     def _tried(folder: Path, name: str) -> bool:
@@ -185,9 +185,9 @@ class Compilation:
         )
 
     def _keep(self, done: Sequence[str], folder: Path | None) -> None:
-        """Copies what was compiled into the folder.
+        """Copies the compiled programs into the folder.
 
-        MLX has another name for what processes have `done` and left no file of; it is not tried again.
+        If a process has `done` a name but left no file, MLX uses another name for it; it is not tried again.
         """
         if not self._scratch or not folder:
             return

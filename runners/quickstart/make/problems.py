@@ -39,7 +39,7 @@ class Step:
 
 @attrs.frozen
 class Problem:
-    """A question with its numbers, the right steps, and the misread ones (None where there is no habit)."""
+    """A question with its numbers, the right steps, and the misread ones (None if there is no habit)."""
 
     template: str
     question: str
@@ -55,7 +55,7 @@ class Problem:
 
 
 def compute(left: int, operator: str, right: int) -> int | None:
-    """The step's result, or None where it is not a whole number between 1 and `LARGEST`."""
+    """The step's result, or None if it is not a whole number between 1 and `LARGEST`."""
     if operator == "/":
         result = left // right if right and left % right == 0 else 0
     else:
@@ -64,7 +64,7 @@ def compute(left: int, operator: str, right: int) -> int | None:
 
 
 def work_out(steps: Steps, numbers: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """Fill the expressions in with the numbers, step by step; None where a step has no admissible result."""
+    """Fill the expressions in with the numbers, step by step; None if a step has no admissible result."""
     known = dict(zip("abcd", numbers, strict=False))
     done = []
     for (label, expression), name in zip(steps, "xyz", strict=False):
@@ -87,7 +87,7 @@ def split_of(numbers: tuple[int, ...]) -> str:
 def admit(
     template: Template, numbers: tuple[int, ...]
 ) -> tuple[tuple[Step, ...], tuple[Step, ...] | None] | None:
-    """The right steps and the habit's, or None where either does not work out or both give one answer."""
+    """The right steps and the habit's, or None if either does not work out or both give one answer."""
     steps = work_out(template.steps, numbers)
     if steps is None or template.habit is None:
         return None if steps is None else (steps, None)
@@ -161,7 +161,7 @@ def slipped(
 def _wrong_operator(
     steps: Steps, numbers: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[Step, ...] | None:
-    """The steps with one operator replaced, by chance among the ways that work out; None where none does."""
+    """The steps with one operator replaced, by chance among the ways that work out; None if none does."""
     ways = []
     for place, (label, expression) in enumerate(steps):
         right = next(sign for sign in OPERATORS if sign in expression)

@@ -13,15 +13,15 @@ from types import TracebackType
 
 from runners.machine.terminal import read_keys_singly, restore_terminals
 
-_LOOK = 0.2  # seconds between looks at whether it is over
+_LOOK = 0.2  # seconds between checks for the end of the block
 
 
 class KeyPresses:
-    """Within the `with` block each key that is typed on standard input is given to `act`, in another thread.
+    """Within the `with` block, another thread passes each key typed on standard input to `act`.
 
-    Keys act without Enter and are not shown; Ctrl-C, Ctrl-Z and the like do what they do. Where standard
-    input is no terminal, or the process is in its background, nothing is read and nothing changed; nor where
-    keys are read already.
+    Keys act without Enter and are not shown; Ctrl-C, Ctrl-Z and the like work as usual. Nothing is read or
+    changed if standard input is not a terminal, if the process is in the background, or if keys are read
+    already.
     """
 
     def __init__(self, act: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class KeyPresses:
             if not os.isatty(number) or not _in_front(number) or not read_keys_singly(number):
                 return self
         except (OSError, ValueError, AttributeError, termios.error):
-            return self  # closed, or none at all: then there are no keys
+            return self  # standard input is closed or missing: there are no keys
         self._thread = threading.Thread(target=self._read, args=(number,), name="keys", daemon=True)
         self._thread.start()
         return self

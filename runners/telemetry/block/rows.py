@@ -1,4 +1,4 @@
-"""Rows of the live block: rewards with their last change, lengths, where the time goes, an example."""
+"""Rows of the live block: rewards with their last change, lengths, time by part, an example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runners.telemetry.progress import Progress, is_finite, number_text
 
 MOST_REWARDS = 6  # rows
 EXAMPLE_LINES = 10  # of a completion
-_EXAMPLE_TEXT = 4_000  # characters of it that are looked at
+_EXAMPLE_TEXT = 4_000  # characters of it that are shown at most
 _REWARD, _MEAN, _TIME = "rewards/", "/mean", "time/"
 
 
@@ -30,13 +30,13 @@ class Example:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Example:
-        """Of a record as completions.jsonl has it."""
+        """From a record of completions.jsonl."""
         reward = record.get("reward")
         return cls(str(record.get("prompt", "")), str(record.get("completion", "")), reward)
 
 
 def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
-    """What an update's metrics say beyond the block's first rows; nothing where they have none of it."""
+    """Further rows from an update's metrics; only those whose metrics exist."""
     rows: list[RenderableType] = []
     if (rewards := _rewards(progress, width)) is not None:
         rows.append(rewards)
@@ -49,7 +49,7 @@ def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
 
 
 def example_rows(example: Example | None, width: int) -> RenderableType:
-    """One completion, its end where it is long; `width` is in columns."""
+    """One completion, only its end if it is long; `width` is in columns."""
     if example is None:
         return Text("no completion yet", style="dim")
     reward = number_text(example.reward) if is_finite(example.reward) else "none"
@@ -90,7 +90,7 @@ def _or_none(value: Any) -> str:
 
 
 def _change(value: Any, earlier: Any) -> Text:
-    """From the update before to this one; nothing where one of them has no value."""
+    """The change since the previous update; empty if one of the two has no value."""
     if not is_finite(value) or not is_finite(earlier):
         return Text()
     change = value - earlier
@@ -119,6 +119,6 @@ def _times(metrics: Mapping[str, Any]) -> str:
         for key, value in metrics.items()
         if key.startswith(_TIME) and is_finite(value) and key != "time/eval" and key != "time/elapsed"
     }
-    # What is below half a percent says nothing.
+    # Shares below half a percent are left out.
     shares = sorted(((100 * v / whole, k) for k, v in parts.items() if 200 * v >= whole), reverse=True)
     return f"time {number_text(whole)} s  " + ", ".join(f"{k} {share:.0f}%" for share, k in shares)

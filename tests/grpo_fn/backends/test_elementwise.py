@@ -104,7 +104,8 @@ def test_other_precisions_keep_their_dtype():
 
 def test_a_first_use_inside_of_grad_fixes_no_shape():
     """Shapes with axes of one, each for the first time while a gradient is traced: none gets another's."""
-    fused = fast._fused(lambda x: (fast._rounded(x), fast._power(x)))  # mx.compile knows functions by identity
+    # A function of its own, as mx.compile knows functions by identity.
+    fused = fast._fused(lambda x: (fast._rounded(x), fast._power(x)))
 
     def shapes_in_grad(shape):
         found = []

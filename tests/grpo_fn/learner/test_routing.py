@@ -150,7 +150,7 @@ def test_what_is_refused():
         experts_per_token(small_model("glm4_moe"))
     module = small_model("qwen3_moe")
     checkpoint_layers(module)
-    with pytest.raises(ValueError, match="checkpointed blocks do not hand out"):
+    with pytest.raises(ValueError, match="checkpointed blocks do not return"):
         experts_per_token(module)
     with pytest.raises(RuntimeError), g.Policy.from_module(small_model("olmoe")).bound({}) as model:
         gate = model.layers[0].mlp.gate

@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
     origin = find_origin(copy.folder, None, notes.append)
     assert origin is not None and origin.folder.name == "checkpoint-2"
     (passed,) = notes
-    assert re.search(line, passed) and passed.endswith("checkpoint-3 is passed over")
+    assert re.search(line, passed) and passed.endswith("checkpoint-3 is skipped")
     with pytest.raises(Damaged, match=line):
         find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
 
@@ -111,7 +111,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_it_did(copy, finished, name):
     DAMAGE[name][0](copy.folder / "checkpoint-3")
     notes = Notes()
     result = run_training(copy(), report=notes, resume=True)
-    assert any("passed over" in text for text in notes.lines)
+    assert any("is skipped" in text for text in notes.lines)
     assert any("resuming from" in text and "checkpoint-2" in text for text in notes.lines)
     assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
     check_manifest(copy.folder / "checkpoint-3")

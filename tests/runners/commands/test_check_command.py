@@ -157,7 +157,7 @@ def test_left_out_prompts_are_counted(tmp_path, monkeypatch):
     assert checked.prompt == "<|bos|><|user_start|>aaaaa<|user_end|><|assistant_start|><reasoning>"
     assert checked.train == len(checked.lengths) == 17 and max(checked.lengths) <= 64
     assert "train data: 1 bad rows left out (the first: d.jsonl, line 6: " in checked.warnings[0]
-    assert checked.warnings[1].startswith("train data: 1 of 18 prompts left out as over")
+    assert checked.warnings[1].startswith("train data: 1 of 18 prompts left out, longer than")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path)
         (["model", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits and groups of 32"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
         (["model", "out", "--step", "3"], "no folder of nanochat's checkpoints"),
-        (["nano", "out"], "an MLX folder of nanochat's already"),
+        (["nano", "out"], "already an MLX folder of nanochat's"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
     ],
 )

@@ -123,7 +123,7 @@ def test_on_a_quantized_base_no_role_is_made(tmp_path):
     notes = Notes()
     result = run_training(config, report=notes)
     (line,) = [line for line in notes.lines if "rollout.quantization" in line]
-    assert "makes no role" in line and "sampler and learner run the same ones" in line
+    assert "has no effect" in line and "sampler and learner use the same ones" in line
     for entry in log_of(result):
         assert "rollout/quantization" not in entry
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3

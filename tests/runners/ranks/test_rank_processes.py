@@ -81,7 +81,7 @@ def test_three_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path)
     assert len(digests[0]) == 8
     assert len(set(digests[0])) == 8
     assert digests == [digests[0]] * 3
-    assert " ".join(said.split()).count("the step is taken again in halves") == 1, said
+    assert " ".join(said.split()).count("the step is repeated in halves") == 1, said
     same = ("batch_step", "prompt", "completion", "reward")
     want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]

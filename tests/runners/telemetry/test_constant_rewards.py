@@ -34,7 +34,7 @@ def test_nothing_to_say_is_no_value():
     """None beside one value is still one value; None alone is told apart."""
     assert "gave 2 to each" in spoken([[[NAN, 2]], [[NAN, NAN]], [[2, 2]]], ["r"])[2][0]
     (line,) = spoken([[[NAN, NAN]]] * 3, ["silent"])[2]
-    assert line.startswith("reward silent had nothing to say (None) about any of 6 completions")
+    assert line.startswith("reward silent returned None for each of 6 completions")
 
 
 def test_batch_steps_of_different_sizes():

@@ -200,14 +200,14 @@ def test_the_reason_is_told(tmp_path, changes, why):
     bad = BadUpdates(held(tmp_path), 2)
     metrics = numbers(1, update_skipped=True, **changes)
     (line,) = bad.see(metrics, [experience()])
-    assert f"update 1 skipped: {why}; the weights are as they were" in line
+    assert f"update 1 skipped: {why}; the weights are unchanged" in line
     assert to_json(metrics)
 
 
 def test_what_was_sampled_before_a_resume_is_not_kept(tmp_path):
     """The update is skipped and counted, and the line says why there is no folder."""
     (line,) = BadUpdates(held(tmp_path), 2).see(numbers(1, update_skipped=True), [])
-    assert "had been sampled before the run was resumed" in line
+    assert "its completions were sampled before the run was resumed" in line
     assert not (tmp_path / "bad_batches").exists()
 
 

@@ -184,4 +184,4 @@ def test_a_run_past_the_limit_goes_on_in_full_precision(tmp_path, more):
     differences = [line["sampling/sampling_logp_difference/mean"] for line in log]
     assert differences[0] > 1e-3 and max(differences[1:]) < 1e-4
     assert all("mismatch_limit" in line["rollout/fallback"] for line in log)
-    assert sum("sampling goes on in full precision" in line for line in lines) == 1
+    assert sum("sampling continues in full precision" in line for line in lines) == 1

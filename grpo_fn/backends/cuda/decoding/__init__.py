@@ -1,1 +1,1 @@
-"""A decoding step on CUDA: few launches, and none that waits for the host."""
+"""Decoding steps on CUDA: few launches, none of which waits for the host."""

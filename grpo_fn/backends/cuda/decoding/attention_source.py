@@ -3,8 +3,8 @@
 A warp computes one row and one head of keys, with all query heads that share it, over every n-th tile of 16
 keys. It keeps a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end the warps' sums are
 combined, so that the last bits depend on their number. Neither keys nor values pass through shared memory:
-which number of a head is which of a product's is free, so a lane takes 16 bytes of a key as they lie. Weights
-are rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
+the order of a head's numbers in a product is free, so a lane reads 16 consecutive bytes of a key. Weights are
+rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
 
 Names in capitals are constants of the kernel: HD numbers of a head, R query heads that share keys, SCALE, and
 MMA, the dtype's name in PTX.
@@ -15,12 +15,12 @@ import mlx.core as mx
 MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # the dtypes that it takes, as PTX names them
 HEAD_WIDTHS = (64, 128)
 MOST_SHARING = 8  # query heads
-_WARPS = (1, 2, 4, 8)  # that may share the keys of a row
-_PREPARATION, _TILES = 4, 16  # what a warp does besides, in tiles of keys; tiles of a usual row
+_WARPS = (1, 2, 4, 8)  # numbers of warps that may share the keys of a row
+_PREPARATION, _TILES = 4, 16  # a warp's other work, in tiles of keys; tiles of a usual row
 
 
 def warps_of_row(items: int, room: int) -> int:
-    """Warps for each of `items` rows and heads of keys, where `room` warps run at a time: the least time."""
+    """The fastest number of warps for each of `items` rows and heads of keys; `room` warps run at a time."""
     return min(_WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps))
 
 

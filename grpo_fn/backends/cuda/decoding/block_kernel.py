@@ -1,7 +1,7 @@
 """One CUDA kernel for a whole block of a decoder at one token a row: norms, products, attention and MLP.
 
-A step of decoding is some 300 operations, and MLX takes the host 5 to 13 µs for each: twice as long as the
-device needs for all. Here a block is one launch, whatever is inside.
+A decoding step has some 300 operations, and for each MLX needs 5 to 13 µs of the host: twice the time that
+the device needs for all of them. Here a whole block is one launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
@@ -18,10 +18,10 @@ from grpo_fn.backends.cuda.decoding.block_source import SOURCE
 from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
 from grpo_fn.backends.mechanisms import has_cuda
 
-# Numbers multiplied by a block for all rows. By estimate the kernel's products run at a sixth of cuBLAS's
-# rate: with more to do, what it saves the host is less than what it costs the device.
+# Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of cuBLAS's rate:
+# with more work, the kernel costs the device more time than it saves the host.
 MOST_PRODUCTS = 8e9
-_TILE_ROWS = 128  # of a product: fewer take as long
+_TILE_ROWS = 128  # of a product: fewer rows take the same time
 MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
 _THREADS = 512  # of a block
 _STAGE = (128 + 64) * 128  # bytes of a stage of the ring
@@ -30,7 +30,7 @@ _MOST_STAGES, _LEAST_STAGES = 6, 3
 
 @attrs.frozen
 class BlockShape:
-    """What the kernel is compiled for."""
+    """The sizes for which the kernel is compiled."""
 
     width: int  # D
     heads: int
@@ -50,7 +50,7 @@ class BlockShape:
         return self.width * (heads + self.hidden * (3 if self.gated else 2))
 
     def fault(self) -> str | None:
-        """Why the kernel is not made for it."""
+        """Why the kernel does not support this shape; None: it does."""
         sizes = {
             "width": self.width,
             "queries": self.heads * self.head_width,
@@ -70,7 +70,7 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """Of a block; the products' are [out,in]. None: there is none."""
+    """The weights of a block; those of products are [out,in]. None: the block has none."""
 
     q: mx.array
     k: mx.array
@@ -88,7 +88,7 @@ class Weights(NamedTuple):
     k_norm: mx.array | None = None
 
 
-# In the source: in the order of `Weights`. Those that a block may lack stand there in capitals.
+# Names in the source, in the order of `Weights`. Weights that a block may lack are in capitals.
 _NAMES = ("wq", "wk", "wv", "wo", "wu", "wd", "wg", "n1", "n2", "bq", "bk", "bv", "qn", "kn")
 _REQUIRED = 6
 _CACHE_NAMES = (
@@ -131,14 +131,14 @@ def block_step(
     own_length: mx.array,
     barrier: mx.array,
 ) -> mx.array:
-    """The block's output [B,1,D] for one token a row; the rows' own buffers take in its key and value.
+    """The block's output [B,1,D] for one token per row; its key and value are written into the rows' buffers.
 
     Args:
-        shape, weights: the block; where `takes_block` says so.
+        shape, weights: the block, which `takes_block` must accept.
         x: [B,1,D].
         turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
         prompt, own, prompt_of_b, lengths_p, own_length: as of `prefix_attention.append_and_attend`.
-        barrier: uint32 [64], zeros at first; of no other launch that may run at the same time.
+        barrier: uint32 [64], zeros at first; not shared with another launch that may run at the same time.
     """
     device = device_limits()
     assert device is not None

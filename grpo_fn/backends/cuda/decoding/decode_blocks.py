@@ -1,8 +1,8 @@
-"""Blocks of a decoder as `block_kernel` computes them, for as long as a model samples on CUDA.
+"""Blocks of a decoder computed by `block_kernel` while a model samples on CUDA.
 
-Two families of mlx-lm's are known: blocks that name their parts as Llama's do (Llama, Qwen2, Qwen3, Mistral),
-and nanochat's. What such a block computes is not taken from its names: on random weights it has to give the
-numbers of `composed_block`, the kernel's specification, or it stays as it is.
+Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2, Qwen3,
+Mistral), and nanochat's. The names are not trusted: on random weights a block has to give the numbers of
+`composed_block`, the kernel's specification; otherwise it stays as it is.
 """
 
 import functools
@@ -26,7 +26,7 @@ Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
 
 
 class Parts(NamedTuple):
-    """What a block is made of."""
+    """The parts of a block."""
 
     shape: BlockShape
     weights: Weights
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """The parts of a block of a known family; None: it is of none."""
+    """The parts of a block of a known family; None: unknown."""
     try:
         parts = _llama_parts(block) if "self_attn" in block else _nanochat_parts(block)
     except (AttributeError, KeyError, TypeError):
@@ -134,7 +134,7 @@ def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.
 
 
 def composed_block(parts: Parts, x: mx.array) -> mx.array:
-    """What the kernel computes, of whole sequences [B,L,D] from position 0 on: its specification."""
+    """The kernel's specification, for whole sequences [B,L,D] from position 0 on."""
     shape, weights, rope = parts
     rows, length, _ = x.shape
     turns = turns_at(rope, shape.head_width, 1, length, 0)
@@ -193,7 +193,7 @@ def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById")
 
 @attrs.frozen(hash=False, eq=False)
 class _ById:
-    """A module that a cache does not tell from others."""
+    """A module that a cache treats as equal to others."""
 
     module: nn.Module
 
@@ -205,16 +205,16 @@ class _ById:
 
 
 class DecodeBlock(nn.Module):
-    """A block in its place: decoding steps by the kernel, all else as it was."""
+    """Replaces a block: decoding steps use the kernel, all other calls the block itself."""
 
     def __init__(self, block: nn.Module, rotation: tuple[float, ...], barrier: mx.array) -> None:
-        """`rotation` tells apart blocks whose heads are rotated differently."""
+        """`rotation` differs for blocks whose heads are rotated differently."""
         super().__init__()
         self.block = block
         self._rotation, self._barrier = rotation, barrier
 
     def __getattr__(self, key: str) -> Any:
-        """As of the block: some models ask a layer what it is."""
+        """The block's attributes: some models read attributes of a layer."""
         try:
             return super().__getattr__(key)
         except AttributeError:
@@ -247,7 +247,7 @@ class DecodeBlock(nn.Module):
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
     """The module with its blocks in this form, for so many rows, until the end of the `with` block; on CUDA.
 
-    Where these are more than the kernel takes, the blocks stay as they are, and other forms may serve.
+    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be used.
     """
     found = known_blocks(module, rows)
     barrier = mx.zeros((64,), mx.uint32)
@@ -262,7 +262,7 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
 
 
 def _rotation(parts: Parts | None) -> mx.array:
-    """Numbers that are alike where two blocks rotate their heads alike: at some positions."""
+    """The rotations at some positions; equal for two blocks that rotate their heads alike."""
     assert parts is not None
     width = parts.shape.head_width
     return mx.concatenate([turns_at(parts.rope, width, 1, 4, first) for first in (0, 5000)], axis=1)

@@ -1,9 +1,8 @@
 """A CUDA kernel that draws a token of each row of logits, and gives its log-prob: `categorical.draw`.
 
 A block of threads draws for one row: the largest logit, the sums of the weights e^{z − top} of blocks of
-groups, then by the random words one block, one group of it and one token of that. What MLX composes for the
-same is a dozen passes over float32 copies. The sums of a row are taken in an order that does not depend on
-the other rows.
+groups, then by the random words one block, one group of it and one token of that. MLX's composed form needs a
+dozen passes over float32 copies. The order of a row's sums does not depend on the other rows.
 """
 
 import mlx.core as mx
@@ -96,7 +95,7 @@ _SOURCE = """
 
 
 def takes_logits(logits_bv: mx.array) -> bool:
-    """Whether the kernel runs here, on logits like these."""
+    """Whether the kernel runs here on such logits."""
     return takes_dtype(logits_bv.dtype)
 
 
@@ -106,7 +105,7 @@ def draw_rows(
     """The token of each row by its random words, and its log-prob: (int32 [B], float32 [B]).
 
     Args:
-        logits_bv: −inf draws never; where `takes_logits(logits_bv)`.
+        logits_bv: −inf is never drawn; `takes_logits(logits_bv)` must hold.
         words_bw: uint32 [B,3], as `categorical.draw` takes them.
         temperature: > 0.
         width: tokens of a group and groups of a block, as `categorical` has them.

@@ -1,9 +1,9 @@
-"""Products of one input with several weights as one product, for as long as a model samples on CUDA.
+"""Products of one input with several weights as one product, while a model samples on CUDA.
 
     x Qᵀ, x Kᵀ, x Vᵀ   =   x [Q, K, V]ᵀ
 
-A product with few rows takes the host longer to launch than the device to compute: 10 us against the time in
-which the weights are read. Larger weights stay as they are, as they would be in memory twice.
+A product with few rows takes the host longer to launch (10 us) than the device to compute, which reads the
+weights. Larger weights stay as they are, because they would be in memory twice.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Fused(SharedInput):
 
 
 class FusedPart(nn.Module):
-    """A layer's place; the first of them holds the weights."""
+    """Replaces a layer; the first part holds the weights."""
 
     def __init__(self, fused: Fused, number: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one kernel that
 also keeps the row's new key and value, in place: nothing grows, nothing is copied.
 
-A step on a GPU is some 300 small kernels: launching them takes longer than running them. A compiled program
-is launched without the Python that describes it, and one whose buffers keep their place can be launched ahead
-of the device.
+A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A compiled
+program is launched without the Python that describes it. If its buffers keep their place, it can be launched
+ahead of the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import Tree
 
-FIRST_ROOM = 256  # own tokens that buffers have room for at first; twice as many each time they are full
+FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
 _ROOM_STEP = 64
 
 
@@ -42,7 +42,7 @@ class KernelSteps:
         Args:
             step: `kernel_forward` of the policy, compiled.
             params: all leaves of the model, as they are in the forward.
-            caches: plain ones after P prompts, padded on the right; their spare room serves as it is.
+            caches: plain ones after P prompts, padded on the right; their spare room is used.
             lengths: tokens of each prompt.
             group_size: rows of each prompt.
             room: tokens that a row may be fed.
@@ -66,14 +66,14 @@ class KernelSteps:
     def __call__(self, token_b: mx.array) -> mx.array:
         """As `decode_step.Steps`."""
         if self._used == self._room:
-            mx.eval(token_b)  # the step that filled the buffers is done: they may be read
+            mx.eval(token_b)  # wait for the step that filled the buffers before they are read
             self._grow()
         used = self._counts[self._used]
         self._used += 1
         return self._program([*self._fixed, used, token_b])
 
     def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
-        """The first number of rows, halved as often as it holds them: each number is a program of its own."""
+        """As many rows as at first, halved while that is enough: each number of rows is a new program."""
         living = [row for row, is_alive in enumerate(alive) if is_alive]
         return with_others(living, halve_down_to(len(living), self._first_rows), len(alive))
 
@@ -105,7 +105,7 @@ class KernelSteps:
         self._prepare()
 
     def _prepare(self) -> None:
-        mx.eval(self._own, self._rows, self._counts)  # what is written in place has to be there
+        mx.eval(self._own, self._rows, self._counts)  # arrays that are written in place must exist
         example = self._counts[0], mx.zeros((self._rows[0].shape[0],), mx.int32)
         self._program, leaves = self._step.program(
             self._params, self._prompts, self._own, self._rows, *example
@@ -115,7 +115,7 @@ class KernelSteps:
 
 @attrs.frozen(eq=False)
 class KernelCache(OneTokenCache):
-    """One layer's cache while a step is traced; what it adds to `own` it adds in place."""
+    """One layer's cache while a step is traced; it adds to `own` in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
     own: tuple[mx.array, mx.array]  # [B,K,T,D]
@@ -133,7 +133,7 @@ class KernelCache(OneTokenCache):
         return self.start + self.used
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The new key and value; the kernel takes them in."""
+        """The new key and value; the kernel stores them."""
         return keys, values
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -164,8 +164,8 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether a model that shares prefixes can be decoded with `KernelSteps`.
 
-    Found by building a compiled step, not computing it: what looks at a number on the way cannot be compiled.
-    `caches` are plain and empty.
+    This is found by building a compiled step without computing it: a model that reads numbers in between
+    cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:

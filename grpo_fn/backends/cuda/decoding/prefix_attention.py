@@ -1,14 +1,14 @@
-"""One CUDA kernel for attention over a shared prompt and a row's own tokens, which takes in the newest.
+"""One CUDA kernel for attention over a shared prompt and a row's own tokens, which also stores the newest.
 
 A block computes one row and one head of keys, with all the query heads that share it: numbers of 16 bits on
-tensor cores (`attention_source`). Others, and narrow heads, go without: groups of lanes take keys in turn, 8
-numbers of each a lane, the next ones being read meanwhile, and keep a running softmax (Milakov and
+tensor cores (`attention_source`). Other dtypes, and narrow heads, do not use them: groups of lanes take keys
+in turn, 8 numbers of each key per lane, while the next ones are read, and keep a running softmax (Milakov and
 Gimelshein, arXiv 1805.02867); at the end the groups' sums are combined. The rows of a prompt read the same
-keys, mostly out of the cache.
+keys, mostly from the cache.
 
-The new key and value are written into the row's own buffers, which are inputs: MLX knows nothing of it. Right
-only where whoever calls holds these buffers alone and lets no two steps overlap; a step's tokens depend on
-those of the step before, which orders them.
+The new key and value are written into the row's own buffers, which are inputs; MLX does not know this. It is
+correct only if the caller alone holds these buffers and steps do not overlap. A step's tokens depend on those
+of the step before, which orders the steps.
 """
 
 import mlx.core as mx
