@@ -31,7 +31,7 @@ Examples:
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @ends_with_a_line
 def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: bool) -> None:
-    """Serve the page of a run and keep it up to date.
+    """Serve a run's page and keep it current.
 
     RUN is a run's folder, or a folder with runs. The page is read-only and has no password. It can be reached
     only from this machine, unless --host says otherwise. Ctrl-C ends the page; the run goes on.

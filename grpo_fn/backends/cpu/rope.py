@@ -3,21 +3,21 @@
     a' = a cos θ − b sin θ,  b' = a sin θ + b cos θ      a, b: halves of a head;  θ = position · frequency
 
 On a CPU MLX computes a cosine and a sine for each number of each layer, some 20 ns each: more than all else
-that a rotation takes. Here a position is split, p = 2048 h + l, and
+that a rotation takes. Here a position is split, p = 1024 h + l, and
 
-    cos θ_p = cos θ_2048h cos θ_l − sin θ_2048h sin θ_l
-    sin θ_p = sin θ_2048h cos θ_l + cos θ_2048h sin θ_l
+    cos θ_p = cos θ_1024h cos θ_l − sin θ_1024h sin θ_l
+    sin θ_p = sin θ_1024h cos θ_l + cos θ_1024h sin θ_l
 
 with rows of two tables. The tables are constants, so that a compiled step computes this once for all layers.
 """
 
 import functools
+import math
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
-_LOW_BITS = 11  # of a position; the higher ones have a table of as many rows: 4 million positions
+_LOW_BITS = 10  # of a position; the higher ones have a table of as many rows: 1 million positions
 _ROWS = 1 << _LOW_BITS
 
 
@@ -61,14 +61,15 @@ def _halves_swapped(x: mx.array) -> mx.array:
 
 
 def _turns(offset: int | mx.array, length: int, half: int, base: float) -> tuple[mx.array, mx.array]:
-    """cos θ for both halves and −sin θ, sin θ: [L,D], or [B,1,L,D]."""
-    if isinstance(offset, int):
-        return _constants(offset, length, half, base)
-    low, high = _table(1, half, base), _table(_ROWS, half, base)
-    position_bl = offset.reshape(-1, 1) + _range(length)
-    of_high, of_low = high[position_bl >> _LOW_BITS], low[position_bl & (_ROWS - 1)]  # [B,L,D]: cos, sin
-    c_high, s_high = of_high[..., :half], of_high[..., half:]
-    c_low, s_low = of_low[..., :half], of_low[..., half:]
+    """cos θ for both halves, and −sin θ, sin θ: [L,D], or [B,1,L,D]."""
+    width = 2 * half
+    if isinstance(offset, int) and offset + length <= _ROWS:
+        turns = _table(1, half, base)[offset : offset + length]
+        return turns[:, :width], turns[:, width:]
+    position_bl = mx.array(offset).reshape(-1, 1) + mx.arange(length)
+    high = _table(_ROWS, half, base)[position_bl >> _LOW_BITS]
+    low = _table(1, half, base)[position_bl & (_ROWS - 1)]
+    c_high, s_high, c_low, s_low = high[..., :half], high[..., -half:], low[..., :half], low[..., -half:]
     cosine, sine = c_high * c_low - s_high * s_low, s_high * c_low + c_high * s_low
     return (
         mx.concatenate([cosine, cosine], axis=-1)[:, None],
@@ -76,26 +77,13 @@ def _turns(offset: int | mx.array, length: int, half: int, base: float) -> tuple
     )
 
 
-def _angles(positions: np.ndarray, half: int, base: float) -> np.ndarray:
-    return positions[:, None] * base ** (-np.arange(half) / half)
-
-
-@functools.lru_cache(maxsize=64)
-def _constants(first: int, length: int, half: int, base: float) -> tuple[mx.array, mx.array]:
-    """As `_turns`, for positions that are known."""
-    angles = _angles(np.arange(first, first + length, dtype=np.float64), half, base)
-    cosine, sine = np.cos(angles), np.sin(angles)
-    joined = np.concatenate([cosine, cosine], axis=1), np.concatenate([-sine, sine], axis=1)
-    return mx.array(joined[0].astype(np.float32)), mx.array(joined[1].astype(np.float32))
-
-
 @functools.lru_cache(maxsize=16)
 def _table(step: int, half: int, base: float) -> mx.array:
-    """cos and sin, side by side, of the positions 0, step, 2 step …: [rows, D]."""
-    angles = _angles(step * np.arange(_ROWS, dtype=np.float64), half, base)
-    return mx.array(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
-
-
-@functools.lru_cache(maxsize=64)
-def _range(length: int) -> mx.array:
-    return mx.array(np.arange(length, dtype=np.int32))
+    """cos θ, cos θ, −sin θ, sin θ at the positions 0, step, 2 step …: [rows, 2 D], from angles in float64."""
+    rates = [base ** (-j / half) for j in range(half)]
+    rows = []
+    for position in range(0, _ROWS * step, step):
+        angles = [position * rate for rate in rates]
+        cosine, sine = [math.cos(angle) for angle in angles], [math.sin(angle) for angle in angles]
+        rows.append([*cosine, *cosine, *(-value for value in sine), *sine])
+    return mx.array(rows, mx.float32)

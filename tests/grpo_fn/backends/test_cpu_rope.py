@@ -22,7 +22,7 @@ def turned(x, positions, base, back=False):
 
 @pytest.mark.parametrize(
     "offset",
-    [0, 5, 130_000, [0, 3, 2047], [2048, 70_000, 3_000_000]],
+    [0, 5, 130_000, [0, 3, 1023], [1024, 70_000, 1_000_000]],
     ids=["0", "5", "far", "rows", "far rows"],
 )
 @pytest.mark.parametrize("length", [1, 9])

@@ -87,13 +87,13 @@ def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_
     ("settings", "there", "free", "line"),
     [
         ({"every": 10}, 0, 1000 + 5 * 300, ""),  # three, the best one, and the next before one goes
-        ({"every": 10}, 0, 1000 + 5 * 300 - 1, "room for 4 of the 5 checkpoints"),
-        ({"every": 10, "keep_last": 0}, 0, 1000 + 9 * 300, "room for 9 of the 10 checkpoints"),
+        ({"every": 10}, 0, 1000 + 5 * 300 - 1, "room for 4 of the 5 further checkpoints"),
+        ({"every": 10, "keep_last": 0}, 0, 1000 + 9 * 300, "room for 9 of the 10 further checkpoints"),
         ({"every": 10, "keep_last": 0}, 0, 1000 + 10 * 300, ""),
-        ({"every": 50}, 0, 1000, "room for 0 of the 2 checkpoints"),
+        ({"every": 50}, 0, 1000, "room for 0 of the 2 further checkpoints"),
         ({"every": 0}, 0, 1000, ""),
         ({"every": 10}, 3, 1000 + 2 * 300, ""),  # of a resumed run, three are on the disk
-        ({"every": 10}, 9, 1000 + 299, "room for 0 of the 1 checkpoints"),
+        ({"every": 10}, 9, 1000 + 299, "room for 0 of the 1 further checkpoints"),
     ],
 )
 def test_too_little_room_for_the_checkpoints_is_a_line(tmp_path, disk, settings, there, free, line):

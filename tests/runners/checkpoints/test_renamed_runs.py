@@ -146,7 +146,7 @@ def test_a_bad_batch_goes_into_the_runs_own_folder(tmp_path):
     os.rename(tmp_path / "run", tmp_path / "moved")
     (tmp_path / "run").mkdir()
     (line,) = BadUpdates(run, 2).see(numbers(1, update_skipped=True), [experience()])
-    assert f"is in {tmp_path / 'moved' / 'bad_batches' / 'update-1'}" in line
+    assert f"are in {tmp_path / 'moved' / 'bad_batches' / 'update-1'}" in line
     assert not list((tmp_path / "run").iterdir())
 
 
