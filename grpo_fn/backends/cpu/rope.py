@@ -28,18 +28,14 @@ def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
     return x.dtype == mx.float32 and whole and known
 
 
-def rope(x: mx.array, periods: mx.array | float, offset: int | mx.array) -> mx.array:
-    """The heads [B,H,L,D] turned by their positions; differentiable; where `takes_heads`.
+def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
+    """The heads [B,H,L,D] turned by their positions; differentiable; `takes_heads` must hold.
 
     Args:
-        periods: a base: a position is divided by its powers 2j/D. An array of periods is left to MLX.
-        offset: the position of each row's first token, one for all or [B].
+        base: a position is divided by its powers 2j/D.
+        offset: the position of each row's first token, one for all or [B]; positions below 2^20.
     """
-    if isinstance(periods, mx.array):
-        return mx.fast.rope(
-            x, x.shape[-1], traditional=False, base=None, scale=1.0, offset=offset, freqs=periods
-        )
-    cosine, sine = _turns(offset, x.shape[2], x.shape[-1] // 2, periods)
+    cosine, sine = _turns(offset, x.shape[2], x.shape[-1] // 2, base)
     return cast(mx.array, _turned(x, cosine, sine))
 
 

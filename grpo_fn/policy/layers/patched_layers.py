@@ -85,14 +85,6 @@ def _unit_norm(x: mx.array) -> mx.array:
     return rms_norm(x, None, 1e-5)
 
 
-def _rotary(x: mx.array, offset: Any, base: float = 10000.0, freqs: mx.array | None = None) -> mx.array:
-    """nanochat's `apply_rotary_emb`."""
-    fast = None if freqs is None else find("rope", x, x.shape[-1], offset)
-    if fast is not None:
-        return fast(x, freqs, offset)
-    return _originals()["apply_rotary_emb"](x, offset, base, freqs)
-
-
 class _LayersNN:
     """A replacement of mlx.nn for a layer's module, with this library's `relu2`."""
 
@@ -106,7 +98,6 @@ _OWN: dict[str, Any] = {
     "scaled_dot_product_attention": attention,
     "swiglu": swiglu,
     "rms_norm": _unit_norm,
-    "apply_rotary_emb": _rotary,
     "gated_delta_update": gated_delta_update,
     "nn": _LayersNN(),
 }
@@ -147,7 +138,7 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
 
 
 class RoPE(nn.RoPE):
-    """Rotations by the backend's kernel, if it has one."""
+    """Rotations by the backend's function, if it has one."""
 
     own_functions = ("rope",)
 
@@ -208,7 +199,6 @@ def _originals() -> dict[str, Callable[..., Any]]:
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "swiglu": activations.swiglu,
         "rms_norm": nanochat.rms_norm,
-        "apply_rotary_emb": nanochat.apply_rotary_emb,
         "gated_delta_update": gated_delta.gated_delta_update,
     }
 

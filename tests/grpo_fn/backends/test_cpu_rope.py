@@ -41,13 +41,6 @@ def test_values_and_gradients(offset, length, behind):
     assert np.abs(np.array(gradient) - turned(np.array(g), positions, 10000.0, back=True)).max() < 2e-6
 
 
-def test_given_periods_are_left_to_mlx():
-    """Periods in an array, as nanochat's: MLX's own numbers, bit for bit."""
-    x, periods = mx.random.normal((2, 3, 9, 32)), -mx.exp(mx.arange(16) * 0.3)
-    wanted = mx.fast.rope(x, 32, traditional=False, base=None, scale=1.0, offset=4, freqs=periods)
-    assert mx.array_equal(rope(x, periods, 4), wanted)
-
-
 def test_what_it_takes():
     """float32 heads that turn whole; positions that are a number or one for each row."""
     x = mx.zeros((2, 3, 5, 32))
