@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         has_cuda,
         has_metal,
         number,
-        offers,
         substituted,
     )
 
@@ -42,7 +41,6 @@ __all__ = [
     "has_metal",
     "load_blas",
     "number",
-    "offers",
     "substituted",
 ]
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import enabled, find, offers
+from grpo_fn.backends import enabled
 from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
 from grpo_fn.layers import is_one_token, with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
@@ -32,9 +32,9 @@ def use_own_functions(module: nn.Module) -> int:
     fix_known_faults(module)
     if not enabled("own_functions"):
         return 0
-    changed, rotates, unpacks = 0, offers("rope"), unpack_rows() > 0
+    changed, unpacks = 0, unpack_rows() > 0
     for layer in module.modules():
-        kind = _with_own_functions(type(layer), rotates, unpacks)
+        kind = _with_own_functions(type(layer), unpacks)
         if kind is not type(layer):
             layer.__class__ = kind
         changed += hasattr(kind, "own_functions")
@@ -137,18 +137,6 @@ def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[m
     return (*gradients, flat_nv.sum(axis=0)) if bias_v else gradients
 
 
-class RoPE(nn.RoPE):
-    """Rotations by the backend's function, if it has one."""
-
-    own_functions = ("rope",)
-
-    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """As mlx.nn's."""
-        pairs_halves = not self.traditional and self.scale == 1
-        fast = find("rope", x, self.dims, offset) if pairs_halves else None
-        return super().__call__(x, offset) if fast is None else fast(x, self.base, offset)
-
-
 class _Linear(nn.Linear):
     computes_as = nn.Linear
     own_functions = ("linear",)
@@ -204,7 +192,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> type[nn.Module]:
+def _with_own_functions(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
     """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are none."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
@@ -215,8 +203,6 @@ def _with_own_functions(kind: type[nn.Module], rotates: bool, unpacks: bool) -> 
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
     if kind is nn.Linear:
         return _Linear
-    if kind is nn.RoPE:
-        return RoPE if rotates else kind
     if kind in _PACKED:
         return _PACKED[kind] if unpacks else kind
     names = [

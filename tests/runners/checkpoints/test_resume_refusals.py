@@ -140,7 +140,10 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
 def test_another_version_is_refused_and_not_passed_over(copy, number, writer, told):
     """A checkpoint of another grpo_fn is no damage: going on from the one before would lose it."""
     rewrite(copy.folder / "checkpoint-3", version=number, written_by=writer)
-    message = rf"found version {number} of grpo_fn\.checkpoint, written by {told}; .* only from version 2: .*overwrite"
+    message = (
+        rf"found version {number} of grpo_fn\.checkpoint, written by {told}; "
+        r".* only from version 2: .*overwrite"
+    )
     with pytest.raises(UserError, match=message):
         run_training(copy(), report=Quiet(), resume=True)
 

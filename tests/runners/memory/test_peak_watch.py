@@ -93,20 +93,18 @@ def settings(tmp_path, *overrides):
 SIXTEEN_STEPS = """
 import json, sys
 from pathlib import Path
-from grpo_fn.backends.cpu import rope as cpu_rope
 from grpo_fn.trees import nbytes
 from tests.runners.memory.test_peak_watch import Noting, run_training, settings
 from tests.support.tiny_runs import PROBLEMS
 shown = Noting()
 result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=16", "rollout.launch=eval"), report=shown)
-tables = [cpu_rope._table(step, 32, 10000.0) for step in (1, cpu_rope._ROWS)]  # heads of 64
-held = nbytes(result.state.params, result.state.opt_state, tables)
+held = nbytes(result.state.params, result.state.opt_state)
 print(json.dumps([shown.active[4], shown.active[15], held, shown.metrics["memory/swap_gb"]]))
 """
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Active memory after step 5 and after step 16: weights, moments and rotations' tables alone, to 2 %.
+    """Active memory after step 5 and after step 16, and it is weights and moments alone, to 2 %.
 
     In a process of its own: there what other tests have left neither counts nor goes meanwhile.
     """
