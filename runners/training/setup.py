@@ -120,7 +120,8 @@ def build_run(
             images=bool(config.data.image),
             image_max_pixels=config.data.image_max_pixels,
         )
-        say("compiling GPU programs")
+        if programs.names:
+            say("compiling GPU programs")
         uncompiled = programs.wait()
     decoder = TextDecoder(loaded.tokenizer)
     environments = build_environments(
