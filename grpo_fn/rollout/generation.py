@@ -60,14 +60,12 @@ def generate(
         sampler: temperature and truncation; None: the plain distribution at temperature 1.
         eos_ids: tokens that end a completion; it stays in the completion and counts.
         find_stop: `find_stop(tokens, start)` gets a completion's tokens so far; earlier calls have checked
-        the
-            first `start` without finding an end. It returns how many to keep if it has ended, else None.
+            the first `start` without finding an end. It returns how many to keep if it has ended, else None.
         prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
         replies: answers turns that have ended with the tokens that follow them; None: no turn is answered.
-        The
-            n-th sampled token of a conversation draws as above. Conversations are decoded without a backend's
-            compiled steps, which cannot be extended by several tokens.
+            The n-th sampled token of a conversation draws as above. Conversations are decoded without a
+            backend's compiled steps, which cannot be extended by several tokens.
         images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
             decoded over one copy of each prompt, and without a backend's compiled steps.
 
