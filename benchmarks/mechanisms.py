@@ -65,7 +65,8 @@ class Mechanism:
     pairs: int | None = None  # of steps, at most: where a step without it takes very long
 
 
-ELEMENTWISE = ("exp", "sigmoid", "logsumexp", "softmax", "swiglu", "swiglu_gradient", "rms_norm", "add_at")
+ELEMENTWISE = ("exp", "sigmoid", "logsumexp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
+ELEMENTWISE += ("add_at",)
 MECHANISMS = (
     Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF)),
     Mechanism("row compaction", ("row_compaction",)),

@@ -83,9 +83,7 @@ class DecodeProgram(NamedTuple):
     """Decoding steps that a policy compiles."""
 
     steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
-    forward: Callable[
-        ..., Any
-    ]  # the function that the policy compiles for them; its first argument is `Policy.bound`
+    forward: Callable[..., Any]  # compiled by the policy for them; its first argument is `Policy.bound`
     takes: Callable[[nn.Module, list[Any]], bool]  # whether a model with such caches can be called like this
 
 
