@@ -17,7 +17,7 @@ from grpo_fn.algorithm import (
     loss_sum,
     merge_stats,
 )
-from grpo_fn.compile import Compiled
+from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_vocabulary
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.logprob_step import batch_logprobs
@@ -41,12 +41,14 @@ class GradStep:
     def __init__(
         self,
         micro_step: Compiled,
+        stats_step: Compiled,
         policy: Policy,
         ref_policy: Policy,
         spec: LossSpec,
         max_completion_length: int | None,
     ) -> None:
-        self._micro_step, self._policy, self._ref_policy = micro_step, policy, ref_policy
+        self._micro_step, self._stats_step = micro_step, stats_step
+        self._policy, self._ref_policy = policy, ref_policy
         self._spec = spec
         self._max_completion_length = max_completion_length
 
@@ -94,7 +96,8 @@ class GradStep:
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             frozen = self._policy.frozen, self._ref_policy.frozen
-            accum, part_stats = self._micro_step(state.params, ref, frozen, accum, part)
+            accum, arrays = self._micro_step(state.params, ref, frozen, accum, part)
+            part_stats = self._stats_step(arrays)
             stats.append(part_stats)
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the last one.
@@ -141,7 +144,7 @@ def make_grad_step(
         frozen: tuple[Tree, Tree],
         accum: tuple[Tree, mx.array],
         batch: Batch,
-    ) -> tuple[tuple[Tree, mx.array], LossStats]:
+    ) -> tuple[tuple[Tree, mx.array], LossArrays]:
         frozen, ref_frozen = frozen
         accum_grads, accum_weight = accum
         ref_logp_bt = batch.ref_logp_bt
@@ -149,7 +152,7 @@ def make_grad_step(
             own_routing = attrs.evolve(batch, experts_blnk=None)
             ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, own_routing, temperature)
 
-        def summed_loss(params: Tree) -> tuple[mx.array, LossStats]:
+        def summed_loss(params: Tree) -> tuple[mx.array, tuple[LossArrays, mx.array]]:
             routing: list[mx.array] = []
             if chosen:
                 hidden_1nd, routing = hidden_and_routing_at_positions(policy, params, frozen, batch)
@@ -180,13 +183,22 @@ def make_grad_step(
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
                 # The update divides by the denominators, so this is the balance's coefficient there.
                 total = total + router_aux_coef * balance * stats.denominator
-            return total, stats
+            return total, (arrays, stats.denominator)
 
-        (loss, stats), grads = mx.value_and_grad(summed_loss)(params)
+        (loss, (arrays, denominator)), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
-        weight = mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
-        return (accum_grads, accum_weight + weight), stats
+        weight = mx.where(mx.isfinite(loss), denominator, mx.nan)
+        return (accum_grads, accum_weight + weight), arrays
+
+    def stats_step(arrays: LossArrays) -> LossStats:
+        return loss_sum(arrays, spec, max_completion_length)[1]
 
     return GradStep(
-        compiled_step(micro_step, enabled=compile), policy, reference, spec, max_completion_length
+        compiled_step(micro_step, enabled=compile),
+        # Small arrays: kernels of its own would take seconds to compile and save nothing.
+        compiled(stats_step, enabled=compile, fuse=False),
+        policy,
+        reference,
+        spec,
+        max_completion_length,
     )
