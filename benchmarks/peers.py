@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import click
 
+from benchmarks.evidence.against_trl import side_settings
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Timing
@@ -25,6 +26,7 @@ from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.shapes import write_folder
 from benchmarks.harness.stepping import SteppingProcess
+from runners.config.loading import load_config
 from runners.errors import UserError
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
@@ -60,7 +62,9 @@ PEERS = {
         Peer("TRL, continuous batching", "trl", _CONTINUOUS),
         Peer("mlx-lm-lora", "mlx-lm-lora", times=5.0),
     ),
+    "quickstart": (Peer("TRL", "trl", times=3.0, peak=1.0),),
 }
+QUICKSTART = "quickstart"  # on a CPU: the packaged config as it is
 
 
 class Side(SteppingProcess):
@@ -99,9 +103,14 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
     sides: list[Side] = []
     try:
         for peer in (Peer("ours", "ours"), *peers):
-            title, prompts = peer.title, sides[0].ready["prompts"] if sides else []
-            overrides = [*settings.overrides, *peer.overrides]
-            own = attrs.evolve(settings, prompts=prompts, peer=peer.more, overrides=overrides)
+            title, ready = peer.title, sides[0].ready if sides else {"prompts": [], "answers": []}
+            own = attrs.evolve(
+                settings,
+                prompts=ready["prompts"],
+                answers=ready["answers"],
+                peer={**settings.peer, **peer.more},
+                overrides=[*settings.overrides, *peer.overrides],
+            )
             sides.append(Side(title, peer.side, own))
             if backend() != "cpu":
                 _steps(sides[-1:], repeats)
@@ -149,7 +158,9 @@ def _figures(settings: Settings, side: Side) -> list[Figure]:
             name=f"{tune}: tokens a step, {title}",
             value=sum(tokens) / len(tokens),
             note=f"{min(tokens)} to {max(tokens)}",
-            at_least=0.99 * wanted,  # a sampled end of text, once in hundreds of thousands, costs less
+            # A sampled end of text, once in hundreds of thousands, costs less; the quickstart's model ends its
+            # answers.
+            at_least=None if settings.config else 0.99 * wanted,
         ),
         *(
             Figure(name=f"{tune}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
@@ -193,7 +204,7 @@ def write_data(folder: Path, prompts: int) -> None:
 
 
 @benchmark("peers", parts="tunes")
-@click.option("--tune", "tunes", multiple=True, type=click.Choice(["lora", "full"]), help="Only this one.")
+@click.option("--tune", "tunes", multiple=True, type=click.Choice(["lora", "full", QUICKSTART]), help="Only this one.")
 @click.option("--peer", "names", multiple=True, help="Only this one, such as TRL.")
 @click.option("--model", default="", help="Shape of the model [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
 @click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on all sides.")
@@ -208,16 +219,25 @@ def main(
     overrides: Sequence[str],
     repeats: int,
 ) -> Iterator[list[Figure]]:
-    """A whole GRPO step against mlx-lm-lora and TRL, LoRA and full: rollout, learner and peak memory."""
+    """A whole GRPO step against mlx-lm-lora and TRL, LoRA and full: rollout, learner and peak memory.
+
+    On a CPU also the quickstart's step, with its model, problems and rewards, against TRL's.
+    """
     on_cpu = backend() == "cpu"
-    peers = _installed(PEERS["cpu" if on_cpu else "cuda"], names)
+    if QUICKSTART in tunes and not on_cpu:
+        raise UserError("--tune quickstart: this case is for a CPU")
     batch_size, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
     shape = "tiny" if quick else model or ("qwen2-6x256" if on_cpu else "qwen2.5-0.5b")
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
         write_folder(folder / "model", shape)
         write_data(folder, batch_size)
-        for tune in tunes or (["lora"] if quick else ["lora", "full"]):
+        for tune in tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])]):
+            peers = _installed(PEERS[QUICKSTART if tune == QUICKSTART else backend()], names)
+            if tune == QUICKSTART:
+                settings = _quickstart(name, overrides)
+                yield compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
+                continue
             settings = Settings(
                 folder=str(folder / "model"),
                 work=name,
@@ -230,6 +250,27 @@ def main(
             )
             steps = repeats or (1 if quick else 7 if on_cpu else 3)
             yield compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
+
+
+def _quickstart(work: str, overrides: Sequence[str]) -> Settings:
+    """The packaged quickstart on both sides: TRL takes the whole batch at once."""
+    told = side_settings(load_config(QUICKSTART, overrides))
+    trl = dict(told["trl"])
+    rows = told["batch_size"] * trl["num_generations"]
+    return Settings(
+        folder=told["model"],
+        work=work,
+        tune=QUICKSTART,
+        batch_size=told["batch_size"],
+        generations=trl["num_generations"],
+        max_new_tokens=trl["max_completion_length"],
+        beta=trl["beta"],
+        overrides=[f"run.output_dir={work}", "run.overwrite=true", "eval.at_start=false", *overrides],
+        peer={**trl, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1},
+        config=QUICKSTART,
+        rewards=told["rewards"],
+        nudge=told["nudge"],
+    )
 
 
 def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:

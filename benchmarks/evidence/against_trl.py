@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.readings import AFTER, REWARD, SECONDS, learning, read_log
@@ -27,7 +28,7 @@ LARGEST_DIFFERENCE = "largest difference"
 SAME_LOGITS = 1e-4
 
 
-def side_settings(config: Config) -> dict[str, object]:
+def side_settings(config: Config) -> dict[str, Any]:
     """What TRL's process needs to know: its prompts as text and tokens, the answers, and the settings."""
     from transformers import AutoTokenizer
 

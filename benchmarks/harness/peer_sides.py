@@ -26,7 +26,7 @@ RANK, SCALE = 8, 10.0  # of LoRA, on both sides
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What both sides do; `prompts`, which ours tells when it is ready, is for theirs."""
+    """What both sides do; `prompts` and `answers`, which ours tells when it is ready, are for theirs."""
 
     folder: str  # of the model
     work: str  # a folder for data, logs and adapters
@@ -39,6 +39,10 @@ class Settings:
     overrides: list[str] = attrs.field(factory=list)  # SECTION.KEY=VALUE, of our config
     peer: dict[str, Any] = attrs.field(factory=dict)  # settings of TRL's GRPOConfig
     prompts: list[list[int]] = attrs.field(factory=list)  # token ids
+    config: str = ""  # a packaged config of ours, in place of one with the settings above
+    rewards: list[str] = attrs.field(factory=list)  # shipped ones; none: `letters`
+    answers: list[str] = attrs.field(factory=list)  # of the prompts, for the shipped rewards
+    nudge: str = ""  # the end of each prompt, which those rewards read as part of the completion
 
 
 class Done(Exception):
@@ -130,8 +134,8 @@ def ours(settings: Settings, out: int) -> None:
     from runners.training import train
 
     work = Path(settings.work)
-    config = work / "train.toml"
-    config.write_text(
+    config = settings.config or str(work / "train.toml")
+    (work / "train.toml").write_text(
         f"""
         [run]
         output_dir = "{work}"
@@ -168,13 +172,14 @@ def ours(settings: Settings, out: int) -> None:
     def gated(*args: Any) -> Any:
         run = build(*args)
         prompts = [list(example.tokens) for example in run.stream.examples]
-        gate = Gate(out, {"ready": True, "prompts": prompts})
+        answers = [example.answer for example in run.stream.examples]
+        gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})
         watched = gate.timed(run.collector.generate, lambda rollout: rollout.lengths_b.tolist())
         collector = attrs.evolve(run.collector, generate=watched)
         return attrs.evolve(run, stream=_Gated(run.stream, gate), collector=collector)
 
     train.build_run = gated
-    train.run_training(load_config(str(config), settings.overrides))
+    train.run_training(load_config(config, settings.overrides))
 
 
 def mlx_lm_lora(settings: Settings, out: int) -> None:
@@ -233,13 +238,15 @@ def mlx_lm_lora(settings: Settings, out: int) -> None:
 def trl(settings: Settings, out: int) -> None:
     """TRL's GRPOTrainer with transformers' own generation, float32 weights, and bfloat16 products on a GPU.
 
-    Eight rows at a time in the learner; one optimizer step a rollout.
+    Eight rows at a time in the learner, unless the settings say otherwise; one optimizer step a rollout.
     """
     import torch  # pyright: ignore
     from datasets import Dataset
     from peft import LoraConfig  # pyright: ignore
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
+    from benchmarks.evidence.trl_side import as_rewards
 
     on_gpu = torch.cuda.is_available()
     memory = Memory(torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats) if on_gpu else None
@@ -281,9 +288,9 @@ def trl(settings: Settings, out: int) -> None:
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(**options),
-        reward_funcs=letters,
+        reward_funcs=as_rewards(settings.rewards, settings.nudge) if settings.rewards else letters,
         processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": texts}),
+        train_dataset=Dataset.from_dict({"prompt": texts, "answer": settings.answers}),
         peft_config=adapters if settings.tune == "lora" else None,
         callbacks=[Held()],
     )
