@@ -67,6 +67,8 @@ NUMBERS: dict[str, int] = {
     "logits": 2**25,
     "logit_rows": 2**31,  # rows at most
     "least_logits": 0,  # held at least, whatever the number of rows
+    # Parameters × tokens whose gradient takes as long as tracing a gradient step.
+    "trace": 500_000_000_000,
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled

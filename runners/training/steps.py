@@ -9,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
+from grpo_fn.backends import number
 from grpo_fn.learner import (
     all_reduce,
     chosen_experts,
@@ -30,6 +31,7 @@ from runners.training.loop_state import LoopState
 from runners.training.setup import Run
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
+_SMALL = 2_500_000  # parameters; smaller models compute no faster
 
 
 class TrainSteps:
@@ -262,7 +264,8 @@ class TrainSteps:
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
     def _new_shape_tokens(self) -> int:
-        """Tokens of padding that are accepted to avoid compiling a new shape: more if compiling is slow, and
-        almost any number once an epoch has shown all lengths."""
-        first_epoch = 3_000 if self.run.on_gpu else 300
-        return first_epoch if self.run.stream.epoch < 1 else 1_000_000
+        """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that
+        tracing the step takes. Almost any number once an epoch has shown all lengths."""
+        if self.run.stream.epoch >= 1:
+            return 1_000_000
+        return number("trace") // max(self.run.loaded.num_parameters, _SMALL)

@@ -30,4 +30,5 @@ NUMBERS = {
     "logits": 2**22,
     "logit_rows": 96,
     "least_logits": 2**18,
+    "trace": 2_500_000_000,
 }

@@ -24,4 +24,5 @@ NUMBERS = {
     "logits": 2**27,
     "logit_rows": 2**31,
     "least_logits": 0,
+    "trace": 15_000_000_000_000,
 }
