@@ -29,7 +29,7 @@ from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from runners.errors import UserError
 from runners.machine import startup
-from runners.ranks.launched import launched, let_launcher_sleep, share_cores
+from runners.ranks.rank_place import launched, let_launcher_sleep, share_cores
 
 EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
 OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most

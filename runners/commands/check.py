@@ -12,8 +12,8 @@ from runners.commands.options import SET
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.evaluation.rehearsal import Rehearsal
     from runners.evaluation.reward_check import RewardCheck
+    from runners.evaluation.scripted_episode import Rehearsal
     from runners.judges import Exchange
 
 TOKENS_SHOWN = 32  # of each part of an episode

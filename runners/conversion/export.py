@@ -26,7 +26,7 @@ from runners.models.folders import (
     resolve_model,
     tokenizer_pickle,
 )
-from runners.models.reading import read_model
+from runners.models.model_reader import read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 

@@ -21,7 +21,7 @@ import grpo_fn as g
 from runners.environments.episodes import Episode
 from runners.environments.tools import CALCULATOR
 from runners.errors import UserError
-from runners.rewards.played import COUNTS, Played
+from runners.rewards.finished_episodes import COUNTS, Played
 from runners.tokenization.text import encode
 
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")

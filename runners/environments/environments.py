@@ -30,8 +30,8 @@ from runners.environments.tools import (
     tool_of,
 )
 from runners.errors import UserError, error_line
+from runners.rewards.finished_episodes import Played
 from runners.rewards.functions import Reward
-from runners.rewards.played import Played
 from runners.tokenization.text import TextDecoder
 
 # Takes prompts, G, the replies and tokens that also end a turn; returns completions.

@@ -16,7 +16,7 @@ from runners.environments.chat_turns import ChatTurns
 from runners.environments.tool_calls import CallReader, ToolCall
 from runners.environments.tools import tool_methods
 from runners.errors import did_you_mean
-from runners.rewards.played import COUNTS, Played
+from runners.rewards.finished_episodes import COUNTS, Played
 
 _LONGEST_ERROR = 400  # characters of an error that a model is shown
 

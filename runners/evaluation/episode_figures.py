@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.inference.episodes import Episodes
+from runners.inference.episode_batches import Episodes
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
 

@@ -24,9 +24,9 @@ from runners.evaluation.measurement import (
     shares,
     success_shares,
 )
-from runners.inference.episodes import Drawing, Episodes, play_episodes
-from runners.inference.generation import DEFAULT_ROWS, LENGTH, Sampling
+from runners.inference.episode_batches import Drawing, Episodes, play_episodes
 from runners.inference.inference_model import InferenceModel
+from runners.inference.text_generation import DEFAULT_ROWS, LENGTH, Sampling
 from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer
 from runners.rewards.functions import Reward

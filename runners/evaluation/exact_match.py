@@ -17,8 +17,8 @@ from runners.data.prompts import Example
 from runners.environments.environments import Environments
 from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
 from runners.images.tower import VisionPart
-from runners.inference.episodes import Drawing, play_episodes
-from runners.inference.generation import DEFAULT_ROWS
+from runners.inference.episode_batches import Drawing, play_episodes
+from runners.inference.text_generation import DEFAULT_ROWS
 from runners.inference.tool_conversation import own_rewards
 from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer, numbers_equal

@@ -21,11 +21,11 @@ from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tools import check_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.evaluation.rehearsal import Rehearsal, rehearse
+from runners.evaluation.scripted_episode import Rehearsal, rehearse
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
 from runners.rewards.scoring import Scorer, Scores

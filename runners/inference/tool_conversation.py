@@ -18,10 +18,10 @@ from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session
 from runners.errors import UserError
 from runners.inference.conversation import Conversation, Event
-from runners.inference.episodes import Drawing, play_episodes
-from runners.inference.generation import STOP, Completion, Sampling, Speed, stream
+from runners.inference.episode_batches import Drawing, play_episodes
 from runners.inference.inference_model import InferenceModel
-from runners.rewards.played import COUNTS, Played
+from runners.inference.text_generation import STOP, Completion, Sampling, Speed, stream
+from runners.rewards.finished_episodes import COUNTS, Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 

@@ -36,7 +36,7 @@ from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
-from runners.models.reading import custom_loader, load_module
+from runners.models.model_reader import custom_loader, load_module
 
 
 @attrs.frozen

@@ -6,8 +6,8 @@ import os
 from contextlib import suppress
 
 from runners.errors import UserError
-from runners.ranks.launched import Place
 from runners.ranks.messages import Message
+from runners.ranks.rank_place import Place
 from runners.ranks.scoreboard import WORKING, Scoreboard
 from runners.ranks.watchdog import Watchdog
 from runners.ranks.wire import Wire

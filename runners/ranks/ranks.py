@@ -16,8 +16,8 @@ import numpy as np
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped
 from runners.ranks.connection import connect, introduce
-from runners.ranks.launched import Place
 from runners.ranks.messages import Message
+from runners.ranks.rank_place import Place
 from runners.ranks.scoreboard import ENDED, WORKING
 from runners.ranks.wire import RankError, Wire
 

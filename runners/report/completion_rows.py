@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from runners.report.line_files import LineFile
-from runners.report.numbers import columns_json, deflated, packed, plain_json
+from runners.report.page_json import columns_json, deflated, packed, plain_json
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part

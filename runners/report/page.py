@@ -25,7 +25,7 @@ from runners.report.completion_rows import (
     read_evaluations,
 )
 from runners.report.line_files import LineFile
-from runners.report.numbers import packed
+from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 
 MOST_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for

@@ -11,7 +11,7 @@ from runners.config.loading import RESOLVED, SECTIONS
 from runners.errors import UserError, did_you_mean
 from runners.files.json_files import read_json
 from runners.report.line_files import LineFile
-from runners.report.numbers import plain_number
+from runners.report.page_json import plain_number
 
 METRICS, EVENTS = "training_log.jsonl", "events.jsonl"
 LOCK = ".lock"

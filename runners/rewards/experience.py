@@ -11,7 +11,7 @@ import numpy as np
 import grpo_fn as g
 from runners.config.loading import Config
 from runners.data.prompts import Example
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import Played
 
 
 @attrs.frozen(eq=False)

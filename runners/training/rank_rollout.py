@@ -19,7 +19,7 @@ from runners.errors import RewardError
 from runners.ranks.messages import Message
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience, join_experiences, select_groups
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import Played
 
 _ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")

@@ -23,7 +23,7 @@ from runners.rewards.experience import (
     select_groups,
     varied_groups,
 )
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import Played
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder

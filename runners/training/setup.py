@@ -31,10 +31,10 @@ from runners.machine.startup import Platform
 from runners.memory.micro_batch import with_tokens
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
-from runners.models.reading import vocabulary_rows
+from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
+from runners.rewards.finished_episodes import Played
 from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
-from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner

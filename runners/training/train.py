@@ -31,7 +31,7 @@ from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
-from runners.ranks.launched import launched
+from runners.ranks.rank_place import launched
 from runners.ranks.ranks import Ranks
 from runners.report import final_report
 from runners.telemetry.dashboards import check_installed

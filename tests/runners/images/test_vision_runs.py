@@ -20,8 +20,8 @@ from runners.errors import UserError
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
-from runners.models.reading import load_module
-from runners.models.writing import save_model
+from runners.models.model_reader import load_module
+from runners.models.model_writer import save_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training

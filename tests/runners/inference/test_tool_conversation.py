@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from runners import cli
 from runners.environments.tool_calls import CallReader, ToolCall, Written
 from runners.inference.conversation import Event
-from runners.inference.generation import Sampling
 from runners.inference.inference_model import load_inference
+from runners.inference.text_generation import Sampling
 from runners.inference.tool_conversation import ToolConversation, play_prompts
 from runners.inference.tool_options import ToolOptions, build_tools, env_of
 from runners.machine.startup import Platform

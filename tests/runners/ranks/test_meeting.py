@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from runners.machine.signals import Stopped
-from runners.ranks.launched import Place, launched, share_cores
 from runners.ranks.messages import Message, decode, encode
+from runners.ranks.rank_place import Place, launched, share_cores
 from runners.ranks.ranks import Ranks
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 from runners.ranks.watchdog import Watchdog

@@ -19,7 +19,7 @@ from runners.data.row_files import MAX_ROW, read_file
 from runners.errors import ConfigError, UserError, show
 from runners.machine import bounded_process
 from runners.machine.bounded_process import run_bounded
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 from runners.tokenization import tokenizer_check
 from runners.tokenization.text import MAX_TEXT, encode
 from runners.tokenization.tokenizer_check import check_tokenizer
