@@ -122,8 +122,8 @@ def _show_exchange(name: str, exchange: Exchange) -> None:
     echo(f"{name} answers")
     for line in (exchange.answer or "(nothing)").split("\n"):
         echo(f"  < {line}")
-    said = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
-    echo(f"{name} rewards   {' '.join(said)}")
+    values = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
+    echo(f"{name} rewards   {' '.join(values)}")
 
 
 def _mean(values) -> str:

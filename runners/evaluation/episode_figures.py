@@ -48,7 +48,7 @@ class EpisodeFigures:
             seconds=played.seconds,
         )
 
-    def joined(self, other: EpisodeFigures) -> EpisodeFigures:
+    def concatenated(self, other: EpisodeFigures) -> EpisodeFigures:
         """These, then those."""
         return EpisodeFigures(
             **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in attrs.fields(EpisodeFigures)}

@@ -50,12 +50,12 @@ class _Rows:
     def add(self, episodes: Episodes, values_kb: np.ndarray, figures: EpisodeFigures) -> None:
         played = episodes.played
         self.texts += episodes.texts
-        self.lengths += [len(said) for said in played.said]
+        self.lengths += [len(tokens) for tokens in played.sampled]
         self.finish += episodes.finish
         self.messages += played.messages
         self.faults += played.faults
         self.values_kb.append(values_kb)
-        self.figures = self.figures.joined(figures)
+        self.figures = self.figures.concatenated(figures)
         self.seconds += episodes.seconds
 
 

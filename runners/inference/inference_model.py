@@ -107,7 +107,7 @@ def load_inference(
     )
 
 
-def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
+def model_prompt_settings(model: str, *, loader: str = "") -> PromptSettings | None:
     """How a model, named as for `load_inference`, was asked in training; None: not known.
 
     The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.

@@ -19,7 +19,7 @@ import attrs
 from runners.errors import UserError
 from runners.report.completion_rows import (
     EVALUATIONS,
-    Completions,
+    CompletionParts,
     evaluation_pieces,
     read_completions,
     read_evaluations,
@@ -140,7 +140,7 @@ def group_size(record: RunRecord) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _completions(found: Completions, blobs: list[bytes]) -> dict[str, Any]:
+def _completions(found: CompletionParts, blobs: list[bytes]) -> dict[str, Any]:
     parts = [
         {
             "rows": part.rows,

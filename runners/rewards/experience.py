@@ -11,7 +11,7 @@ import numpy as np
 import grpo_fn as g
 from runners.config.loading import Config
 from runners.data.prompts import Example
-from runners.rewards.finished_episodes import Played
+from runners.rewards.finished_episodes import FinishedEpisodes
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +31,7 @@ class Experience:
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
     reward_names: tuple[str, ...]  # of the rows of values_kb
-    played: Played | None = None  # messages and counts of conversations; None: single turns
+    played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
     @property
@@ -39,7 +39,7 @@ class Experience:
         """Tokens of each completion that the model sampled."""
         if self.played is None:
             return np.array(self.rollout.lengths_b)
-        return np.array([len(tokens) for tokens in self.played.said])
+        return np.array([len(tokens) for tokens in self.played.sampled])
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
@@ -85,7 +85,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
         },
         played=None
         if any(part.played is None for part in parts)
-        else Played.joined([part.played for part in parts if part.played is not None]),
+        else FinishedEpisodes.concatenated([part.played for part in parts if part.played is not None]),
         penalty_b=None
         if any(part.penalty_b is None for part in parts)
         else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),

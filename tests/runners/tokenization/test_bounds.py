@@ -229,7 +229,7 @@ def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_p
 
 def test_few_are_remembered(folder, monkeypatch, tmp_path):
     """The oldest go."""
-    monkeypatch.setattr(tokenizer_check, "_KEPT", 3)
+    monkeypatch.setattr(tokenizer_check, "_MOST_FILES", 3)
     place = tmp_path / "cache" / "checked"
     place.mkdir(parents=True)
     for number in range(6):
