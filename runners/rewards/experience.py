@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.algorithm import has_varied_rewards
 from runners.config.loading import Config
 from runners.data.prompts import Example
 from runners.rewards.finished_episodes import FinishedEpisodes
@@ -94,7 +95,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
 
 def varied_groups(rewards_pg: np.ndarray) -> list[int]:
     """Groups in which at least two rewards differ: only these can be learned from."""
-    return np.flatnonzero(reward_spread(rewards_pg) > 0).tolist()
+    return np.flatnonzero(np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))).tolist()
 
 
 def reward_spread(rewards_pg: np.ndarray) -> np.ndarray:
