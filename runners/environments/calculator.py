@@ -25,7 +25,7 @@ from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
 from runners.tokenization.text import encode
 
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-LONGEST = 200  # characters of an expression
+LONGEST_EXPRESSION = 200  # characters of an expression
 _DIGITS = 60  # of an intermediate integer
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -41,7 +41,7 @@ def calculate(expression: str) -> str | None:
     Numbers (commas between digits are left out), + - * / and brackets, and 'text'.count('part'), as in
     nanochat. Nothing is executed: the expression is read as a tree, and only these nodes are evaluated.
     """
-    if len(expression) > LONGEST:
+    if len(expression) > LONGEST_EXPRESSION:
         return None
     try:
         body = _parsed(expression)

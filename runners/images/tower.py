@@ -22,8 +22,8 @@ from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
 from runners.images.processor import Grid, ImageProcessor, load_processor
 
-PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
-_PREFIXES = (PREFIX, "visual.", "model.visual.", "model.vision_tower.")
+TOWER_PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
+_PREFIXES = (TOWER_PREFIX, "visual.", "model.visual.", "model.vision_tower.")
 CACHE_BYTES = 1 << 28  # of cached features, for prompts that come again
 
 
@@ -60,7 +60,7 @@ class VisionPart:
     def weights(self) -> dict[str, mx.array]:
         """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
         found = read_tower(self.path, self.module)
-        return {f"{PREFIX}{name}": leaf for name, leaf in found.items()}
+        return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in found.items()}
 
     def _of_prompt(self, prompt: HasImages) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)

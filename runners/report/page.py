@@ -28,7 +28,7 @@ from runners.report.line_files import LineFile
 from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 
-MOST_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
+MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "tokens.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -45,7 +45,7 @@ class Written:
     left_out: int  # updates whose completions are not in the page
 
 
-def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_BYTES) -> Written:
+def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
     """Writes the page of these runs' folders to `out`; a crash leaves the old file or the new one.
 
     Args:
