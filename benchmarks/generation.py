@@ -18,8 +18,8 @@ from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.inference.generation import Sampling, generate_batches
 from runners.inference.inference_model import InferenceModel, load_inference
+from runners.inference.text_generation import Sampling, generate_batches
 from runners.machine.startup import prepare
 from runners.tokenization.text import TextDecoder
 

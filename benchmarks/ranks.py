@@ -29,7 +29,7 @@ from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from runners.errors import UserError
 from runners.machine import startup
-from runners.ranks.launched import launched, let_launcher_sleep, share_cores
+from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
 
 EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
 OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most
@@ -86,7 +86,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
     from grpo_fn.trees import map_arrays, nbytes
     from runners.ranks.ranks import Ranks
 
-    ranks = Ranks(launched(), timeout=600)
+    ranks = Ranks(read_rank_place(), timeout=600)
     with ranks.ending_together():
         module = make_module(case.model)
         if case.tune == "lora":
@@ -305,7 +305,7 @@ def overhead_figures(name: str) -> list[Figure]:
 def worker(worker: Path, text: str, shard: bool) -> None:
     """One rank: measures, and rank 0 writes the result."""
     let_launcher_sleep()
-    place = launched()
+    place = read_rank_place()
     if place:
         share_cores(place, os.environ)
     startup.prepare()

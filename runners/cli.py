@@ -161,10 +161,10 @@ def _run(
 ) -> None:
     from runners.config.loading import load_config, write_resolved
     from runners.machine import startup
-    from runners.ranks.launched import launched, let_launcher_sleep, share_cores
+    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
 
     let_launcher_sleep()
-    place = launched()
+    place = read_rank_place()
     if place and dry_run and place.rank > 0:
         return  # rank 0 shows it
     if place and not dry_run:
@@ -217,7 +217,7 @@ def _run_training(
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     with ExitStack() as stack:
         if watch and (ranks is None or ranks.first):
-            from runners.report.beside import watched
+            from runners.report.server_process import watched
 
             folder = Path(config.run.output_dir) / config.run.name
             echo(f"live page: {stack.enter_context(watched(folder))}", err=True)

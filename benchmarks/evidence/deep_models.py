@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from grpo_fn.trees import from_names, named_leaves
 from runners.machine import startup
 from runners.quickstart import MODEL_DIR
-from runners.quickstart.make.model import CONFIG, exact_match, save_model
+from runners.quickstart.make.model import CONFIG, exact_match, save_embedded_model
 from runners.quickstart.make.problems import draw_rows
 from runners.quickstart.make.training import PHASES, TrainingPhase, train, word_problem
 
@@ -80,7 +80,7 @@ def make(folder: Path, layers: int, steps: tuple[int, int], report: Any = print)
                 report(f"{phase.name} {step + 1}/{phase.steps}  loss {loss:.3f}  {seconds:.0f} s")
 
         train(model, phase, next_lesson, tokenizer.pad_token_id, said, BATCH, BATCH)
-    save_model(model, tokenizer, folder, config)
+    save_embedded_model(model, tokenizer, folder, config)
     greedy, _ = exact_match(model, tokenizer, draw_rows("valid", 200, 0))
     report(f"{layers} layers: exact match {greedy:.3f}")
     return greedy

@@ -9,6 +9,7 @@ from grpo_fn.algorithm.advantages import (
     SCALES,
     combine_rewards,
     group_advantages,
+    has_varied_rewards,
     overlong_penalty,
 )
 from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
@@ -39,6 +40,7 @@ __all__ = [
     "empty_stats",
     "expert_shares",
     "group_advantages",
+    "has_varied_rewards",
     "kl_estimate",
     "load_balancing_loss",
     "loss_sum",

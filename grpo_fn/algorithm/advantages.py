@@ -130,6 +130,17 @@ def overlong_penalty(
     return factor * (mx.maximum(penalty_b, -1.0) if saturate else penalty_b)
 
 
+def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
+    """Whether a group's rewards differ, bool [P]: with a group's baseline only these can be learned from.
+
+    Args:
+        rewards_pg: [P,G]; NaN: no reward.
+    """
+    check_rank("rewards_pg", rewards_pg, 2)
+    rewards_pg = rewards_pg.astype(mx.float32)
+    return _varies(rewards_pg, mx.logical_not(mx.isnan(rewards_pg)))[:, 0]
+
+
 def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
     return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
 

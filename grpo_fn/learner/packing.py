@@ -55,7 +55,7 @@ class Row:
 
 
 @attrs.frozen
-class Run:
+class PackedRun:
     """A planned micro-batch: its rows, and the shape they are padded to."""
 
     rows: tuple[Row, ...]
@@ -80,7 +80,7 @@ class Packer:
         self._new_shape_tokens = new_shape_tokens
         self._chosen: dict[Shape, tuple[float, Shape]] = {}
 
-    def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[Run]:
+    def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
         """All rows in runs; with `share_prompts` groups stay together, where that is cheaper."""
         cost, runs = self._pack_rows(rows)
         if share_prompts:
@@ -89,7 +89,7 @@ class Packer:
                 return shared_runs
         return runs
 
-    def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[Run]]:
+    def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[PackedRun]]:
         rows = sorted(rows, key=lambda row: row.prompt + row.completion)
         counted = [0]
         for row in rows:
@@ -110,7 +110,7 @@ class Packer:
 
         return self._cheapest([(row,) for row in rows], shape, steps)
 
-    def _pack_groups(self, rows: Sequence[Row]) -> tuple[float, list[Run]]:
+    def _pack_groups(self, rows: Sequence[Row]) -> tuple[float, list[PackedRun]]:
         groups: dict[int, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.completion):
             groups.setdefault(row.group, []).append(row)
@@ -159,7 +159,7 @@ class Packer:
 
     def _cheapest(
         self, units: Sequence[tuple[Row, ...]], shape: Callable[[int, int], Shape], steps: Sequence[int]
-    ) -> tuple[float, list[Run]]:
+    ) -> tuple[float, list[PackedRun]]:
         """The cheapest runs of neighbouring units; a run has one of `steps` units."""
         # Of the first units: the cost, and where the last run starts and its shape.
         best: list[tuple[float, Any]] = [(0.0, None)]
@@ -174,11 +174,11 @@ class Packer:
                 cost, chosen = self._choose(wanted)
                 choices.append((best[stop - step][0] + cost, (stop - step, chosen)))
             best.append(min(choices, key=lambda choice: choice[0]))
-        runs: list[Run] = []
+        runs: list[PackedRun] = []
         stop = len(units)
         while stop:
             start, chosen = best[stop][1]
-            runs.append(Run(tuple(row for unit in units[start:stop] for row in unit), chosen))
+            runs.append(PackedRun(tuple(row for unit in units[start:stop] for row in unit), chosen))
             stop = start
         return best[-1][0], runs[::-1]
 

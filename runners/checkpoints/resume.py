@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from runners.checkpoints.manifest import Damaged, check_manifest
-from runners.checkpoints.run_folder import holds_a_run, interrupted
+from runners.checkpoints.run_folder import interrupted, run_file_in
 from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
 from runners.checkpoints.state_files import STATE_FILE
 from runners.config.loading import RESOLVED, Config
@@ -105,7 +105,7 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     `key` is the config's key, for the message.
     """
     checkpoint = interrupted(folder)
-    name = checkpoint or (None if replace_finished else holds_a_run(folder))
+    name = checkpoint or (None if replace_finished else run_file_in(folder))
     if name:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(

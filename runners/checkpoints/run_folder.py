@@ -90,7 +90,7 @@ class RunFolder:
     def anew(self) -> Iterator[RunFolder]:
         """A new folder at the run's path, for a run whose folder is gone. UserError if another run has it."""
         with locked(self.path, "run.name") as fresh:
-            if name := holds_a_run(self.path):
+            if name := run_file_in(self.path):
                 raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
             yield fresh
 
@@ -192,7 +192,7 @@ def _path_of(descriptor: int) -> Path | None:
         return None
 
 
-def holds_a_run(folder: Path) -> str | None:
+def run_file_in(folder: Path) -> str | None:
     """The name of a file or folder that a run left here; None if there is none."""
     left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)

@@ -21,11 +21,11 @@ from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
 from runners.files.durable import flush
 
-Place = tuple[int, int]  # batch step, update
+SavePoint = tuple[int, int]  # batch step, update
 
 
 class _Job(NamedTuple):
-    place: Place
+    place: SavePoint
     why: str  # the start of the line that reports it
     nbytes: int
     future: Future[Path]
@@ -51,11 +51,11 @@ class Saver:
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
-        self.done: Place | None = None  # the last saved one
+        self.done: SavePoint | None = None  # the last saved one
         self._stopped = 0.0
 
     def save(
-        self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
+        self, take: Callable[[], Snapshot], place: SavePoint, why: str = "", *, strict: bool = False
     ) -> None:
         """Starts to write the snapshot of `take`; with `strict` also waits for it, and raises if it fails."""
         self.wait()
@@ -144,6 +144,6 @@ class NoSaver(Saver):
     """For a rank that writes nothing, because rank 0 saves for all."""
 
     def save(
-        self, take: Callable[[], Snapshot], place: Place, why: str = "", *, strict: bool = False
+        self, take: Callable[[], Snapshot], place: SavePoint, why: str = "", *, strict: bool = False
     ) -> None:
         """Nothing."""

@@ -24,7 +24,7 @@ from runners.files.durable import new_folder, opened, remove_folder, save_text
 from runners.files.json_files import read_json
 from runners.files.json_lines import to_json
 from runners.models.loaded_model import LoadedModel
-from runners.models.writing import trained, write_trained
+from runners.models.model_writer import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def show_reply(pieces: Iterable[str | Event], *, raw: bool) -> None:
 
 def talk(conversation: Conversation, *, raw: bool = False) -> None:
     """Messages from standard input, replies to standard output, until the input ends; `raw` as in `echo`."""
-    from runners.inference.generation import Speed
+    from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()

@@ -12,8 +12,8 @@ from runners.commands.options import SET
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.evaluation.rehearsal import Rehearsal
     from runners.evaluation.reward_check import RewardCheck
+    from runners.evaluation.scripted_episode import Rehearsal
     from runners.judges import Exchange
 
 TOKENS_SHOWN = 32  # of each part of an episode
@@ -122,8 +122,8 @@ def _show_exchange(name: str, exchange: Exchange) -> None:
     echo(f"{name} answers")
     for line in (exchange.answer or "(nothing)").split("\n"):
         echo(f"  < {line}")
-    said = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
-    echo(f"{name} rewards   {' '.join(said)}")
+    values = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
+    echo(f"{name} rewards   {' '.join(values)}")
 
 
 def _mean(values) -> str:

@@ -156,10 +156,10 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
     Raises UserError if two models were asked in different ways in training.
     """
     from runners.config.loading import load_config
-    from runners.inference.inference_model import prompt_of
+    from runners.inference.inference_model import model_prompt_settings
 
     loader = values["loader"] or config.model.loader
-    found = {name: prompt for name in models if (prompt := prompt_of(name, loader=loader))}
+    found = {name: prompt for name in models if (prompt := model_prompt_settings(name, loader=loader))}
     if not found:
         return config
     if len(set(found.values())) > 1:
@@ -178,7 +178,7 @@ def _measure_all(
     """Measures one model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
-    from runners.environments.tools import check_names
+    from runners.environments.tools import check_environment_names
     from runners.evaluation.episode_measurement import measure_episodes
     from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
     from runners.inference.inference_model import load_inference
@@ -188,7 +188,7 @@ def _measure_all(
     functions, weights = config.reward.functions, config.reward.weights
     rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
     check_judges(rewards)
-    check_names(config.env, config.folders)
+    check_environment_names(config.env, config.folders)
     rows = eval_rows(config, whole=bool(values["data"]))
     check_columns(rewards, reward_columns(rows))
     plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)

@@ -34,8 +34,8 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.data.prompts import Message
     from runners.environments.environments import Environments
-    from runners.inference.generation import Completion, Speed
     from runners.inference.inference_model import InferenceModel
+    from runners.inference.text_generation import Completion, Speed
 
 _EXAMPLES = """\
 \b
@@ -135,7 +135,7 @@ def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
 def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, Any]) -> None:
     """Stream a reply to stdout."""
     from runners.data.prompts import render
-    from runners.inference.generation import stream
+    from runners.inference.text_generation import stream
     from runners.tokenization.text import TextDecoder
 
     decoder = TextDecoder(model.tokenizer)
@@ -170,7 +170,7 @@ def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], value
 
 def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
     """Shows a reply as it comes, then its speed; Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
-    from runners.inference.generation import Speed
+    from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
@@ -190,7 +190,7 @@ def _one_with_tools(
     model: InferenceModel, environments: Environments, text: str, values: dict[str, Any]
 ) -> None:
     """Stream a reply and its turns; Ctrl-C ends it."""
-    from runners.inference.generation import Speed
+    from runners.inference.text_generation import Speed
     from runners.inference.tool_conversation import ToolConversation
     from runners.machine.signals import Interrupts
 
@@ -209,7 +209,7 @@ def _one_with_tools(
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
     """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
     from runners.files.json_lines import json_line
-    from runners.inference.generation import Speed
+    from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
@@ -235,7 +235,7 @@ def _completed(
 ) -> Iterator[dict[str, Any]]:
     """The rows of completions without tools."""
     from runners.data.prompts import render
-    from runners.inference.generation import generate_batches
+    from runners.inference.text_generation import generate_batches
     from runners.tokenization.text import TextDecoder
 
     decoder = TextDecoder(model.tokenizer)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from runners.config.sections import EnvConfig
     from runners.conversion.convert import QuantizationOptions
     from runners.environments.environments import Environments
-    from runners.inference.generation import Sampling
     from runners.inference.inference_model import InferenceModel
+    from runners.inference.text_generation import Sampling
     from runners.tokenization.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
@@ -167,7 +167,7 @@ def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """The options of SAMPLING as a value."""
-    from runners.inference.generation import Sampling
+    from runners.inference.text_generation import Sampling
 
     return Sampling(
         temperature=values["temperature"],

@@ -32,7 +32,7 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     is larger than 96 MB, the page has the completions of evenly spread updates.
     """
     from runners.report import write_report
-    from runners.report.page import MOST_BYTES, REPORT
+    from runners.report.page import MOST_PAGE_BYTES, REPORT
 
     folders = [Path(run).expanduser() for run in runs]
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -42,6 +42,6 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
         target = target / REPORT
     if not target.parent.is_dir() and (out or len(folders) > 1):
         raise UserError(f"--out {target}: there is no folder {target.parent}")
-    written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_BYTES)
+    written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_PAGE_BYTES)
     more = f"; completions of {written.left_out:,} updates are left out (--all)" if written.left_out else ""
     echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")

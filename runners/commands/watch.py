@@ -36,7 +36,7 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
     RUN is a run's folder, or a folder with runs. The page is read-only and has no password. It can be reached
     only from this machine, unless --host says otherwise. Ctrl-C ends the page; the run goes on.
     """
-    from runners.report.server import address, check_installed, listening, runs_in, serve
+    from runners.report.server import address, check_server_installed, listening, runs_in, serve
 
     folder = Path(place).expanduser()
     if not folder.is_dir() or not runs_in(folder):
@@ -44,7 +44,7 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
 
         find_run(folder)
         raise UserError(f"{folder}: it contains no run")
-    check_installed()
+    check_server_installed()
     with listening(host, port) as found:
         url = address(found)
         echo(f"{url}  (Ctrl-C ends the page, not the run)")

@@ -45,7 +45,7 @@ def not_negative() -> Validator:
     return _rule(lambda value: value >= 0, "a number of at least 0")
 
 
-def share(*, zero: bool = True, one: bool = True) -> Validator:
+def fraction(*, zero: bool = True, one: bool = True) -> Validator:
     """A number between 0 and 1, each end included where its flag says so."""
     low, high = ("of at least 0" if zero else "above 0"), ("at most 1" if one else "below 1")
     return _rule(

@@ -61,7 +61,7 @@ OnBadRow = Literal["raise", "skip"]
 SharePrompts = Literal["auto", "always", "never"]
 OnError = Literal["skip", "raise"]
 OnToolError = Literal["observation", "no_reward"]
-Schedule = Literal["together", "arrival"]
+TurnSchedule = Literal["together", "arrival"]
 OnSaveError = Literal["continue", "stop"]
 TokenLog = Literal["none", "sampled", "moved"]
 JudgeKind = Literal["score", "ranking", "classifier"]
@@ -141,9 +141,9 @@ class RolloutConfig:
     num_generations: int = field(default=8, validator=rules.at_least(2))
     max_new_tokens: int = field(default=512, validator=rules.at_least(1))
     temperature: float = field(default=1.0, validator=rules.above(0))
-    top_p: float = field(default=1.0, validator=rules.share(zero=False))
+    top_p: float = field(default=1.0, validator=rules.fraction(zero=False))
     top_k: int = field(default=0, validator=rules.at_least(0))  # 0: off
-    min_p: float = field(default=0.0, validator=rules.share(one=False))
+    min_p: float = field(default=0.0, validator=rules.fraction(one=False))
     stop: tuple[str, ...] = field(default=(), validator=rules.each_text())
     quantization: QuantizationMode = "none"
     storage: Storage = "dequantized"
@@ -213,7 +213,7 @@ class LossConfig:
     preset: str = field(default="grpo", validator=rules.text())
     level: str | None = field(default=None, validator=optional(rules.text()))
     surrogate: str | None = field(default=None, validator=optional(rules.text()))
-    epsilon_low: float | None = field(default=None, validator=optional(rules.share(one=False)))
+    epsilon_low: float | None = field(default=None, validator=optional(rules.fraction(one=False)))
     epsilon_high: float | None = field(default=None, validator=optional(rules.not_negative()))
     delta: float | None = field(default=None, validator=optional(rules.above(1)))
     dual_clip: float | None = field(default=None, validator=optional(rules.above(1)))
@@ -238,10 +238,10 @@ class LossConfig:
     dynamic_sampling: bool | None = None
     max_resample: int = field(default=3, validator=rules.at_least(0))  # rounds a batch
     overlong: OverlongConfig | None = None
-    top_entropy_quantile: float = field(default=1.0, validator=rules.share(zero=False))  # 1: every token
+    top_entropy_quantile: float = field(default=1.0, validator=rules.fraction(zero=False))  # 1: every token
     sync_every: int = field(default=1, validator=rules.at_least(1))
     ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
-    ref_mixup: float = field(default=0.6, validator=rules.share(zero=False))
+    ref_mixup: float = field(default=0.6, validator=rules.fraction(zero=False))
     ref_quantization: RefQuantization = "none"
     ref_storage: Storage = "packed"
 
@@ -252,7 +252,7 @@ class OptimConfig:
 
     learning_rate: float = field(default=1e-6, validator=rules.not_negative())
     schedule: ScheduleName = "cosine"
-    warmup_ratio: float = field(default=0.1, validator=rules.share())  # of all updates
+    warmup_ratio: float = field(default=0.1, validator=rules.fraction())  # of all updates
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=rules.each_share())
     eps: float = field(default=1e-8, validator=rules.above(0))
     weight_decay: float = field(default=0.0, validator=rules.not_negative())
@@ -336,7 +336,7 @@ class EnvConfig:
     timeout: float = field(default=30.0, validator=rules.not_negative())  # seconds a turn's calls; 0: none
     workers: int = field(default=32, validator=rules.at_least(1))  # threads that calls run in
     on_error: OnToolError = "observation"  # of a call that fails
-    schedule: Schedule = "together"  # when turns continue; arrival: as soon as a reply is there
+    schedule: TurnSchedule = "together"  # when turns continue; arrival: as soon as a reply is there
 
     @property
     def answers(self) -> bool:

@@ -25,7 +25,7 @@ from runners.tokenization.prompt_settings import read_prompt, write_prompt
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}
+DEFAULT_GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}
 BITS = {"affine": 4, "mxfp4": 4, "nvfp4": 4, "mxfp8": 8}
 _NOTHING_PACKED = "nothing was quantized: no layer's width is a multiple of the group size"
 
@@ -56,7 +56,7 @@ class QuantizationOptions:
             if self.group_size not in (None, 32, 64, 128):
                 raise UserError(f"--group-size {self.group_size}: affine quantization has 32, 64 and 128")
             return
-        bits, group_size = BITS[self.mode], GROUP_SIZES[self.mode]
+        bits, group_size = BITS[self.mode], DEFAULT_GROUP_SIZES[self.mode]
         if self.bits not in (None, bits) or self.group_size not in (None, group_size):
             raise UserError(f"--mode {self.mode} has {bits} bits and groups of {group_size}, no others")
 
@@ -139,7 +139,7 @@ def _options(quantization: QuantizationOptions, dequantize: bool, dtype: str) ->
     mode = quantization.mode or "affine"
     return {
         "quantize": quantization.wanted,
-        "q_group_size": quantization.group_size or GROUP_SIZES[mode],
+        "q_group_size": quantization.group_size or DEFAULT_GROUP_SIZES[mode],
         "q_bits": quantization.bits or BITS[mode],
         "q_mode": mode,
         "dtype": dtype or None,
@@ -192,7 +192,7 @@ def _copy(source: Path, target: Path) -> None:
     copy_companions(source, target)
 
 
-def pack(
+def pack_model(
     module: nn.Module, config: dict[str, Any], quantization: QuantizationOptions
 ) -> tuple[nn.Module, dict]:
     """Packs a module's layers by mlx-lm, and returns the config with the quantization.
@@ -203,7 +203,7 @@ def pack(
     from mlx_lm.utils import quantize_model
 
     mode = quantization.mode or "affine"
-    group_size = quantization.group_size or GROUP_SIZES[mode]
+    group_size = quantization.group_size or DEFAULT_GROUP_SIZES[mode]
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
         try:
@@ -239,5 +239,5 @@ def _pack_folder(folder: Path, quantization: QuantizationOptions) -> None:
     mx.eval(module.parameters())  # the file that they are read from will be replaced
     if "quantization" in config:
         raise UserError(f"{folder}: the weights are quantized already")
-    module, config = pack(module, config, quantization)
+    module, config = pack_model(module, config, quantization)
     write_weights(folder, module, config)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
-from runners.conversion.convert import QuantizationOptions, pack, write_weights
+from runners.conversion.convert import QuantizationOptions, pack_model, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
@@ -26,7 +26,7 @@ from runners.models.folders import (
     resolve_model,
     tokenizer_pickle,
 )
-from runners.models.reading import read_model
+from runners.models.model_reader import read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 
@@ -116,7 +116,7 @@ def export(
         cast_floating(module, getattr(mx, dtype))
         config = {key: dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
     if quantization.wanted:
-        module, config = pack(module, config, quantization)
+        module, config = pack_model(module, config, quantization)
     facts = run_facts(source.folder)
     if prompt is None and facts is not None:  # a run from before this file was written
         prompt = PromptSettings.of(facts.config)

@@ -259,10 +259,10 @@ def _conversation(
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The messages with the tools described in the system message."""
-    told, rest = described_tools(tools), list(messages)
+    described, rest = described_tools(tools), list(messages)
     if rest and rest[0]["role"] == "system":
-        told = f"{rest.pop(0)['content']}\n\n{told}"
-    return [{"role": "system", "content": told}, *rest]
+        described = f"{rest.pop(0)['content']}\n\n{described}"
+    return [{"role": "system", "content": described}, *rest]
 
 
 def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:

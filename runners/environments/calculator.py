@@ -21,11 +21,11 @@ import grpo_fn as g
 from runners.environments.episodes import Episode
 from runners.environments.tools import CALCULATOR
 from runners.errors import UserError
-from runners.rewards.played import COUNTS, Played
+from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
 from runners.tokenization.text import encode
 
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-LONGEST = 200  # characters of an expression
+LONGEST_EXPRESSION = 200  # characters of an expression
 _DIGITS = 60  # of an intermediate integer
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -41,7 +41,7 @@ def calculate(expression: str) -> str | None:
     Numbers (commas between digits are left out), + - * / and brackets, and 'text'.count('part'), as in
     nanochat. Nothing is executed: the expression is read as a tree, and only these nodes are evaluated.
     """
-    if len(expression) > LONGEST:
+    if len(expression) > LONGEST_EXPRESSION:
         return None
     try:
         body = _parsed(expression)
@@ -138,19 +138,19 @@ class CalculatorSession:
         found, self._replies = self._replies, {}
         return found
 
-    def finish(self, rollout: g.Rollout) -> Played:
+    def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """A completion is one assistant's message, as nanochat's rewards see it."""
-        said = []
+        sampled_rows = []
         for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
-            said.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
+            sampled_rows.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
             content = self._nudge + self._text(tokens)
             self.episodes[row].messages.append({"role": "assistant", "content": content})
-        return Played(
+        return FinishedEpisodes(
             tuple(tuple(episode.messages) for episode in self.episodes),
             (None,) * len(self.episodes),
             {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
             ("",) * len(self.episodes),
-            tuple(said),
+            tuple(sampled_rows),
             (0.0,) * len(self.episodes),
         )
 

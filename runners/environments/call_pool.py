@@ -19,7 +19,7 @@ _SLICE = 0.05  # seconds between checks for hanging calls
 
 
 @attrs.frozen
-class Outcome:
+class CallResult:
     """The outcome of a call."""
 
     value: Any = None
@@ -46,7 +46,7 @@ class CallPool:
     def __init__(self, workers: int, timeout: float) -> None:
         """At most `workers` threads, without hanging ones; `timeout` in seconds per call, 0: no limit."""
         self._workers, self._timeout = workers, timeout
-        self._results: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[_Call, CallResult]] = queue.SimpleQueue()
         self._waiting: deque[_Call] = deque()
         self._calls: dict[int, _Call] = {}
         self._running = self._hung = 0
@@ -69,7 +69,7 @@ class CallPool:
         if start:
             threading.Thread(target=self._work, name="grpo-environment", daemon=True).start()
         elif self._hung >= MAX_HUNG and not self._running:
-            self._results.put((call, Outcome(fault=f"not called: {MAX_HUNG} earlier calls still hang")))
+            self._results.put((call, CallResult(fault=f"not called: {MAX_HUNG} earlier calls still hang")))
 
     def submit_async(self, row: int, make: Callable[[], Awaitable[Any]]) -> None:
         """The same for a coroutine function, awaited in the shared loop."""
@@ -80,24 +80,24 @@ class CallPool:
             threading.Thread(target=self._loop.run_forever, name="grpo-environment-loop", daemon=True).start()
 
         async def act() -> None:
-            outcome = Outcome(fault="cancelled")
+            outcome = CallResult(fault="cancelled")
             begun = time.monotonic()
             try:
                 value = await asyncio.wait_for(_awaited(make), self._timeout or None)
-                outcome = Outcome(value, seconds=time.monotonic() - begun)
+                outcome = CallResult(value, seconds=time.monotonic() - begun)
             except TimeoutError as error:
                 late = bool(self._timeout) and time.monotonic() - begun >= self._timeout
-                outcome = _late(self._timeout) if late else Outcome(fault=error_line(error))
+                outcome = _late(self._timeout) if late else CallResult(fault=error_line(error))
             except BaseException as error:  # an error that is not an Exception would end the loop
-                outcome = Outcome(fault=error_line(error), seconds=time.monotonic() - begun)
+                outcome = CallResult(fault=error_line(error), seconds=time.monotonic() - begun)
             finally:
                 self._results.put((call, outcome))
 
         asyncio.run_coroutine_threadsafe(act(), self._loop)
 
-    def collect(self, least: int) -> Mapping[int, Outcome]:
+    def collect(self, least: int) -> Mapping[int, CallResult]:
         """The available outcomes, by row; waits until there are at least `least`."""
-        found: dict[int, Outcome] = {}
+        found: dict[int, CallResult] = {}
         while True:
             try:
                 call, outcome = self._results.get(block=len(found) < least, timeout=_SLICE)
@@ -111,7 +111,7 @@ class CallPool:
                 del self._calls[call.row]
                 found[call.row] = outcome
 
-    def _give_up_on_late(self, found: dict[int, Outcome]) -> None:
+    def _give_up_on_late(self, found: dict[int, CallResult]) -> None:
         if not self._timeout:
             return
         now = time.monotonic()
@@ -133,7 +133,7 @@ class CallPool:
             while self._waiting:
                 waiting = self._waiting.popleft()
                 self._results.put(
-                    (waiting, Outcome(fault=f"not called: {MAX_HUNG} earlier calls still hang"))
+                    (waiting, CallResult(fault=f"not called: {MAX_HUNG} earlier calls still hang"))
                 )
 
     def _work(self) -> None:
@@ -153,15 +153,15 @@ class CallPool:
             self._results.put((call, outcome))
 
 
-def _attempt(call: _Call) -> Outcome:
+def _attempt(call: _Call) -> CallResult:
     begun = time.monotonic()
     try:
         value = call.act()
         if isinstance(value, Awaitable):
             value = asyncio.run(_once(value))
-        return Outcome(value, seconds=time.monotonic() - begun)
+        return CallResult(value, seconds=time.monotonic() - begun)
     except BaseException as error:  # including SystemExit and KeyboardInterrupt of the user's code
-        return Outcome(fault=error_line(error), seconds=time.monotonic() - begun)
+        return CallResult(fault=error_line(error), seconds=time.monotonic() - begun)
 
 
 async def _once(value: Awaitable[Any]) -> Any:
@@ -172,5 +172,5 @@ async def _awaited(make: Callable[[], Awaitable[Any]]) -> Any:
     return await make()
 
 
-def _late(timeout: float) -> Outcome:
-    return Outcome(fault=f"timed out after {timeout:g} s", timed_out=True, seconds=timeout)
+def _late(timeout: float) -> CallResult:
+    return CallResult(fault=f"timed out after {timeout:g} s", timed_out=True, seconds=timeout)

@@ -30,12 +30,12 @@ from runners.environments.tools import (
     tool_of,
 )
 from runners.errors import UserError, error_line
+from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.functions import Reward
-from runners.rewards.played import Played
 from runners.tokenization.text import TextDecoder
 
 # Takes prompts, G, the replies and tokens that also end a turn; returns completions.
-Play = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
+PlayTurns = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
 
 
 @attrs.frozen(eq=False)
@@ -78,9 +78,9 @@ class Environments:
         self,
         examples: Sequence[Example],
         num_generations: int,
-        play: Play,
+        play: PlayTurns,
         agree: Callable[[bool], bool] = lambda differ: differ,
-    ) -> tuple[g.Rollout, Played]:
+    ) -> tuple[g.Rollout, FinishedEpisodes]:
         """A rollout of G conversations of each example, and their messages and counts.
 
         The environments of the previous call are reused, so rewards must be finished with them. If `reset`
@@ -217,7 +217,7 @@ def build_environments(
         twice = sorted(methods.keys() & functions.keys())
         if twice:
             raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
-        reward = own_reward(type(first))
+        reward = environment_reward(type(first))
     tools = [tool_of(function, name, "env.tools") for name, function in functions.items()]
     tools += [tool_of(method, name, f"env.factory {env.factory}") for name, method in methods.items()]
     made = Environments(
@@ -240,7 +240,7 @@ def build_environments(
     return made
 
 
-def own_reward(kind: type) -> Reward | None:
+def environment_reward(kind: type) -> Reward | None:
     """The reward of a class with `get_reward`, named like the class; a failure affects one environment."""
     method = getattr(kind, "get_reward", None)
     if not callable(method):

@@ -11,12 +11,12 @@ import numpy as np
 
 import grpo_fn as g
 from runners.data.prompts import Example, Message, render
-from runners.environments.call_pool import CallPool, Outcome
+from runners.environments.call_pool import CallPool, CallResult
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.tool_calls import CallReader, ToolCall
 from runners.environments.tools import tool_methods
 from runners.errors import did_you_mean
-from runners.rewards.played import COUNTS, Played
+from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
 
 _LONGEST_ERROR = 400  # characters of an error that a model is shown
 
@@ -92,22 +92,22 @@ class Session:
         self._turns.pop(row, None)
         self.episodes[row].hung, self.pool = True, pool
 
-    def finish(self, rollout: g.Rollout) -> Played:
+    def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """The data for rewards and the log, after the rollout."""
-        said = []
+        sampled_rows = []
         for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
-            said.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
+            sampled_rows.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
             episode, begins = self.episodes[row], _turn_starts(sampled)
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._hear(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
-        return Played(
+        return FinishedEpisodes(
             tuple(tuple(episode.messages) for episode in self.episodes),
             tuple(episode.environment for episode in self.episodes),
             {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
             tuple(episode.fault for episode in self.episodes),
-            tuple(said),
+            tuple(sampled_rows),
             tuple(episode.seconds for episode in self.episodes),
         )
 
@@ -129,7 +129,7 @@ class Session:
             return _Act(fault=f"there is no tool {call.name}{near}")
         return _Act(function, call.arguments, inspect.iscoroutinefunction(function))
 
-    def _reply(self, row: int, outcome: Outcome) -> Sequence[int] | None:
+    def _reply(self, row: int, outcome: CallResult) -> Sequence[int] | None:
         episode, tokens = self.episodes[row], self._turns.pop(row)
         episode.seconds += outcome.seconds
         results = [_Result("tool", outcome.fault, True)] if outcome.fault else outcome.value
@@ -193,7 +193,7 @@ class _Run:
             try:
                 found.append(self._shown(name, await act.function(**act.arguments)))
             except Exception as error:
-                found.append(_error(name, _told(error)))
+                found.append(_error(name, _error_text(error)))
         return found + self._rest()
 
     def _done(self, act: _Act, name: str) -> _Result:
@@ -202,7 +202,7 @@ class _Run:
         try:
             return self._shown(name, act.function(**act.arguments))
         except (Exception, SystemExit) as error:
-            return _error(name, _told(error))
+            return _error(name, _error_text(error))
 
     def _shown(self, name: str, value: Any) -> _Result:
         if isinstance(value, list) and all(isinstance(x, Mapping) and x.get("type") == "text" for x in value):
@@ -226,7 +226,7 @@ def _error(name: str, fault: str) -> _Result:
     return _Result(name, str({"error": fault}), failed=True)
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return (str(error) or type(error).__name__)[:_LONGEST_ERROR]
     except Exception:  # raised by the tool's own exception class

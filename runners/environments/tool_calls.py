@@ -24,7 +24,7 @@ class ToolCall:
 
 
 @attrs.frozen(eq=False)
-class Written:
+class ParsedTurn:
     """The parts of a turn's text."""
 
     content: str  # the text before and between the calls, stripped
@@ -59,12 +59,12 @@ class CallReader:
             return cls(schemas)
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
-    def read(self, text: str) -> Written:
+    def read(self, text: str) -> ParsedTurn:
         """The calls of a turn, in order. A call that cannot be read has a fault."""
         if self.parser is None and self.start not in text:
             whole = _whole_json(text)
             if whole is not None:
-                return Written("", (whole,))
+                return ParsedTurn("", (whole,))
         around, calls, place = [], [], 0
         while len(calls) < MAX_CALLS and (start := text.find(self.start, place)) >= 0:
             around.append(text[place:start])
@@ -75,7 +75,7 @@ class CallReader:
             calls += self._parsed(text[body:end])
             place = end + len(self.end) if closed else end
         around.append(text[place:])
-        return Written("".join(around).strip(), tuple(calls[:MAX_CALLS]))
+        return ParsedTurn("".join(around).strip(), tuple(calls[:MAX_CALLS]))
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:

@@ -62,7 +62,7 @@ def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[st
     return found
 
 
-def check_names(env: EnvConfig, folders: Iterable[Path] = ()) -> None:
+def check_environment_names(env: EnvConfig, folders: Iterable[Path] = ()) -> None:
     """Raise UserError if a factory or tool of [env] cannot be found; nothing is made or called."""
     dirs = tuple(folders)
     resolve_tools(env.tools, dirs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.inference.episodes import Episodes
+from runners.inference.episode_batches import Episodes
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
 
@@ -48,7 +48,7 @@ class EpisodeFigures:
             seconds=played.seconds,
         )
 
-    def joined(self, other: EpisodeFigures) -> EpisodeFigures:
+    def concatenated(self, other: EpisodeFigures) -> EpisodeFigures:
         """These, then those."""
         return EpisodeFigures(
             **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in attrs.fields(EpisodeFigures)}

@@ -24,9 +24,9 @@ from runners.evaluation.measurement import (
     shares,
     success_shares,
 )
-from runners.inference.episodes import Drawing, Episodes, play_episodes
-from runners.inference.generation import DEFAULT_ROWS, LENGTH, Sampling
+from runners.inference.episode_batches import Drawing, Episodes, play_episodes
 from runners.inference.inference_model import InferenceModel
+from runners.inference.text_generation import DEFAULT_ROWS, LENGTH, Sampling
 from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer
 from runners.rewards.functions import Reward
@@ -50,12 +50,12 @@ class _Rows:
     def add(self, episodes: Episodes, values_kb: np.ndarray, figures: EpisodeFigures) -> None:
         played = episodes.played
         self.texts += episodes.texts
-        self.lengths += [len(said) for said in played.said]
+        self.lengths += [len(tokens) for tokens in played.sampled]
         self.finish += episodes.finish
         self.messages += played.messages
         self.faults += played.faults
         self.values_kb.append(values_kb)
-        self.figures = self.figures.joined(figures)
+        self.figures = self.figures.concatenated(figures)
         self.seconds += episodes.seconds
 
 

@@ -17,9 +17,9 @@ from runners.data.prompts import Example
 from runners.environments.environments import Environments
 from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
 from runners.images.tower import VisionPart
-from runners.inference.episodes import Drawing, play_episodes
-from runners.inference.generation import DEFAULT_ROWS
-from runners.inference.tool_conversation import own_rewards
+from runners.inference.episode_batches import Drawing, play_episodes
+from runners.inference.text_generation import DEFAULT_ROWS
+from runners.inference.tool_conversation import environment_rewards
 from runners.machine.launch_modes import launch_keywords
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
@@ -110,8 +110,8 @@ def evaluate(
             texts += episodes.texts
             both = zip(episodes.texts, episodes.examples, strict=True)
             right = [is_correct(text, example.answer) for text, example in both]
-            own = own_rewards(environments, episodes.played)
-            figures = figures.joined(EpisodeFigures.of(episodes, right, own, SUCCESS))
+            own = environment_rewards(environments, episodes.played)
+            figures = figures.concatenated(EpisodeFigures.of(episodes, right, own, SUCCESS))
             if progress is not None:
                 progress(len(texts), len(examples))
     right = tuple(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))

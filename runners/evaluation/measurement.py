@@ -18,8 +18,8 @@ from runners.data.prompts import Example, build_examples, columns_of
 from runners.errors import UserError
 from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
 from runners.evaluation.exact_match import held_out, is_correct
-from runners.inference.generation import LENGTH, Completion, Sampling, generate_batches
 from runners.inference.inference_model import InferenceModel
+from runners.inference.text_generation import LENGTH, Completion, Sampling, generate_batches
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer

@@ -44,5 +44,5 @@ def _figures(found: Sequence[dict[str, Any] | None], count: int) -> EpisodeFigur
         own = EpisodeFigures(**{name: tuple(values) for name, values in columns.items()})
         for number in range(len(own.turns)):
             places[rank + number * len(found)] = len(joined.turns) + number
-        joined = joined.joined(own)
+        joined = joined.concatenated(own)
     return joined.picked([places[number] for number in range(count)])

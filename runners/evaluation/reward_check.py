@@ -18,14 +18,14 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
-from runners.environments.tools import check_names
+from runners.environments.tools import check_environment_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.evaluation.rehearsal import Rehearsal, rehearse
+from runners.evaluation.scripted_episode import Rehearsal, rehearse
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
 from runners.rewards.scoring import Scorer, Scores
@@ -71,7 +71,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
     functions, weights = config.reward.functions, config.reward.weights
     rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
-    check_names(config.env, config.folders)
+    check_environment_names(config.env, config.folders)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
     check_judges(rewards)

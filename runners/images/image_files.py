@@ -18,7 +18,7 @@ from runners.errors import UserError, first_line, show
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 1 << 28  # of an image's file
+MAX_IMAGE_BYTES = 1 << 28  # of an image's file
 MAX_PIXELS = 1 << 26  # of an image
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
@@ -80,8 +80,8 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     if size is None:
         what = "a folder" if path.is_dir() else "no file"
         raise UserError(f"names {show(value)}, but there is {what} {path}")
-    if size > MAX_BYTES:
-        raise UserError(f"names {show(value)}, a file of {size:,} bytes; wanted {MAX_BYTES:,} at most")
+    if size > MAX_IMAGE_BYTES:
+        raise UserError(f"names {show(value)}, a file of {size:,} bytes; wanted {MAX_IMAGE_BYTES:,} at most")
     return (ImageFile(value, path=path),)
 
 

@@ -22,9 +22,9 @@ from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
 from runners.images.processor import Grid, ImageProcessor, load_processor
 
-PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
-_PREFIXES = (PREFIX, "visual.", "model.visual.", "model.vision_tower.")
-KEPT_BYTES = 1 << 28  # of cached features, for prompts that come again
+TOWER_PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
+_PREFIXES = (TOWER_PREFIX, "visual.", "model.visual.", "model.vision_tower.")
+CACHE_BYTES = 1 << 28  # of cached features, for prompts that come again
 
 
 class HasImages(Protocol):
@@ -46,7 +46,7 @@ class VisionPart:
     module: nn.Module  # mlx-vlm's vision tower, in the model's compute dtype
     processor: ImageProcessor
     dtype: mx.Dtype
-    _kept: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
+    _cache: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
 
     def see(self, prompts: Sequence[HasImages]) -> list[PromptImages | None] | None:
         """The features of each prompt's images; None if no prompt has images.
@@ -60,7 +60,7 @@ class VisionPart:
     def weights(self) -> dict[str, mx.array]:
         """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
         found = read_tower(self.path, self.module)
-        return {f"{PREFIX}{name}": leaf for name, leaf in found.items()}
+        return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in found.items()}
 
     def _of_prompt(self, prompt: HasImages) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)
@@ -74,16 +74,16 @@ class VisionPart:
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
         """Features [F,D] of an image, and its cells."""
-        if file in self._kept:
-            self._kept.move_to_end(file)
-            return self._kept[file]
+        if file in self._cache:
+            self._cache.move_to_end(file)
+            return self._cache[file]
         patches, grid = self.processor.patches(file)
         features = self.module(mx.array(patches).astype(self.dtype), mx.array([grid]))
         features = mx.stop_gradient(features.astype(self.dtype))
         mx.eval(features)
-        found = self._kept[file] = features, self.processor.cells(grid)
-        while sum(each.nbytes for each, _ in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
-            self._kept.popitem(last=False)
+        found = self._cache[file] = features, self.processor.cells(grid)
+        while sum(each.nbytes for each, _ in self._cache.values()) > CACHE_BYTES and len(self._cache) > 1:
+            self._cache.popitem(last=False)
         return found
 
 

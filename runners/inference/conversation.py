@@ -9,8 +9,8 @@ import attrs
 
 from grpo_fn.rollout import FindStop
 from runners.data.prompts import NO_KWARGS, Message, render
-from runners.inference.generation import Completion, Sampling, Speed, stream
 from runners.inference.inference_model import InferenceModel
+from runners.inference.text_generation import Completion, Sampling, Speed, stream
 from runners.tokenization.text import TextDecoder
 
 

@@ -20,7 +20,7 @@ from runners.machine.launch_modes import usual_launch
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, check_experts, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
-from runners.models.reading import custom_loader, read_model
+from runners.models.model_reader import custom_loader, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def load_inference(
     )
 
 
-def prompt_of(model: str, *, loader: str = "") -> PromptSettings | None:
+def model_prompt_settings(model: str, *, loader: str = "") -> PromptSettings | None:
     """How a model, named as for `load_inference`, was asked in training; None: not known.
 
     The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.

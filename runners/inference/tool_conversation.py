@@ -18,10 +18,10 @@ from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session
 from runners.errors import UserError
 from runners.inference.conversation import Conversation, Event
-from runners.inference.episodes import Drawing, play_episodes
-from runners.inference.generation import STOP, Completion, Sampling, Speed, stream
+from runners.inference.episode_batches import Drawing, play_episodes
 from runners.inference.inference_model import InferenceModel
-from runners.rewards.played import COUNTS, Played
+from runners.inference.text_generation import STOP, Completion, Sampling, Speed, stream
+from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
@@ -220,16 +220,16 @@ def play_prompts(
     ):
         played = episodes.played
         speed.prompt_tokens += sum(map(len, episodes.rollout.prompts))
-        speed.tokens += sum(map(len, played.said))
+        speed.tokens += sum(map(len, played.sampled))
         speed.seconds += episodes.seconds
-        rewards = own_rewards(environments, played)
+        rewards = environment_rewards(environments, played)
         for row, text in enumerate(episodes.texts):
             yield (
                 episodes.examples[row // num_generations].messages,
                 {
                     "completion": text,
                     "finish": episodes.finish[row],
-                    "tokens": len(played.said[row]),
+                    "tokens": len(played.sampled[row]),
                     "messages": list(played.messages[row]),
                     **{name: int(played.counts[name][row]) for name in ("turns", "calls", "failures")},
                     **({} if rewards is None else {"reward": rewards[row]}),
@@ -238,7 +238,7 @@ def play_prompts(
             )
 
 
-def own_rewards(environments: Environments, played: Played) -> list[float | None] | None:
+def environment_rewards(environments: Environments, played: FinishedEpisodes) -> list[float | None] | None:
     """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
     if environments.reward is None:
         return None

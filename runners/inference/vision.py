@@ -19,7 +19,7 @@ from runners.checkpoints.run_folder import model_of_run
 from runners.data.prompts import NO_KWARGS, Message
 from runners.errors import UserError
 from runners.files.json_files import read_json
-from runners.inference.generation import Completion, Sampling, Speed, draws, follow, penalty
+from runners.inference.text_generation import Completion, Sampling, Speed, draws, follow, penalty
 from runners.machine import install_hints
 from runners.models.dtypes import cast_floating, choose_dtype
 from runners.models.folders import resolve_model
@@ -103,8 +103,8 @@ def stream_images(
 ) -> Iterator[str | Completion]:
     """An answer to messages with images (files, in their order, before the last message's text).
 
-    Pieces, then the whole Completion, as `runners.inference.generation.stream` gives them. Raises UserError
-    for a file that is no image, and where the model refuses the prompt.
+    Pieces, then the whole Completion, as `runners.inference.text_generation.stream` gives them. Raises
+    UserError for a file that is no image, and where the model refuses the prompt.
     """
     import mlx_vlm  # pyright: ignore[reportMissingImports]
     from mlx_vlm.prompt_utils import apply_chat_template  # pyright: ignore[reportMissingImports]

@@ -3,7 +3,7 @@
 May import models, tokenization, config, machine and files; not rewards, which call judges.
 """
 
-from runners.judges.building import CalledJudge, build_judge
+from runners.judges.called_judge import CalledJudge, build_judge
 from runners.judges.judge import EndpointJudge, Exchange
 from runners.judges.metrics import combined
 from runners.judges.verdicts import Failure

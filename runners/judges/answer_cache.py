@@ -14,7 +14,7 @@ import attrs
 
 from runners.files.cache_folder import cache_folder
 
-MOST_ANSWERS = 200_000  # the oldest go first
+MOST_JUDGE_ANSWERS = 200_000  # the oldest go first
 _AT_A_TIME = 500  # values of one query
 _PATIENCE = 5.0  # seconds that another process may hold the file
 
@@ -72,7 +72,8 @@ class AnswerCache:
                 [(digest, a.text, a.tokens_in, a.tokens_out) for digest, a in answers.items()],
             )
             connection.execute(
-                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?", (MOST_ANSWERS,)
+                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?",
+                (MOST_JUDGE_ANSWERS,),
             )
 
         self._use(insert)

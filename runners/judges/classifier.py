@@ -18,7 +18,7 @@ from runners.files.tensor_header import check_header
 from runners.judges.verdicts import Failure
 from runners.models.dtypes import cast_floating
 from runners.models.folders import resolve_model
-from runners.models.reading import check_finite, load_tokenizer
+from runners.models.model_reader import check_finite, load_tokenizer
 from runners.models.rope_keys import with_rope_keys
 from runners.tokenization.text import encode
 

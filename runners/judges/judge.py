@@ -14,7 +14,7 @@ from runners.config.sections import JudgeConfig
 from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
 from runners.judges.endpoint import Endpoint, Reply
 from runners.judges.metrics import metric_name
-from runners.judges.questions import columns_of, messages_for
+from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import Failure, presentation_order, read_ranking, read_score
 
 Verdict = float | Failure
@@ -56,7 +56,7 @@ class EndpointJudge:
     __signature__: inspect.Signature = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        columns = columns_of(self.settings)
+        columns = judge_columns(self.settings)
         names = ["completions", "prompts", "log_metric", *columns]
         kind = inspect.Parameter.KEYWORD_ONLY
         # The scorer passes the arguments in a reward's signature, and refuses a run without such a column.

@@ -50,14 +50,14 @@ OWN_NAMES = ("criteria", "prompt", "question", "completion", "completions", "low
 """The names that a prompt may have in braces besides columns of the data."""
 
 
-def prompt_of(settings: JudgeConfig) -> str:
+def judge_prompt(settings: JudgeConfig) -> str:
     """The text with names in braces that this judge fills in."""
     return settings.prompt or (RANKING_PROMPT if settings.kind == "ranking" else SCORE_PROMPT)
 
 
-def columns_of(settings: JudgeConfig) -> tuple[str, ...]:
+def judge_columns(settings: JudgeConfig) -> tuple[str, ...]:
     """The columns of the data that the judge's prompt names."""
-    return tuple(name for name in placeholders(prompt_of(settings)) if name not in OWN_NAMES)
+    return tuple(name for name in placeholders(judge_prompt(settings)) if name not in OWN_NAMES)
 
 
 def messages_for(
@@ -89,7 +89,7 @@ def messages_for(
         "fence": fence,
     }
     # One pass: names inside an inserted text are not filled in.
-    asked = PLACEHOLDER.sub(lambda found: values[found[1]], prompt_of(settings))
+    asked = PLACEHOLDER.sub(lambda found: values[found[1]], judge_prompt(settings))
     system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
     return [*system, {"role": "user", "content": _sendable(asked)}]
 

@@ -34,7 +34,7 @@ def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> fl
     It is the last ``SCORE: number``, or the whole answer if that is one number. With `pattern` it is the
     group of the last match. Text up to ``</think>`` is ignored.
     """
-    text = _said(answer)
+    text = _without_thoughts(answer)
     if pattern:
         found = [match[1] for match in re.finditer(pattern, text)]
     else:
@@ -58,7 +58,7 @@ def read_ranking(answer: str, size: int) -> list[float] | Failure:
     The ranking is the last ``RANKING: 2, 1, 3``, best first, or else the last list in square brackets. It
     must contain each number from 1 to `size` once.
     """
-    text = _said(answer)
+    text = _without_thoughts(answer)
     found = _RANKING.findall(text) or _LIST.findall(text)
     if not found:
         return Failure("got an answer without a ranking", _end_of(text))
@@ -85,7 +85,7 @@ def presentation_order(texts: Sequence[str], salt: str) -> list[str]:
 _ANY = ("utf-8", "surrogatepass")
 
 
-def _said(answer: str) -> str:
+def _without_thoughts(answer: str) -> str:
     return answer[-_MOST:].rpartition(_THOUGHT_END)[2]
 
 

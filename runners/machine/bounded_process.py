@@ -94,7 +94,7 @@ def _resident(pid: int) -> int:
     except (OSError, IndexError):
         pass
     try:
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return int(told.stdout.strip() or 0) * 1024
+        output = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
+        return int(output.stdout.strip() or 0) * 1024
     except (OSError, ValueError):
         return 0

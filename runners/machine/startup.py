@@ -15,7 +15,7 @@ import attrs
 from runners.errors import UserError
 from runners.machine import install_hints
 from runners.machine.programs.gpu_programs import keep_programs
-from runners.machine.thread_ends import wait_for_this_thread
+from runners.machine.thread_exit import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _shorten_buffers() -> None:
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
 
-    In a thread other than the main one it also makes the process outlive the thread: see `thread_ends`.
+    In a thread other than the main one it also makes the process outlive the thread: see `thread_exit`.
 
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
     has computed.

@@ -20,11 +20,11 @@ import click
 
 from runners.errors import UserError
 
-_KEPT = "\n\t"
+_UNESCAPED = "\n\t"
 # C0, delete, C1; characters that change the direction of the text; halves of surrogate pairs.
 _CODES = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
-for _letter in _KEPT:
+for _letter in _UNESCAPED:
     del _TABLE[ord(_letter)]
 
 

@@ -14,7 +14,7 @@ _UPDATED, _RANDOM_BITS = 11, 2
 
 
 @attrs.frozen(kw_only=True)
-class Weights:
+class WeightSizes:
     """Bytes of a run's parameters."""
 
     trained: int  # number of trained parameters, not bytes
@@ -87,7 +87,7 @@ class MemoryPhase:
 
 def phases(
     shape: ModelShape,
-    weights: Weights,
+    weights: WeightSizes,
     *,
     rollout: SampledRows,
     micro_batches: Sequence[MicroBatch],
@@ -147,17 +147,17 @@ def phases(
     return made
 
 
-def floor(weights: Weights) -> int:
+def floor(weights: WeightSizes) -> int:
     """The minimum bytes for one step: weights, moments and one set of gradients."""
     trained = weights.masters + weights.moments + weights.gradients
     return trained + weights.frozen + weights.vision + weights.reference
 
 
-def _copy(weights: Weights, sampling: SampledRows) -> int:
+def _copy(weights: WeightSizes, sampling: SampledRows) -> int:
     return 0 if sampling.own_weights and weights.rollout else weights.copy
 
 
-def _prompts(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
+def _prompts(shape: ModelShape, weights: WeightSizes, sampling: SampledRows) -> dict[str, float]:
     """One call of the prefill, with the caches filled so far."""
     length = sampling.prompt
     chunk = Pass(rows=sampling.prompts, length=min(length, PREFILL_TOKENS), attended=length)
@@ -171,7 +171,7 @@ def _prompts(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict
     }
 
 
-def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
+def _decoding(shape: ModelShape, weights: WeightSizes, sampling: SampledRows) -> dict[str, float]:
     keys = kv_bytes(
         shape,
         rows=sampling.rows,
@@ -207,7 +207,7 @@ def _decoding(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dic
     }
 
 
-def _own(shape: ModelShape, weights: Weights, sampling: SampledRows) -> int:
+def _own(shape: ModelShape, weights: WeightSizes, sampling: SampledRows) -> int:
     """Keys and values of all rows after their prompts, at full length; with copied prompts those too."""
     return kv_bytes(
         shape,
@@ -219,7 +219,7 @@ def _own(shape: ModelShape, weights: Weights, sampling: SampledRows) -> int:
     )
 
 
-def _turns(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[str, float]:
+def _turns(shape: ModelShape, weights: WeightSizes, sampling: SampledRows) -> dict[str, float]:
     """Rows that start a turn with given tokens: an upper bound, with every row at its full length.
 
     In addition to the memory of decoding, all rows' own keys and values are joined and extended.
@@ -235,7 +235,9 @@ def _turns(shape: ModelShape, weights: Weights, sampling: SampledRows) -> dict[s
     }
 
 
-def _logprobs(shape: ModelShape, weights: Weights, held: dict[str, int], batch: MicroBatch) -> MemoryPhase:
+def _logprobs(
+    shape: ModelShape, weights: WeightSizes, held: dict[str, int], batch: MicroBatch
+) -> MemoryPhase:
     working = batch.forward(shape, weights.compute)
     logits, _ = batch.logits(shape, weights.compute, gradient=False)
     return MemoryPhase(
@@ -251,7 +253,7 @@ def _logprobs(shape: ModelShape, weights: Weights, held: dict[str, int], batch: 
 
 def _gradient(
     shape: ModelShape,
-    weights: Weights,
+    weights: WeightSizes,
     held: dict[str, int],
     batch: MicroBatch,
     accumulates: bool,
@@ -284,7 +286,7 @@ def _gradient(
     return _largest([MemoryPhase("gradient", first), MemoryPhase("gradient", last)])
 
 
-def _update(shape: ModelShape, weights: Weights) -> dict[str, float]:
+def _update(shape: ModelShape, weights: WeightSizes) -> dict[str, float]:
     """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
     ahead = (weights.trained - weights.embedding) / shape.layers + weights.embedding
     each = _UPDATED + (_RANDOM_BITS if weights.master < FLOAT else 0)

@@ -15,14 +15,14 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.row_images import processor_of
 from runners.files.json_files import read_json
-from runners.inference.generation import DEFAULT_ROWS
+from runners.inference.text_generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.footprint import MemoryPhase, SampledRows, floor, phases
 from runners.memory.micro_batch import resolve_micro_batch, with_tokens
 from runners.memory.model_sizes import ModelSizes, model_sizes
 from runners.memory.passes import MicroBatch, sampling_arrays
 from runners.models.folders import resolve_model
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 
 ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
 NO_LESS = 1.05  # times the memory of a single row: a smaller micro-batch would be slower and save nothing

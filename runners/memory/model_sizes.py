@@ -31,12 +31,12 @@ from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
-from runners.memory.footprint import Weights
+from runners.memory.footprint import WeightSizes
 from runners.memory.passes import ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
-from runners.models.reading import custom_loader, load_module
+from runners.models.model_reader import custom_loader, load_module
 
 
 @attrs.frozen
@@ -44,7 +44,7 @@ class ModelSizes:
     """A model as a config uses it."""
 
     shape: ModelShape
-    weights: Weights
+    weights: WeightSizes
     shares_prompts: bool  # whether a group's prompt can be computed once in the learner
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
 
@@ -75,7 +75,7 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     packing = _rollout_packing(config)
     return ModelSizes(
         shape=shape,
-        weights=Weights(
+        weights=WeightSizes(
             trained=sum(leaf.size for leaf in trained.values()),
             master=master.size,
             compute=compute.size,

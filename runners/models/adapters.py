@@ -18,7 +18,7 @@ from runners.files.links import check_links
 from runners.files.tensor_header import check_header
 from runners.models.adapter_settings import check_settings
 from runners.models.base_digest import base_digest
-from runners.models.reading import check_finite
+from runners.models.model_reader import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it

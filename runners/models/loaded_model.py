@@ -20,7 +20,7 @@ from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
 from runners.models.folders import resolve_model
-from runners.models.reading import custom_loader, read_model
+from runners.models.model_reader import custom_loader, read_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

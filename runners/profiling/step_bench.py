@@ -23,7 +23,7 @@ from runners.training.loop_state import LoopState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
 
-PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
+BENCH_PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
 _ADVICE = {
     "rollout": "more completions at a time (optim.batch_size, rollout.num_generations), shorter ones "
     "(rollout.max_new_tokens)",
@@ -43,7 +43,7 @@ class StepBench:
 
     steps: int
     first: float  # the first step, which includes compilation
-    seconds: dict[str, float]  # of each of PARTS
+    seconds: dict[str, float]  # of each of BENCH_PARTS
     step: float
     tokens: float  # that a step samples
     learned: float  # tokens that a step's gradient is of, prompts included
@@ -134,7 +134,7 @@ def bench_steps(
     return StepBench(
         steps=len(later),
         first=rows[0]["step_time"],
-        seconds={part: median(f"time/{part}") for part in PARTS},
+        seconds={part: median(f"time/{part}") for part in BENCH_PARTS},
         step=median("step_time"),
         tokens=median("tokens"),
         learned=median("learned"),

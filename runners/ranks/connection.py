@@ -6,14 +6,14 @@ import os
 from contextlib import suppress
 
 from runners.errors import UserError
-from runners.ranks.launched import Place
-from runners.ranks.messages import Message
+from runners.ranks.messages import RankMessage
+from runners.ranks.rank_place import RankPlace
 from runners.ranks.scoreboard import WORKING, Scoreboard
 from runners.ranks.watchdog import Watchdog
 from runners.ranks.wire import Wire
 
 
-def connect(place: Place, timeout: float) -> Wire:
+def connect(place: RankPlace, timeout: float) -> Wire:
     """The connection to the others of `place`; waits for all of them.
 
     `timeout`: seconds that this, or a collective, may take. No signal handler runs during it.
@@ -48,15 +48,17 @@ def connect(place: Place, timeout: float) -> Wire:
 def introduce(wire: Wire, number: int, count: int) -> list[str]:
     """Every rank's host. From now on the ranks of one host see each other on a scoreboard."""
     watchdog = wire.watchdog
-    keys = [message.value for message in wire.meet(Message("the hosts' names", _host_key()))]
+    keys = [message.value for message in wire.meet(RankMessage("the hosts' names", _host_key()))]
     mine = [rank for rank, key in enumerate(keys) if key == keys[number]]
     own = Scoreboard.create(count) if mine[0] == number else None
     try:
-        paths = [message.value for message in wire.meet(Message("the scoreboards", own))]
+        paths = [message.value for message in wire.meet(RankMessage("the scoreboards", own))]
         with suppress(OSError):  # two containers on one host treat each other as different hosts
             wire.board = Scoreboard(paths[mine[0]], count, number)
             wire.write(WORKING)
-        opened = [message.value for message in wire.meet(Message("open scoreboards", wire.board is not None))]
+        opened = [
+            message.value for message in wire.meet(RankMessage("open scoreboards", wire.board is not None))
+        ]
     finally:
         if own:
             Scoreboard.remove(own)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 @attrs.frozen(eq=False)
-class Message:
+class RankMessage:
     """One rank's message at a meeting."""
 
     where: str  # the meeting, such as "rollout"; all ranks have to be at the same one
@@ -23,8 +23,8 @@ class Message:
     lost: str | None = None  # why the rank's output has no reader; None: it may have one
 
 
-def encode(message: Message) -> bytes:
-    """The inverse of `decode`. TypeError for a value that JSON cannot hold."""
+def encode_message(message: RankMessage) -> bytes:
+    """The inverse of `decode_message`. TypeError for a value that JSON cannot hold."""
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     head = {
         "where": message.where,
@@ -39,8 +39,8 @@ def encode(message: Message) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
 
 
-def decode(data: bytes) -> Message:
-    """The message from the bytes of `encode`."""
+def decode_message(data: bytes) -> RankMessage:
+    """The message from the bytes of `encode_message`."""
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     arrays = {}
@@ -48,4 +48,4 @@ def decode(data: bytes) -> Message:
         size = np.dtype(dtype).itemsize * int(np.prod(shape))
         arrays[name] = np.frombuffer(data[end : end + size], dtype).reshape(shape)
         end += size
-    return Message(arrays=arrays, **head)
+    return RankMessage(arrays=arrays, **head)

@@ -16,8 +16,8 @@ import numpy as np
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped
 from runners.ranks.connection import connect, introduce
-from runners.ranks.launched import Place
-from runners.ranks.messages import Message
+from runners.ranks.messages import RankMessage
+from runners.ranks.rank_place import RankPlace
 from runners.ranks.scoreboard import ENDED, WORKING
 from runners.ranks.wire import RankError, Wire
 
@@ -33,7 +33,7 @@ class Ranks:
     It implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same order.
     """
 
-    def __init__(self, place: Place | None = None, *, timeout: float = 600.0) -> None:
+    def __init__(self, place: RankPlace | None = None, *, timeout: float = 600.0) -> None:
         """Joins the others of `place` (None: no others); `timeout`: seconds that a collective may take.
 
         From now on SIGTERM and SIGINT raise Stopped, but not before `ending_together` and not within an
@@ -110,13 +110,13 @@ class Ranks:
 
     def meet(
         self, where: str, value: Any = None, arrays: Mapping[str, np.ndarray] | None = None
-    ) -> list[Message]:
+    ) -> list[RankMessage]:
         """Every rank's message at this meeting, in order.
 
         Raises RankError if a rank has reported that it ends, or if one is gone.
         """
         asked, lost = self.wishes()
-        own = Message(where, value, arrays or {}, asked=asked, lost=lost)
+        own = RankMessage(where, value, arrays or {}, asked=asked, lost=lost)
         if self._wire is None:
             self.asked, self.lost = asked, lost
             return [own]
@@ -222,7 +222,7 @@ class Ranks:
         if self._moving:
             return error
         try:
-            messages = wire.exchange(Message("an error", error=line, code=getattr(error, "exit_code", 1)))
+            messages = wire.exchange(RankMessage("an error", error=line, code=getattr(error, "exit_code", 1)))
         except UserError as lost:
             # If another rank has ended before, SIGTERM comes from the launcher, and that rank is the cause.
             return lost if isinstance(error, Stopped) else error

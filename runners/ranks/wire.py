@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runners.errors import UserError
-from runners.ranks.messages import Message, decode, encode
+from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.ranks.scoreboard import WAITING, WORKING, Scoreboard
 from runners.ranks.watchdog import EXIT_CODE, Watchdog
 
@@ -43,7 +43,7 @@ class Wire:
         self.closed = True
         self.watchdog.stop()
 
-    def meet(self, own: Message) -> list[Message]:
+    def meet(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, in order.
 
         Raises RankError if one of them reports a fault, or if the ranks are not at the same point.
@@ -58,9 +58,9 @@ class Wire:
             raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
         return messages
 
-    def exchange(self, own: Message) -> list[Message]:
+    def exchange(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, without checks."""
-        data = encode(own)
+        data = encode_message(own)
         whole = len(data).to_bytes(8, "little") + data
         firsts = self._gather(own.where, whole[:_BLOCK], _BLOCK)
         sizes = [8 + int.from_bytes(first[:8], "little") for first in firsts]
@@ -68,9 +68,9 @@ class Wire:
         if rest > 0:
             more = self._gather(own.where, whole[_BLOCK:], rest)
             firsts = [first + after for first, after in zip(firsts, more, strict=True)]
-        return [decode(found[8:size]) for found, size in zip(firsts, sizes, strict=True)]
+        return [decode_message(found[8:size]) for found, size in zip(firsts, sizes, strict=True)]
 
-    def error_of(self, messages: Sequence[Message]) -> RankError:
+    def error_of(self, messages: Sequence[RankMessage]) -> RankError:
         """The first fault among the messages."""
         rank = next(r for r, message in enumerate(messages) if message.error is not None)
         error = RankError(f"{self.name(rank)}: {messages[rank].error}")

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from runners.report.line_files import LineFile
-from runners.report.numbers import columns_json, deflated, packed, plain_json
+from runners.report.page_json import columns_json, deflated, packed, plain_json
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
@@ -117,7 +117,7 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
 
 
 @attrs.frozen(eq=False)
-class Completions:
+class CompletionParts:
     """The completions of a run for a page."""
 
     parts: list[Part]
@@ -126,7 +126,7 @@ class Completions:
     bad_lines: int
 
 
-def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> Completions:
+def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> CompletionParts:
     """All completions of a run; if the file has more than `most_bytes`, those of evenly spread updates."""
     path = folder / COMPLETIONS
     size = path.stat().st_size if path.is_file() else 0
@@ -152,7 +152,7 @@ def read_completions(folder: Path, group_size: int, most_bytes: int, last_update
             waiting.append(pool.submit(maker.take(tokens).deflated))
         parts = [each.result() for each in waiting]
     left_out = sum((update - 1) % stride != 0 and update != last_update for update in seen)
-    return Completions(parts, sum(part.rows for part in parts), left_out, file.bad)
+    return CompletionParts(parts, sum(part.rows for part in parts), left_out, file.bad)
 
 
 def read_tokens(

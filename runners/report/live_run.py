@@ -20,8 +20,8 @@ from runners.report.completion_rows import (
     read_tokens,
 )
 from runners.report.line_files import LineFile
-from runners.report.numbers import packed
 from runners.report.page import group_size
+from runners.report.page_json import packed
 from runners.report.run_record import EVENTS, LOCK, METRICS, RunRecord
 
 _WATCHED = (METRICS, EVENTS, COMPLETIONS, EVALUATIONS, TOKENS, LOCK)

@@ -19,16 +19,16 @@ import attrs
 from runners.errors import UserError
 from runners.report.completion_rows import (
     EVALUATIONS,
-    Completions,
+    CompletionParts,
     evaluation_pieces,
     read_completions,
     read_evaluations,
 )
 from runners.report.line_files import LineFile
-from runners.report.numbers import packed
+from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 
-MOST_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
+MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "tokens.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -45,7 +45,7 @@ class Written:
     left_out: int  # updates whose completions are not in the page
 
 
-def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_BYTES) -> Written:
+def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
     """Writes the page of these runs' folders to `out`; a crash leaves the old file or the new one.
 
     Args:
@@ -140,7 +140,7 @@ def group_size(record: RunRecord) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _completions(found: Completions, blobs: list[bytes]) -> dict[str, Any]:
+def _completions(found: CompletionParts, blobs: list[bytes]) -> dict[str, Any]:
     parts = [
         {
             "rows": part.rows,

@@ -11,7 +11,7 @@ from runners.config.loading import RESOLVED, SECTIONS
 from runners.errors import UserError, did_you_mean
 from runners.files.json_files import read_json
 from runners.report.line_files import LineFile
-from runners.report.numbers import plain_number
+from runners.report.page_json import plain_number
 
 METRICS, EVENTS = "training_log.jsonl", "events.jsonl"
 LOCK = ".lock"
@@ -128,14 +128,14 @@ def find_run(folder: Path) -> Path:
     if not folder.is_dir():
         around = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
-    if holds_a_run(folder):
+    if is_run_folder(folder):
         return folder
-    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and holds_a_run(path))
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and is_run_folder(path))
     more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
 
 
-def holds_a_run(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """Whether a run has written its config or its log here."""
     return (folder / METRICS).is_file() or (folder / RESOLVED).is_file()
 

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 from runners.errors import UserError
 from runners.report.live_run import LiveRun
 from runners.report.page import page, small_page
-from runners.report.run_record import RunRecord, holds_a_run
+from runners.report.run_record import RunRecord, is_run_folder
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -37,7 +37,7 @@ _BEAT = 15.0  # seconds after which an idle stream sends a sign of life
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def check_installed() -> None:
+def check_server_installed() -> None:
     """Raises UserError if a package is missing."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
@@ -238,10 +238,10 @@ _HEADERS = [
 
 def runs_in(place: Path) -> dict[str, Path]:
     """The runs that are served, by name: the one in `place`, or those in its folders."""
-    if holds_a_run(place):
+    if is_run_folder(place):
         return {place.name or "run": place}
     try:
-        inside = [path for path in place.iterdir() if path.is_dir() and holds_a_run(path)]
+        inside = [path for path in place.iterdir() if path.is_dir() and is_run_folder(path)]
     except OSError:
         return {}
     return {path.name: path for path in sorted(inside)}

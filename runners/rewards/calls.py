@@ -29,7 +29,7 @@ class Outcome:
     )
 
 
-def plain_value(value: Any) -> Any:
+def python_value(value: Any) -> Any:
     """A result with arrays and their scalars as lists and numbers."""
     # In the thread of the call, because a lazy MLX array can be evaluated only there.
     if hasattr(value, "tolist"):
@@ -45,7 +45,7 @@ def call(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     timeout: float,
-    read: Callable[[Any], Any] = plain_value,
+    read: Callable[[Any], Any] = python_value,
 ) -> Outcome:
     """Call a function with keywords; after `timeout` seconds it is left running in a daemon thread.
 
@@ -84,7 +84,7 @@ def call_together(
     async def run_one(index: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         try:
             result = await function(**arguments)
-            outcomes[index] = Outcome(value=(read[index] if read else plain_value)(result))
+            outcomes[index] = Outcome(value=(read[index] if read else python_value)(result))
         except (
             BaseException
         ) as error:  # an error that is not an Exception would end the loop and the other calls

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.algorithm import has_varied_rewards
 from runners.config.loading import Config
 from runners.data.prompts import Example
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import FinishedEpisodes
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +32,7 @@ class Experience:
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
     reward_names: tuple[str, ...]  # of the rows of values_kb
-    played: Played | None = None  # messages and counts of conversations; None: single turns
+    played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
     @property
@@ -39,7 +40,7 @@ class Experience:
         """Tokens of each completion that the model sampled."""
         if self.played is None:
             return np.array(self.rollout.lengths_b)
-        return np.array([len(tokens) for tokens in self.played.said])
+        return np.array([len(tokens) for tokens in self.played.sampled])
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
@@ -85,7 +86,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
         },
         played=None
         if any(part.played is None for part in parts)
-        else Played.joined([part.played for part in parts if part.played is not None]),
+        else FinishedEpisodes.concatenated([part.played for part in parts if part.played is not None]),
         penalty_b=None
         if any(part.penalty_b is None for part in parts)
         else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
@@ -94,7 +95,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
 
 def varied_groups(rewards_pg: np.ndarray) -> list[int]:
     """Groups in which at least two rewards differ: only these can be learned from."""
-    return np.flatnonzero(reward_spread(rewards_pg) > 0).tolist()
+    return np.flatnonzero(np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))).tolist()
 
 
 def reward_spread(rewards_pg: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
 from runners.judges import Failure
-from runners.rewards.calls import Outcome, call, call_together, is_async, plain_value
+from runners.rewards.calls import Outcome, call, call_together, is_async, python_value
 from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 
@@ -192,7 +192,7 @@ class _Called:
 
         Only plain numbers and texts are returned, because reading the result may run the reward's own code.
         """
-        values, fault = _as_list(plain_value(result), self.size)
+        values, fault = _as_list(python_value(result), self.size)
         if fault:
             return [], [fault], self.size
         faults: dict[str, list[int]] = {}

@@ -21,14 +21,14 @@ _TEXT = 10_000  # characters of a text in a table
 
 
 @attrs.frozen
-class Completions:
+class CompletionTable:
     """The part of a batch step's completions that dashboards get."""
 
     rows: list[dict[str, Any]]  # the first completions, for a table
     numbers: dict[str, list[float]]  # of all completions: reward, each function's reward, advantage, length
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], most: int) -> Completions:
+    def of(cls, records: Sequence[Mapping[str, Any]], most: int) -> CompletionTable:
         """From records of completions.jsonl; `most` of them go into the table."""
         rewards = list(dict.fromkeys(name for record in records for name in record.get("rewards", {})))
         rows = [
@@ -65,12 +65,12 @@ class Sink(Protocol):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def completions(self, batch: Completions, step: int) -> None: ...
+    def completions(self, batch: CompletionTable, step: int) -> None: ...
 
     def close(self) -> None: ...
 
 
-def check_installed(settings: LogConfig) -> None:
+def check_dashboards_installed(settings: LogConfig) -> None:
     """Raises UserError if a dashboard that [log] asks for is not installed."""
     missing = [_missing(key, kind.package) for key, kind in _DASHBOARDS.items() if getattr(settings, key)]
     problems = [problem for problem in missing if problem]
@@ -80,7 +80,7 @@ def check_installed(settings: LogConfig) -> None:
 
 def open_sinks(target: Target, settings: LogConfig) -> list[Sink]:
     """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
-    check_installed(settings)
+    check_dashboards_installed(settings)
     sinks: list[Sink] = []
     for key, kind in _DASHBOARDS.items():
         if getattr(settings, key):
@@ -120,7 +120,7 @@ class _TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def completions(self, batch: Completions, step: int) -> None:
+    def completions(self, batch: CompletionTable, step: int) -> None:
         for number, row in enumerate(batch.rows):
             facts = ", ".join(f"{name} {value}" for name, value in row.items() if name not in _LONG)
             text = "\n\n".join([f"`{facts}`", *(f"**{name}**\n\n{_quoted(row[name])}" for name in _LONG)])
@@ -156,7 +156,7 @@ class _WandB:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({**metrics, "update": step})
 
-    def completions(self, batch: Completions, step: int) -> None:
+    def completions(self, batch: CompletionTable, step: int) -> None:
         if batch.rows:
             data: list[Any] = [list(row.values()) for row in batch.rows]
             table = self._wandb.Table(columns=list(batch.rows[0]), data=data)
@@ -180,7 +180,7 @@ class _Trackio:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._trackio.log(dict(metrics), step=step)
 
-    def completions(self, batch: Completions, step: int) -> None:
+    def completions(self, batch: CompletionTable, step: int) -> None:
         if batch.rows:
             data: list[Any] = [list(row.values()) for row in batch.rows]
             table = self._trackio.Table(columns=list(batch.rows[0]), data=data)

@@ -18,7 +18,7 @@ from rich.text import Text
 from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.block.key_presses import KeyPresses
-from runners.telemetry.block.rows import Example, detail_rows, example_rows
+from runners.telemetry.block.rows import ShownCompletion, detail_rows, example_rows
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -66,7 +66,7 @@ class LiveReport:
         self._title = "grpo"
         self._status = ""
         self._begun = self._finished = False
-        self._example: Example | None = None
+        self._example: ShownCompletion | None = None
         self._example_shown = False
         self._keys = KeyPresses(self.key)
         # Two refreshes a second keep the time current and leave the cores to the run.
@@ -115,7 +115,7 @@ class LiveReport:
 
     def example(self, record: Mapping[str, Any]) -> None:
         """See `Report.example`."""
-        self._example = Example.of(record)
+        self._example = ShownCompletion.of(record)
 
     def key(self, letter: str) -> None:
         """Handles a key: e shows an example, or hides it again."""

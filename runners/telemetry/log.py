@@ -11,7 +11,7 @@ from typing import Any
 from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
-from runners.telemetry.dashboards import Completions, Target, open_sinks
+from runners.telemetry.dashboards import CompletionTable, Target, open_sinks
 
 METRICS, EVENTS, COMPLETIONS = "training_log.jsonl", "events.jsonl", "completions.jsonl"
 EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
@@ -84,7 +84,7 @@ class MetricsLog:
         records = list(records)
         self._write(COMPLETIONS, records)
         if self._sinks and self._table_rows and records:
-            batch, update = Completions.of(records, self._table_rows), int(records[0]["update"])
+            batch, update = CompletionTable.of(records, self._table_rows), int(records[0]["update"])
             for sink in self._sinks:
                 if sink.replaces or (update, False) not in self._repeated:
                     sink.completions(batch, update)

@@ -204,7 +204,7 @@ class PieceLengths:
     def __init__(self, decoder: TextDecoder) -> None:
         """Nothing is known yet."""
         self._decoder = decoder
-        self._inside: dict[int, int] = {}
+        self._following: dict[int, int] = {}
         self._first: dict[int, int] = {}
 
     def of(self, tokens: Sequence[int], text: str) -> list[int]:
@@ -212,9 +212,9 @@ class PieceLengths:
         if not tokens:
             return []
         decode = self._decoder.decode
-        first = _kept(self._first, tokens[0], lambda token: len(decode([token])))
+        first = _cached(self._first, tokens[0], lambda token: len(decode([token])))
         inside = [
-            _kept(self._inside, token, lambda token: len(decode([token, token])) - len(decode([token])))
+            _cached(self._following, token, lambda token: len(decode([token, token])) - len(decode([token])))
             for token in tokens[1:]
         ]
         found = [first, *inside]
@@ -225,7 +225,7 @@ class PieceLengths:
         return [*exact[:-1], exact[-1] + len(stream.finish())]
 
 
-def _kept(known: dict[int, int], token: int, make: Callable[[int], int]) -> int:
+def _cached(known: dict[int, int], token: int, make: Callable[[int], int]) -> int:
     if token not in known:
         known[token] = make(token)
     return known[token]

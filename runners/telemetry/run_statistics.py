@@ -28,7 +28,9 @@ class Tally:
     resampled: int
     logged: dict[str, list[float]]  # metrics that rewards logged
     seconds: dict[str, float]
-    counts: dict[str, np.ndarray] = attrs.field(factory=dict)  # of conversations: see `rewards.played`
+    counts: dict[str, np.ndarray] = attrs.field(
+        factory=dict
+    )  # of conversations: see `rewards.finished_episodes`
 
     @classmethod
     def of(cls, experience: Experience) -> Tally:

@@ -42,9 +42,9 @@ class PromptSettings:
     stop: tuple[str, ...] = field(validator=rules.each_text())  # stop strings
     max_new_tokens: int = field(validator=rules.at_least(1))  # length limit of a completion
     temperature: float = field(validator=rules.above(0))
-    top_p: float = field(validator=rules.share(zero=False))
+    top_p: float = field(validator=rules.fraction(zero=False))
     top_k: int = field(validator=rules.at_least(0))  # 0: off
-    min_p: float = field(validator=rules.share(one=False))
+    min_p: float = field(validator=rules.fraction(one=False))
     # Further arguments of the chat template.
     chat_template_kwargs: dict[str, bool | int | float | str] = field(
         factory=dict, hash=False, validator=rules.template_arguments()

@@ -21,7 +21,7 @@ from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
 
 _FORMAT = 1  # a new number invalidates the cache
-_KEPT = 500  # files in the cache folder
+_MOST_FILES = 500  # files in the cache folder
 _SECONDS, _MEMORY = 2.0, 512_000_000  # and for each byte of the files:
 _SECONDS_A_BYTE, _MEMORY_A_BYTE = 0.4e-6, 16
 
@@ -88,6 +88,6 @@ def _remember(seen: Path) -> None:
     with suppress(OSError):
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.touch()
-        old = sorted(seen.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_KEPT]
+        old = sorted(seen.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]
         for file in old:
             file.unlink()

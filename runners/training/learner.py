@@ -16,7 +16,7 @@ from runners.data.stream import RunLength
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
-from runners.models.reading import vocabulary_rows
+from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 from runners.tuning.model_check import check_model

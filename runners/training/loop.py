@@ -27,7 +27,7 @@ from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
-from runners.models.writing import save_final
+from runners.models.model_writer import save_final
 from runners.rewards.experience import Experience
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.diary import Diary

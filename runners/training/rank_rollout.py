@@ -16,18 +16,20 @@ import numpy as np
 import grpo_fn as g
 from runners.data.prompts import Example
 from runners.errors import RewardError
-from runners.ranks.messages import Message
+from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience, join_experiences, select_groups
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import FinishedEpisodes
 
 _ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 
-Part = tuple[Experience, dict[int, str]]  # an experience, and the rewards that failed for all its completions
+RankExperience = tuple[Experience, dict[int, str]]  # and the rewards that failed for all its completions
 
 
-def meet_for_rollout(ranks: Ranks, examples: Sequence[Example], part: Part | None, fault: str | None) -> Part:
+def meet_for_rollout(
+    ranks: Ranks, examples: Sequence[Example], part: RankExperience | None, fault: str | None
+) -> RankExperience:
     """The whole experience of these examples, from every rank's part; the same on all ranks.
 
     Args:
@@ -114,7 +116,7 @@ def _problems(whole: Experience, parts: Sequence[Experience]) -> tuple[str, ...]
     return (*own, *dict.fromkeys(others))
 
 
-def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _packed(part: RankExperience) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     experience, failed = part
     rollout = experience.rollout
     found = {name: getattr(rollout, name) for name in _ROLLOUT} | {
@@ -140,24 +142,24 @@ def _packed(part: Part) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return value, {name: np.array(array) for name, array in found.items() if array is not None}
 
 
-def _packed_played(played: Played) -> dict[str, Any]:
+def _packed_played(played: FinishedEpisodes) -> dict[str, Any]:
     """Conversations without their environments, which stay on their rank: only its rewards need them."""
     return {
         "messages": played.messages,
         "counts": {name: values.tolist() for name, values in played.counts.items()},
         "faults": played.faults,
-        "said": [list(map(int, tokens)) for tokens in played.said],
+        "sampled": [list(map(int, tokens)) for tokens in played.sampled],
         "seconds": played.seconds,
     }
 
 
-def _unpacked_played(value: dict[str, Any]) -> Played:
-    return Played(
+def _unpacked_played(value: dict[str, Any]) -> FinishedEpisodes:
+    return FinishedEpisodes(
         messages=tuple(map(tuple, value["messages"])),
         environments=(None,) * len(value["messages"]),
         counts={name: np.array(values, np.int64) for name, values in value["counts"].items()},
         faults=tuple(value["faults"]),
-        said=tuple(map(tuple, value["said"])),
+        sampled=tuple(map(tuple, value["sampled"])),
         seconds=tuple(value["seconds"]),
     )
 
@@ -167,7 +169,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _unpacked(message: Message, examples: Sequence[Example]) -> Part:
+def _unpacked(message: RankMessage, examples: Sequence[Example]) -> RankExperience:
     value, arrays = message.value, message.arrays
     rollout = g.Rollout(
         prompts=tuple(map(tuple, value["prompts"] or [example.tokens for example in examples])),

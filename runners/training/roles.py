@@ -12,7 +12,7 @@ import grpo_fn as g
 from grpo_fn.policy import QuantizedRole, is_quantized
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
-from runners.models.quantized_role import make_quantized_role, unfit_notice
+from runners.models.role_quantization import make_quantized_role, unfit_notice
 
 Sample = Callable[[g.Policy, Tree], g.Rollout]
 

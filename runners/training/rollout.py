@@ -23,15 +23,17 @@ from runners.rewards.experience import (
     select_groups,
     varied_groups,
 )
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
-from runners.training.rank_rollout import Part, meet_for_rollout
+from runners.training.rank_rollout import RankExperience, meet_for_rollout
 
 # Takes parameters, examples, their numbers in the batch step, and the key.
 Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollout]
-Play = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, Played]]
+PlayEpisodes = Callable[
+    [Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, FinishedEpisodes]
+]
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +45,7 @@ class Collector:
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
     ranks: Ranks = attrs.field(factory=Ranks)
-    play: Play | None = None  # in place of `generate` where there are environments
+    play: PlayEpisodes | None = None  # in place of `generate` where there are environments
 
     def collect(
         self,
@@ -96,7 +98,7 @@ class Collector:
 
     def _on_all_ranks(
         self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> Part:
+    ) -> RankExperience:
         """One round, and the rewards that failed for all its completions; each rank does its share."""
         if self.ranks.alone:
             return self._once(params, examples, range(len(examples)), key, trainer_state)
@@ -118,7 +120,7 @@ class Collector:
         numbers: Sequence[int],
         key: mx.array,
         trainer_state: TrainerState,
-    ) -> Part:
+    ) -> RankExperience:
         """One round of these examples; `numbers` are their places among the examples of all ranks."""
         started = time.perf_counter()
         played = None
@@ -152,7 +154,7 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, completions if played is None else played.said)),
+            sampled_tokens=sum(map(len, completions if played is None else played.sampled)),
             resampled=0,
             problems=(*(played.problems if played else ()), *scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},

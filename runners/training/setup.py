@@ -20,7 +20,7 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import PromptStream, RunLength
 from runners.environments.environments import Environments, all_rewards, build_environments
-from runners.environments.tools import check_names
+from runners.environments.tools import check_environment_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.machine.launch_modes import launch_keywords
@@ -31,10 +31,10 @@ from runners.machine.startup import Platform
 from runners.memory.micro_batch import with_tokens
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
-from runners.models.reading import vocabulary_rows
+from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
+from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
-from runners.rewards.played import Played
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
@@ -104,7 +104,7 @@ def build_run(
     functions, weights = config.reward.functions, config.reward.weights
     rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
     check_judges(rewards)
-    check_names(config.env, config.folders)
+    check_environment_names(config.env, config.folders)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
@@ -286,9 +286,9 @@ def _collector(
 
     def play(
         params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
-    ) -> tuple[g.Rollout, Played]:
+    ) -> tuple[g.Rollout, FinishedEpisodes]:
         assert environments is not None
-        player, size, played = environments, rollout.num_generations, list[Played]()
+        player, size, played = environments, rollout.num_generations, list[FinishedEpisodes]()
 
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
             """Samples whole conversations; when repeated, they start with `reset` again."""

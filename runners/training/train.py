@@ -31,10 +31,10 @@ from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
-from runners.ranks.launched import launched
+from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.report import final_report
-from runners.telemetry.dashboards import check_installed
+from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
@@ -76,7 +76,7 @@ def run_training(
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
     if ranks is not None:  # their owner ends them
         return _train(config, machine, ranks, report, **how)
-    ranks = Ranks(launched())
+    ranks = Ranks(read_rank_place())
     with ranks.ending_together():
         return _train(config, machine, ranks, report, **how)
 
@@ -93,7 +93,7 @@ def _train(
 ) -> RunResult:
     config = config.check()
     ranks.wait_for(config.system.collective_timeout)
-    check_installed(config.log)
+    check_dashboards_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
     written = config if ranks.first else _writing_nothing(config)
@@ -157,7 +157,7 @@ def _train(
             "arithmetic": computing,
         }
         settings = run.config if ranks.first else _writing_nothing(run.config)
-        keeper = Saver if ranks.first else NoSaver
+        saver_type = Saver if ranks.first else NoSaver
         wanted.append(True)  # from now on there is something to report
         with (
             MetricsLog(
@@ -168,7 +168,7 @@ def _train(
                 keep=keep,
                 update=at.update,
             ) as log,
-            keeper(held, settings.checkpoint, log.names, shown.note, room) as saver,
+            saver_type(held, settings.checkpoint, log.names, shown.note, room) as saver,
             StopSignals(ranks.alert(shown.alert)) as signals,
         ):
             # Otherwise the first weights and moments would stay in memory beside the current ones.

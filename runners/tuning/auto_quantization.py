@@ -26,7 +26,7 @@ from runners.machine.launch_modes import launch_keywords, usual_launch
 from runners.machine.memory_readings import read_memory
 from runners.machine.startup import Platform
 from runners.models.loaded_model import LoadedModel
-from runners.models.quantized_role import make_quantized_role
+from runners.models.role_quantization import make_quantized_role
 from runners.tuning.quantization_choice import MeasuredFormat, Trial, choose_format
 
 TRIAL_SECONDS = 18.0  # seconds for all measurements; the documented limit is twenty

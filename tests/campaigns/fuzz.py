@@ -155,7 +155,7 @@ class Weights(Target):
 
     def feed(self, value: tuple[str, bytes]) -> None:
         from runners.models.folders import resolve_model
-        from runners.models.reading import read_model
+        from runners.models.model_reader import read_model
 
         name, content = value
         try:

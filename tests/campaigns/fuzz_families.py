@@ -32,7 +32,7 @@ class Adapters(Target):
         from runners.config.sections import LoraConfig
         from runners.files.durable import save_arrays
         from runners.models.adapters import new_adapters
-        from runners.models.reading import load_module
+        from runners.models.model_reader import load_module
         from tests.support.tiny_models import make_model_folder
 
         self.model = make_model_folder(folder / "model", layers=1)
@@ -67,7 +67,7 @@ class Adapters(Target):
         from mlx.utils import tree_flatten
 
         from runners.models.adapters import base_of, read_adapters
-        from runners.models.reading import load_module
+        from runners.models.model_reader import load_module
 
         name, content = value
         try:
@@ -134,7 +134,7 @@ class Templates(Target):
 
     def feed(self, value: bytes) -> None:
         from runners.data.prompts import render
-        from runners.models.reading import load_tokenizer
+        from runners.models.model_reader import load_tokenizer
 
         (self.model / "chat_template.jinja").write_bytes(value)
         tokenizer = load_tokenizer(self.model, self.config)

@@ -15,8 +15,8 @@ from runners.config.loading import load_config
 from runners.data.prompts import render
 from runners.errors import UserError, one_line
 from runners.files.links import check_links
-from runners.models import reading
-from runners.models.reading import load_tokenizer, read_model
+from runners.models import model_reader
+from runners.models.model_reader import load_tokenizer, read_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -271,7 +271,7 @@ def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch,
     if place == "tokenizer_config.json":
         config["chat_template"] = template
     else:
-        monkeypatch.setattr(reading, "check_tokenizer", lambda *_: None)
+        monkeypatch.setattr(model_reader, "check_tokenizer", lambda *_: None)
         del config["chat_template"]
         (folder / place).write_text(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

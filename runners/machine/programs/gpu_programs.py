@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
 _UNKNOWN = ".unknown"  # suffix of a file that marks a name that MLX does not use
-_SETTLED = 1.0  # a file is complete so many seconds after its last change
+_UNCHANGED_SECONDS = 1.0  # a file is complete so many seconds after its last change
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
 _at_exit = atexit.register
-_kept_in: dict[Path, Path] = {}  # this process's folder -> the permanent one
+_cache_of: dict[Path, Path] = {}  # this process's folder -> the permanent one
 _CODE = """
 import sys
 from grpo_fn.backends.cuda.programs import compile_program
@@ -48,23 +48,23 @@ def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
         A line if the cache cannot be read.
     """
     given = os.environ.get(_VARIABLE, "")
-    if given and (Path(given) in _kept_in or not Path(given).name.startswith(_PREFIX)):
+    if given and (Path(given) in _cache_of or not Path(given).name.startswith(_PREFIX)):
         return ()  # set by an earlier call or by the user; with the prefix it is a parent process's
-    kept = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
+    cache = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
     try:
         scratch = tempfile.TemporaryDirectory(prefix=_PREFIX)
     except OSError:  # no space: MLX compiles without keeping programs
         os.environ.pop(_VARIABLE, None)
         return ()
     own = Path(scratch.name)
-    _kept_in[own] = kept
+    _cache_of[own] = cache
     os.environ[_VARIABLE] = str(own)
     fault = ""
     try:
-        _copy(kept, own, _programs(kept))
+        _copy(cache, own, _programs(cache))
     except OSError as error:
-        fault = f"GPU programs are compiled again: {kept}: {error.strerror or error}"
-    _at_exit(_end, scratch, kept, _programs(own))
+        fault = f"GPU programs are compiled again: {cache}: {error.strerror or error}"
+    _at_exit(_end, scratch, cache, _programs(own))
     return (fault,) if fault else ()
 
 
@@ -86,16 +86,18 @@ def _copy(source: Path, target: Path, places: Iterable[Path]) -> None:
         os.replace(part.name, file)
 
 
-def _end(scratch: tempfile.TemporaryDirectory[str], kept: Path, before: Sequence[Path]) -> None:
+def _end(scratch: tempfile.TemporaryDirectory[str], cache: Path, before: Sequence[Path]) -> None:
     """Keeps the programs that MLX has compiled, and removes the process's folder."""
     own = Path(scratch.name)
     with contextlib.suppress(OSError):  # no space, or the folder is gone: programs are compiled again
         new = [place for place in _programs(own) if place not in set(before)]
         # MLX may still be compiling.
         late = {
-            place.with_suffix("") for place in new if (own / place).stat().st_mtime > time.time() - _SETTLED
+            place.with_suffix("")
+            for place in new
+            if (own / place).stat().st_mtime > time.time() - _UNCHANGED_SECONDS
         }
-        _copy(own, kept, (place for place in new if place.with_suffix("") not in late))
+        _copy(own, cache, (place for place in new if place.with_suffix("") not in late))
     scratch.cleanup()
 
 
@@ -149,24 +151,24 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        faults, unkept, done = list(self._faults), [], []
+        faults, unsaved, done = list(self._faults), [], []
         for process, names in self._running:
             try:
-                _, said = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
+                _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 faults.append(f"it took more than {_SECONDS} s")
                 continue
             if process.returncode:
-                faults.append((said.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+                faults.append((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
             else:
                 done += names
-        for folder in (self.folder, _kept_in.get(self.folder)):
+        for folder in (self.folder, _cache_of.get(self.folder)):
             try:
                 self._keep(done, folder)
             except OSError as error:
-                unkept.append(f"{folder}: {error.strerror or error}")
+                unsaved.append(f"{folder}: {error.strerror or error}")
         lines = [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
-        return lines + [f"some GPU programs were not kept: {fault}" for fault in unkept]
+        return lines + [f"some GPU programs were not kept: {fault}" for fault in unsaved]
 
     @staticmethod
     def _tried(folder: Path, name: str) -> bool:

@@ -83,7 +83,7 @@ def _progress(name: str, steps: int) -> Callable[[int, float], None]:
 
 def make_word_problems(out: Path, seed: int) -> None:
     """The word problems and the model that knows them."""
-    from runners.quickstart.make.model import build_model, exact_match, save_model
+    from runners.quickstart.make.model import build_model, exact_match, save_embedded_model
     from runners.quickstart.make.problems import SPLIT_ROWS, draw, draw_rows
     from runners.quickstart.make.tokenizer import train_tokenizer
     from runners.quickstart.make.training import PHASES, train, word_problem
@@ -100,7 +100,7 @@ def make_word_problems(out: Path, seed: int) -> None:
             return word_problem(lessons, tokenizer, phase)
 
         train(model, phase, next_lesson, tokenizer.pad_token_id, _progress(phase.name, phase.steps))
-        save_model(model, tokenizer, out / "model")
+        save_embedded_model(model, tokenizer, out / "model")
         greedy, _ = exact_match(model, tokenizer, rows)
         pass_1, pass_8 = exact_match(model, tokenizer, rows, samples=8, temperature=1.0)
         click.echo(
@@ -111,7 +111,7 @@ def make_word_problems(out: Path, seed: int) -> None:
 def make_products(out: Path, seed: int) -> None:
     """The products and the model with the calculator, with a manifest of all files."""
     from runners.quickstart.make import products
-    from runners.quickstart.make.model import build_model, save_model
+    from runners.quickstart.make.model import build_model, save_embedded_model
     from runners.quickstart.make.tokenizer import train_tokenizer
     from runners.quickstart.make.training import train
 
@@ -131,7 +131,7 @@ def make_products(out: Path, seed: int) -> None:
         report = _progress(phase.name, phase.steps)
         batch = products.BATCH
         train(model, phase, next_lesson, tokenizer.pad_token_id, report, batch, batch)
-        save_model(model, tokenizer, out / "model", products.CONFIG, products.LONGEST)
+        save_embedded_model(model, tokenizer, out / "model", products.CONFIG, products.LONGEST)
         shares = products.call_shares(model, tokenizer, held_out)
         with_call, in_head = products.followed(model, tokenizer, held_out)
         click.echo(

@@ -44,7 +44,7 @@ def build_model(seed: int, config: dict[str, Any] = CONFIG) -> llama.Model:
     return model
 
 
-def save_model(
+def save_embedded_model(
     model: llama.Model,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,

@@ -10,7 +10,7 @@ import zlib
 import attrs
 import numpy as np
 
-from runners.quickstart.make.templates import NAMES, TEMPLATES, THINGS, Steps, Template
+from runners.quickstart.make.templates import NAMES, TEMPLATES, THINGS, Template, TemplateSteps
 
 SPLITS = {"train": (2, 3, 4, 5, 6, 7), "valid": (1,), "test": (0,)}
 """Which of the eight residues of the CRC belong to which split."""
@@ -63,7 +63,7 @@ def compute(left: int, operator: str, right: int) -> int | None:
     return result if 1 <= result <= LARGEST else None
 
 
-def work_out(steps: Steps, numbers: tuple[int, ...]) -> tuple[Step, ...] | None:
+def work_out(steps: TemplateSteps, numbers: tuple[int, ...]) -> tuple[Step, ...] | None:
     """Fill the expressions in with the numbers, step by step; None if a step has no admissible result."""
     known = dict(zip("abcd", numbers, strict=False))
     done = []
@@ -159,7 +159,7 @@ def slipped(
 
 
 def _wrong_operator(
-    steps: Steps, numbers: tuple[int, ...], rng: np.random.Generator
+    steps: TemplateSteps, numbers: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[Step, ...] | None:
     """The steps with one operator replaced, by chance among the ways that work out; None if none does."""
     ways = []

@@ -10,7 +10,7 @@ import attrs
 NAMES = ("Ann", "Ben", "Cora", "Dan", "Eva", "Finn", "Gus", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned", "Pam")
 THINGS = ("apples", "pears", "shells", "coins", "cards", "beads", "stones", "nuts", "pens", "stamps")
 
-Steps = tuple[tuple[str, str], ...]
+TemplateSteps = tuple[tuple[str, str], ...]
 
 
 @attrs.frozen
@@ -20,8 +20,8 @@ class Template:
     name: str
     wordings: tuple[str, ...]
     ranges: tuple[tuple[int, int], ...]
-    steps: Steps
-    habit: Steps | None = None
+    steps: TemplateSteps
+    habit: TemplateSteps | None = None
 
 
 TEMPLATES: tuple[Template, ...] = (

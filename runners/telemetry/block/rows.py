@@ -21,7 +21,7 @@ _REWARD, _MEAN, _TIME = "rewards/", "/mean", "time/"
 
 
 @attrs.frozen
-class Example:
+class ShownCompletion:
     """A completion as the display shows it."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Example:
     reward: float | None
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Example:
+    def of(cls, record: Mapping[str, Any]) -> ShownCompletion:
         """From a record of completions.jsonl."""
         reward = record.get("reward")
         return cls(str(record.get("prompt", "")), str(record.get("completion", "")), reward)
@@ -48,7 +48,7 @@ def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
     return rows
 
 
-def example_rows(example: Example | None, width: int) -> RenderableType:
+def example_rows(example: ShownCompletion | None, width: int) -> RenderableType:
     """One completion, only its end if it is long; `width` is in columns."""
     if example is None:
         return Text("no completion yet", style="dim")

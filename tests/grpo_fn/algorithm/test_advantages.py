@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn.algorithm import has_varied_rewards
 from tests.support.properties import reference_advantages as reference
 from tests.support.properties.strategies import reward_groups
 
@@ -243,6 +244,14 @@ def test_gdpo_needs_a_group_size_that_divides(size):
     """Without a group size of at least 2 that divides the completions, normalising has no meaning."""
     with pytest.raises(ValueError, match=rf"group_size.*{size}"):
         g.combine_rewards(mx.zeros((2, 6)), mx.ones(2), aggregate="normalize_then_sum", group_size=size)
+
+
+@given(rewards=reward_groups())
+def test_varied_rewards_are_those_with_an_advantage(rewards):
+    """Two given rewards of the group differ, exactly; only then an advantage differs from 0."""
+    wanted = [len(set(group[~np.isnan(group)].tolist())) > 1 for group in rewards]
+    assert np.array(has_varied_rewards(mx.array(rewards))).tolist() == wanted
+    assert advantages(rewards, scale="none").any(axis=1).tolist() == wanted
 
 
 @given(

@@ -15,7 +15,7 @@ from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
 from runners.checkpoints.state_files import load_state
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
-from runners.models.writing import save_final
+from runners.models.model_writer import save_final
 from tests.support.files.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import TOKENS, load, logits, make_state, same_bits

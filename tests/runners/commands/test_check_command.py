@@ -10,7 +10,7 @@ from runners.config.loading import load_config
 from runners.data.prompts import template_notices
 from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 from runners.training.train import run_training
 from tests.support.resuming import Killed
 from tests.support.tiktoken_files import make_encoding, make_nanochat_folder

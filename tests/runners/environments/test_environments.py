@@ -15,7 +15,7 @@ import grpo_fn as g
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example, render
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.environments import build_environments, own_reward
+from runners.environments.environments import build_environments, environment_reward
 from runners.errors import UserError
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
@@ -549,10 +549,10 @@ def test_an_async_reward_of_its_own_is_awaited():
             await asyncio.sleep(0)
             return 2.0
 
-    reward = own_reward(Judged)
+    reward = environment_reward(Judged)
     scores = Scorer([reward]).score(["x"], [[]], {}, environments=[Judged()])
     assert scores.values_kb.tolist() == [[2.0]]
-    assert own_reward(SimpleNamespace) is None
+    assert environment_reward(SimpleNamespace) is None
 
 
 def test_plain_functions_are_tools(built):

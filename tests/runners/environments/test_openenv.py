@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from runners.config.loading import load_config
-from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
@@ -130,7 +130,7 @@ def test_two_steps_of_training_in_a_server(server, tmp_path, monkeypatch):
     )
     # The embedded model calls no tools: each of its turns stands for a call.
     monkeypatch.setattr(
-        CallReader, "read", lambda self, text: Written(text, (ToolCall("say", {"message": text[:40]}),))
+        CallReader, "read", lambda self, text: ParsedTurn(text, (ToolCall("say", {"message": text[:40]}),))
     )
     (tmp_path / "t.toml").write_text(
         small(

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.environments.environments import all_rewards, build_environments
-from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.evaluation.episode_figures import EpisodeFigures
 from runners.evaluation.episode_measurement import measure_episodes
 from runners.evaluation.estimators import wilson
@@ -64,7 +64,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "even.py").write_text(SOURCE)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setattr(CallReader, "read", lambda self, text: Written(text, (ODD,)))
+    monkeypatch.setattr(CallReader, "read", lambda self, text: ParsedTurn(text, (ODD,)))
     return tmp_path
 
 

@@ -29,8 +29,8 @@ from runners.evaluation.measurement import (
     measure_model,
     sampling_of_rollout,
 )
-from runners.inference.generation import Sampling
 from runners.inference.inference_model import load_inference
+from runners.inference.text_generation import Sampling
 from runners.machine.startup import Platform
 from runners.quickstart import DATA_DIR
 from runners.rewards.functions import resolve_rewards

@@ -115,7 +115,7 @@ def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
     assert (tmp_path / "c.png").stat().st_size < 1 << 16
     with pytest.raises(UserError, match=r"c\.png: 12,000 × 10,000 pixels; wanted 67,108,864 at most"):
         image_size(*image_files("c.png", tmp_path))
-    monkeypatch.setattr("runners.images.image_files.MAX_BYTES", 100)
+    monkeypatch.setattr("runners.images.image_files.MAX_IMAGE_BYTES", 100)
     assert "wanted 100 at most" in image_fault("c.png", tmp_path)
 
 

@@ -20,8 +20,8 @@ from runners.errors import UserError
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
-from runners.models.reading import load_module
-from runners.models.writing import save_model
+from runners.models.model_reader import load_module
+from runners.models.model_writer import save_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training
@@ -108,7 +108,7 @@ def test_rollout_has_the_log_probs_of_mlx_vlm(run, theirs):
 def test_the_tower_sees_an_image_once(run, monkeypatch):
     """Not once a completion, and not again for the gradient or the next time the prompt comes."""
     vision, seen = run.loaded.vision, []
-    vision._kept.clear()
+    vision._cache.clear()
     patches = type(vision.processor).patches
     monkeypatch.setattr(
         type(vision.processor), "patches", lambda self, file: seen.append(file.name) or patches(self, file)

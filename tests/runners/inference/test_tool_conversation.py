@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.inference.conversation import Event
-from runners.inference.generation import Sampling
 from runners.inference.inference_model import load_inference
+from runners.inference.text_generation import Sampling
 from runners.inference.tool_conversation import ToolConversation, play_prompts
 from runners.inference.tool_options import ToolOptions, build_tools, env_of
 from runners.machine.startup import Platform
@@ -204,7 +204,7 @@ def test_a_stream_is_the_first_of_a_batch(grpo, monkeypatch):
     """Turn by turn the same tokens are drawn; rows of JSON have the turns."""
     grpo("chat", "embedded", "--tools", "tools.py", input="")
     asks = ToolCall("double", {"a": 5})
-    monkeypatch.setattr(CallReader, "read", lambda self, text: Written(text, (asks,)))
+    monkeypatch.setattr(CallReader, "read", lambda self, text: ParsedTurn(text, (asks,)))
     sampling = Sampling(max_tokens=200, temperature=1.0, seed=3)
     conversation = open_here("embedded", sampling, STOPS, tools=("tools.py",), bounds={"max_turns": 3})
     pieces = list(conversation.reply("7+5"))

@@ -19,7 +19,7 @@ def test_answers_come_back(tmp_path):
 
 def test_the_oldest_go_first(tmp_path, monkeypatch):
     """The number is bounded."""
-    monkeypatch.setattr(answer_cache, "MOST_ANSWERS", 3)
+    monkeypatch.setattr(answer_cache, "MOST_JUDGE_ANSWERS", 3)
     cache = AnswerCache(tmp_path / "judges.sqlite")
     for i in range(6):
         cache.keep({f"d{i}": CachedAnswer(str(i))})

@@ -3,7 +3,7 @@
 import re
 
 from runners.config.sections import JudgeConfig
-from runners.judges.questions import columns_of, messages_for
+from runners.judges.questions import judge_columns, messages_for
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is {low}?"}]
 
@@ -20,7 +20,7 @@ def test_a_score_is_asked_for():
     assert "Criteria: is kind" in text and "from 1 (worst) to 5 (best)" in text
     assert "system: Be brief.\n\nuser: What is {low}?" in text and "It is {criteria}." in text
     assert text.endswith("SCORE: number")
-    assert columns_of(settings) == ()
+    assert judge_columns(settings) == ()
 
 
 def test_the_fence_is_of_the_content():
@@ -46,7 +46,7 @@ def test_a_prompt_of_ones_own():
     settings = JudgeConfig(
         system_prompt="You mark.", prompt='{question}|{completion}|{answer}|{unit}|{"a": {{x}}}', criteria=""
     )
-    assert columns_of(settings) == ("answer", "unit")
+    assert judge_columns(settings) == ("answer", "unit")
     found = messages_for(settings, CONVERSATION, ["{answer}\ud800"], {"answer": 12, "unit": None})
     assert found == [
         {"role": "system", "content": "You mark."},

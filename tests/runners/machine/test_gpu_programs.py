@@ -48,7 +48,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    monkeypatch.setattr(gpu_programs, "_SETTLED", 0.0)
+    monkeypatch.setattr(gpu_programs, "_UNCHANGED_SECONDS", 0.0)
     ends = []
     monkeypatch.setattr(gpu_programs, "_at_exit", lambda *call: ends.append(call))
     yield tmp_path / "cache" / "gpu-programs" / "mlx-0.32.4-sm_90", ends
@@ -132,7 +132,7 @@ def test_programs_that_were_just_written_are_left_out(cache, monkeypatch):
         (own / name).write_text(name)
     for name in ("old.ptx", "old.txt", "new.txt"):
         os.utime(own / name, (1, 1))
-    monkeypatch.setattr(gpu_programs, "_SETTLED", 60.0)
+    monkeypatch.setattr(gpu_programs, "_UNCHANGED_SECONDS", 60.0)
     ((end, *arguments),) = ends
     end(*arguments)
     assert {file.name for file in kept.iterdir()} == {"old.ptx", "old.txt"} and not own.exists()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from runners.machine import thread_ends
+from runners.machine import thread_exit
 from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
 from tests.support.tiny_runs import small
 
@@ -81,12 +81,12 @@ def test_a_thread_that_goes_on_is_not_waited_for(monkeypatch):
     for thread in (running, ended):
         thread.start()
     ended.join()
-    monkeypatch.setattr(thread_ends, "_threads", [running, ended])
-    monkeypatch.setattr(thread_ends, "_LONGEST", 30.0)
-    started = thread_ends.time.monotonic()
-    thread_ends._wait()
+    monkeypatch.setattr(thread_exit, "_threads", [running, ended])
+    monkeypatch.setattr(thread_exit, "_LONGEST", 30.0)
+    started = thread_exit.time.monotonic()
+    thread_exit._wait()
     release.set()
-    assert thread_ends.time.monotonic() - started < 10
+    assert thread_exit.time.monotonic() - started < 10
 
 
 def test_macos_is_asked_by_the_thread_s_number(monkeypatch):
@@ -102,9 +102,9 @@ def test_macos_is_asked_by_the_thread_s_number(monkeypatch):
         if answer:
             raise answer
 
-    monkeypatch.setattr(thread_ends.sys, "platform", "darwin")
-    monkeypatch.setattr(thread_ends.signal, "pthread_kill", kill)
-    assert [thread_ends._is_ending(thread), thread_ends._is_ending(thread)] == [True, False]
+    monkeypatch.setattr(thread_exit.sys, "platform", "darwin")
+    monkeypatch.setattr(thread_exit.signal, "pthread_kill", kill)
+    assert [thread_exit._is_ending(thread), thread_exit._is_ending(thread)] == [True, False]
 
 
 FORKED = """

@@ -15,7 +15,7 @@ from grpo_fn.rollout import Respond
 from grpo_fn.rollout.prefill import prefill
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory import passes as memory
-from runners.memory.footprint import SampledRows, Weights, floor, phases
+from runners.memory.footprint import SampledRows, WeightSizes, floor, phases
 from runners.memory.micro_batch import usual_tokens
 from runners.memory.passes import MicroBatch, ModelShape, kv_bytes, model_shape, sampling_arrays
 from tests.support.tiny_policies import memory_in_use
@@ -53,7 +53,7 @@ def module_of(**changes):
 def run_of(shape, **changes):
     """The phases of a small run, by name."""
     rollout = SampledRows(prompts=2, rows=8, prompt=20, new=30, arrays=3)
-    weights = Weights(trained=1000, master=4, compute=4, embedding=200)
+    weights = WeightSizes(trained=1000, master=4, compute=4, embedding=200)
     given = {
         "rollout": rollout,
         "micro_batches": [MicroBatch.of((8, 50), (8, 30))],
@@ -109,7 +109,7 @@ def test_conversations_take_no_more_than_the_forecast(schedule):
     lengths = play().lengths_b
     assert max(lengths.tolist()) > 160
     peak = mx.get_peak_memory() - before
-    weights = Weights(trained=0, master=4, compute=4, embedding=0)
+    weights = WeightSizes(trained=0, master=4, compute=4, embedding=0)
     sampling = SampledRows(
         prompts=2, rows=rows, prompt=40, new=new, arrays=5, prompt_copies=2, step=64, turns=True
     )
@@ -238,7 +238,7 @@ def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
     figures = {figure["name"]: figure["value"] for figure in record["figures"]}
     shape = model_shape(vars(nanochat.ModelArgs()))  # by default d20
     words = 65536 * 1280
-    weights = Weights(trained=2 * words + 20 * 12 * 1280**2, master=4, compute=2, embedding=words)
+    weights = WeightSizes(trained=2 * words + 20 * 12 * 1280**2, master=4, compute=2, embedding=words)
     batch = MicroBatch.of((32, 256), (32, 255))
     gradient = run_of(shape, weights=weights, micro_batches=[batch])["gradient"]
     measured = 1e6 * figures["32 × 256, d20: peak with the float32 weights, ours"]
@@ -280,7 +280,7 @@ def test_a_product_that_is_kept_is_one_more_array_of_a_blocks_width():
 
 def test_roles_take_bytes_where_they_have_weights_of_their_own():
     """A reference, a sampler and a compute copy each add their bytes to the phases that hold them."""
-    shape, plain = model_shape(LLAMA), Weights(trained=1000, master=4, compute=4, embedding=200)
+    shape, plain = model_shape(LLAMA), WeightSizes(trained=1000, master=4, compute=4, embedding=200)
     base = run_of(shape)
     assert base["gradient"].parts["weights"] == 4000 and base["gradient"].parts["moments"] == 8000
     assert floor(plain) == 16000
@@ -323,5 +323,5 @@ def test_the_state_of_a_run_is_its_weights_and_moments(master, moment):
     state = g.init_state(params, g.adamw(1e-4, moment_dtype=moment), key=mx.random.key(0))
     g.materialize(state)
     trained = sum(leaf.size for leaf in arrays_of(params))
-    weights = Weights(trained=trained, master=master.size, compute=4, moment=moment.size)
+    weights = WeightSizes(trained=trained, master=master.size, compute=4, moment=moment.size)
     assert floor(weights) - weights.gradients == nbytes(state.params, state.opt_state) - 4  # the step counter

@@ -17,7 +17,7 @@ from runners.machine.startup import Platform
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import SAMPLED, WHOLE, base_digest
 from runners.models.loaded_model import load_model
-from runners.models.writing import trained, write_trained
+from runners.models.model_writer import trained, write_trained
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")

@@ -13,7 +13,7 @@ from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
-from runners.models.reading import _finite
+from runners.models.model_reader import _finite
 from tests.support.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")

@@ -20,8 +20,8 @@ from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models import rope_keys
 from runners.models.loaded_model import load_model
+from runners.models.model_writer import save_model
 from runners.models.rope_keys import rope_notices, with_rope_keys
-from runners.models.writing import save_model
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
-from runners.profiling.step_bench import PARTS, bench_steps
+from runners.profiling.step_bench import BENCH_PARTS, bench_steps
 from runners.profiling.step_table import table
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
@@ -44,7 +44,7 @@ def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
     before = sorted(os.listdir(tmp_path))
     said = []
     found = bench_steps(load_config(str(train)).check(), steps=1, say=said.append)
-    assert found.steps == 1 and found.first > 0 and set(found.seconds) == set(PARTS)
+    assert found.steps == 1 and found.first > 0 and set(found.seconds) == set(BENCH_PARTS)
     assert sum(found.seconds.values()) == pytest.approx(found.step, abs=1e-6)
     assert 0 < found.tokens <= 2 * 2 * 4 * 8 < found.learned
     assert found.floors.keys() == {"rollout", "learner"} and min(found.floors.values()) > 0

@@ -47,7 +47,7 @@ def shipped(split: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def pupil():
+def shipped_model():
     """The shipped model and its tokenizer, as mlx-lm opens them."""
     return mlx_lm.load(str(MODEL_DIR))
 
@@ -161,9 +161,9 @@ def test_model_folder_is_small_and_complete():
     assert sum(path.stat().st_size for path in DATA_DIR.iterdir()) <= 1_000_000
 
 
-def test_tokenizer_keeps_tags_whole_and_digits_apart(pupil):
+def test_tokenizer_keeps_tags_whole_and_digits_apart(shipped_model):
     """Each tag is one token that decoding keeps; each digit is one token; any text comes back."""
-    tokenizer = pupil[1]
+    tokenizer = shipped_model[1]
     for text in (*TAGS, *"0123456789", END):
         assert len(tokenizer.encode(text, add_special_tokens=False)) == 1, text
     assert len(tokenizer.encode("4711", add_special_tokens=False)) == 4
@@ -172,9 +172,9 @@ def test_tokenizer_keeps_tags_whole_and_digits_apart(pupil):
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_chat_template_is_short_and_knows_systems(pupil):
+def test_chat_template_is_short_and_knows_systems(shipped_model):
     """One token a turn, system messages rendered, the nudge at the end; prompts stay under sixty tokens."""
-    tokenizer = pupil[1]
+    tokenizer = shipped_model[1]
     turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+2?"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == f"{SYSTEM}Think.{USER}2+2?{ASSISTANT}"
@@ -184,10 +184,10 @@ def test_chat_template_is_short_and_knows_systems(pupil):
     assert max(lengths) < 60
 
 
-def test_shipped_model_has_bad_habits_and_knows_better(pupil):
+def test_shipped_model_has_bad_habits_and_knows_better(shipped_model):
     """Greedy answers are right for 30 to 55 % of valid problems; among eight samples many more are."""
     rows = shipped("valid")[:48]
-    greedy, _ = exact_match(*pupil, rows)
-    _, pass_8 = exact_match(*pupil, rows[:16], samples=8, temperature=1.0)
+    greedy, _ = exact_match(*shipped_model, rows)
+    _, pass_8 = exact_match(*shipped_model, rows[:16], samples=8, temperature=1.0)
     assert 0.3 <= greedy <= 0.55
     assert pass_8 >= greedy + 0.2

@@ -40,7 +40,7 @@ def shipped(split):
 
 
 @pytest.fixture(scope="module")
-def pupil():
+def shipped_model():
     """The shipped model and its tokenizer, as mlx-lm opens them."""
     return mlx_lm.load(str(TOOLS_DIR / "model"))
 
@@ -64,9 +64,9 @@ def test_shipped_rows_are_the_generators(split):
         assert split_of(numbers) == split
 
 
-def test_a_lesson_leaves_out_what_the_calculator_says(pupil):
+def test_a_lesson_leaves_out_what_the_calculator_says(shipped_model):
     """All of a completion is learned but the output, and the calculator would have said just that."""
-    tokenizer = pupil[1]._tokenizer
+    tokenizer = shipped_model[1]._tokenizer
     rng = np.random.default_rng(3)
     called_lessons = 0
     for _ in range(60):
@@ -85,9 +85,9 @@ def test_a_lesson_leaves_out_what_the_calculator_says(pupil):
     assert 5 < called_lessons < 40
 
 
-def test_the_marks_are_the_calculators(pupil):
+def test_the_marks_are_the_calculators(shipped_model):
     """The same four, each a token of its own; the longest conversation fits the preset."""
-    tokenizer = pupil[1]
+    tokenizer = shipped_model[1]
     assert set(MARKS) == set(CALCULATOR_MARKS) and CALCULATOR_MARKS[2:] == (OUTPUT, OUTPUT_END)
     for mark in MARKS:
         assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
@@ -97,9 +97,9 @@ def test_the_marks_are_the_calculators(pupil):
     assert config.rollout.max_new_tokens == LONGEST
 
 
-def test_the_model_mostly_does_not_call_and_could(pupil):
+def test_the_model_mostly_does_not_call_and_could(shipped_model):
     """It begins a call in 20 to 40 of 100 cases, often with three of the wordings; then it is right."""
-    model, tokenizer = pupil
+    model, tokenizer = shipped_model
     rng = np.random.default_rng(4)
     products = [draw_product(rng, "valid") for _ in range(72)]
     shares = call_shares(model, tokenizer, products)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from runners.machine.signals import Stopped
-from runners.ranks.launched import Place, launched, share_cores
-from runners.ranks.messages import Message, decode, encode
+from runners.ranks.messages import RankMessage, decode_message, encode_message
+from runners.ranks.rank_place import RankPlace, read_rank_place, share_cores
 from runners.ranks.ranks import Ranks
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 from runners.ranks.watchdog import Watchdog
@@ -30,14 +30,16 @@ def hosts(path, entries):
 def test_the_launchers_variables_say_who_this_is(tmp_path):
     """Ring, NCCL, MPI; alone without a launcher, and as the only rank."""
     file = tmp_path / "hosts.json"
-    assert launched({}) is None
-    assert launched(hosts(file, [["a:1"], ["b:1"], ["b:2"]])) == Place(1, 3, "ring", 2)
-    assert launched(hosts(file, []) | {"MLX_RANK": "0"}) is None
-    assert launched({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}) == Place(2, 4, "nccl")
-    assert launched({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == Place(0, 2, "mpi")
+    assert read_rank_place({}) is None
+    assert read_rank_place(hosts(file, [["a:1"], ["b:1"], ["b:2"]])) == RankPlace(1, 3, "ring", 2)
+    assert read_rank_place(hosts(file, []) | {"MLX_RANK": "0"}) is None
+    assert read_rank_place({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}) == RankPlace(2, 4, "nccl")
+    assert read_rank_place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == RankPlace(
+        0, 2, "mpi"
+    )
     devices = tmp_path / "devices.json"
     devices.write_text("[[null, 1], [1, null]]")
-    assert launched({"MLX_RANK": "1", "MLX_IBV_DEVICES": str(devices)}) == Place(1, 2, "jaccl")
+    assert read_rank_place({"MLX_RANK": "1", "MLX_IBV_DEVICES": str(devices)}) == RankPlace(1, 2, "jaccl")
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,13 @@ def test_the_launchers_variables_say_who_this_is(tmp_path):
 def test_variables_that_do_not_fit_are_an_error(environ, message):
     """A file that is not there, a rank out of range, no number."""
     with pytest.raises(UserError, match=message):
-        launched(environ)
+        read_rank_place(environ)
 
 
 def test_ranks_of_a_host_share_its_cores():
     """A part of the cores for each, at least one; a number that the user has set stays."""
     environ = {"MKL_NUM_THREADS": "7"}
-    share_cores(Place(0, 10_000, "ring", 10_000), environ)
+    share_cores(RankPlace(0, 10_000, "ring", 10_000), environ)
     assert environ == {"MKL_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -67,10 +69,10 @@ def test_ranks_of_a_host_share_its_cores():
 )
 def test_messages_come_back_as_they_were(value, arrays):
     """Plain values and arrays of any length, half a surrogate pair included."""
-    sent = Message(
+    sent = RankMessage(
         "here", value, {name: np.array(array, np.uint8) for name, array in arrays.items()}, error="é\ud800"
     )
-    found = decode(encode(sent) + b"\0" * 7)
+    found = decode_message(encode_message(sent) + b"\0" * 7)
     assert (found.where, found.value, found.error) == ("here", value, "é\ud800")
     assert {name: array.tolist() for name, array in found.arrays.items()} == arrays
 

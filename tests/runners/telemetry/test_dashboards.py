@@ -5,7 +5,7 @@ import json
 import pytest
 
 from runners.config.sections import LogConfig
-from runners.telemetry.dashboards import Completions
+from runners.telemetry.dashboards import CompletionTable
 from runners.telemetry.log import MetricsLog
 from tests.runners.telemetry.test_metrics import fake_dashboards
 
@@ -32,13 +32,13 @@ def record(number, **more):
 
 def test_a_table_has_the_first_completions_and_histograms_all():
     """Missing numbers are None in the table and absent from histograms; texts are bounded and can be sent."""
-    batch = Completions.of([record(0), record(1, reward=NAN), record(2, completion="x" * 20_000)], 2)
+    batch = CompletionTable.of([record(0), record(1, reward=NAN), record(2, completion="x" * 20_000)], 2)
     assert len(batch.rows) == 2
     assert batch.rows[1]["reward"] is None and batch.rows[0]["rewards/judge.g"] is None
     assert batch.rows[0]["completion"].encode() == b"half \\ud800 of a pair\n# no heading"
     assert batch.numbers["reward"] == [0.0, 1.0] and batch.numbers["rewards/f"] == [1.0] * 3
     assert batch.numbers["rewards/judge.g"] == [] and batch.numbers["tokens"] == [9] * 3
-    assert len(Completions.of([record(0, completion="x" * 20_000)], 1).rows[0]["completion"]) == 10_003
+    assert len(CompletionTable.of([record(0, completion="x" * 20_000)], 1).rows[0]["completion"]) == 10_003
 
 
 def test_all_three_get_the_completions(tmp_path, monkeypatch):

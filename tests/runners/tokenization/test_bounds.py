@@ -19,7 +19,7 @@ from runners.data.row_files import MAX_ROW, read_file
 from runners.errors import ConfigError, UserError, show
 from runners.machine import bounded_process
 from runners.machine.bounded_process import run_bounded
-from runners.models.reading import load_tokenizer
+from runners.models.model_reader import load_tokenizer
 from runners.tokenization import tokenizer_check
 from runners.tokenization.text import MAX_TEXT, encode
 from runners.tokenization.tokenizer_check import check_tokenizer
@@ -229,7 +229,7 @@ def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_p
 
 def test_few_are_remembered(folder, monkeypatch, tmp_path):
     """The oldest go."""
-    monkeypatch.setattr(tokenizer_check, "_KEPT", 3)
+    monkeypatch.setattr(tokenizer_check, "_MOST_FILES", 3)
     place = tmp_path / "cache" / "checked"
     place.mkdir(parents=True)
     for number in range(6):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runners.config.loading import load_config
-from runners.environments.tool_calls import CallReader, ToolCall, Written
+from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
@@ -62,7 +62,7 @@ class Many(Echo):
 def write(tmp_path, monkeypatch) -> Path:
     """Writes a config with this environment; each turn of the model is a call of its tool."""
     monkeypatch.setattr(
-        CallReader, "read", lambda self, text: Written(text, (ToolCall("say", {"message": text[-3:]}),))
+        CallReader, "read", lambda self, text: ParsedTurn(text, (ToolCall("say", {"message": text[-3:]}),))
     )
     (tmp_path / "echo.py").write_text(ECHO)
     path = tmp_path / "train.toml"
@@ -112,7 +112,7 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
         "messages": played.messages,
         "counts": {name: values.tolist() for name, values in played.counts.items()},
         "faults": played.faults,
-        "said": played.said,
+        "sampled_tokens": played.sampled,
     }
     return facts, np.array(rollout.logp_bt)
 

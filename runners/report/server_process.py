@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runners.report.server import HOST, PORT, address, check_installed, listening
+from runners.report.server import HOST, PORT, address, check_server_installed, listening
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def watched(folder: Path) -> Iterator[str]:
     Raises UserError if a package is missing or no port is free. Later faults of the server do not affect the
     run.
     """
-    check_installed()
+    check_server_installed()
     with listening(HOST, PORT) as found:
         number = found.fileno()
         command = [sys.executable, "-m", "runners.report.child", str(folder), str(number)]

@@ -16,7 +16,7 @@ from runners.errors import UserError, show
 
 
 @attrs.frozen
-class Place:
+class RankPlace:
     """The place of a process among those that were started together."""
 
     rank: int
@@ -25,7 +25,7 @@ class Place:
     local: int = 1  # ranks on this host, as far as the launcher tells
 
 
-def launched(environ: Mapping[str, str] | None = None) -> Place | None:
+def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """This process's place, or None if it was started without a launcher or as the only rank.
 
     Raises UserError if the launcher's variables contradict each other.
@@ -44,7 +44,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Place | None:
         listed = _listed(name, found.get(name, ""))
         rank, size, local = found["MLX_RANK"], len(listed), _of_one_host(listed, found["MLX_RANK"])
     try:
-        place = Place(int(rank or ""), int(size), backend, local)
+        place = RankPlace(int(rank or ""), int(size), backend, local)
     except ValueError as error:
         raise UserError(
             f"the launcher's rank and number of ranks: found {show(rank)} of {show(size)}, wanted integers"
@@ -56,7 +56,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Place | None:
     return place
 
 
-def share_cores(place: Place, environ: MutableMapping[str, str]) -> None:
+def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
     """Gives each rank of a host its part of the cores, before the BLAS is loaded; a user's choice stays."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -9,8 +9,8 @@ import pytest
 from grpo_fn.prng import EVALUATION
 from runners.data.prompts import render
 from runners.inference.conversation import Conversation
-from runners.inference.generation import Completion, Sampling, Speed, generate_batches, stream
 from runners.inference.inference_model import load_inference
+from runners.inference.text_generation import Completion, Sampling, Speed, generate_batches, stream
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder

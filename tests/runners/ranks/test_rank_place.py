@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import sys
-from runners.ranks.launched import let_launcher_sleep
+from runners.ranks.rank_place import let_launcher_sleep
 let_launcher_sleep({"MLX_RANK": "0"} if sys.argv[1] == "rank" else {})
 print("done", flush=True)
 sys.stdout.close()

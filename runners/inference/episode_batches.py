@@ -13,9 +13,9 @@ from grpo_fn.rollout import FindStop, Replies
 from grpo_fn.trees import Tree, on_host
 from runners.data.prompts import Example
 from runners.environments.environments import Environments
-from runners.inference.generation import INTERRUPTED, LENGTH, STOP
+from runners.inference.text_generation import INTERRUPTED, LENGTH, STOP
 from runners.rewards.builtin import answer_text
-from runners.rewards.played import Played
+from runners.rewards.finished_episodes import FinishedEpisodes
 
 
 @attrs.frozen(eq=False)
@@ -24,7 +24,7 @@ class Episodes:
 
     examples: tuple[Example, ...]
     rollout: g.Rollout
-    played: Played
+    played: FinishedEpisodes
     finish: tuple[str, ...]  # "stop", "length" or "interrupted" of each
     seconds: float  # of all together
 

@@ -35,7 +35,7 @@ def read_model(
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, config, trust_remote_code)
-    notices = check_vocabulary(tokenizer, vocabulary_rows(module, config), path)
+    notices = check_vocabulary_size(tokenizer, vocabulary_rows(module, config), path)
     notices += rope_notices(config) if loader is None else ()
     _check_floating(module, path)
     check_finite(named_leaves(module.parameters()), path)
@@ -138,7 +138,7 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
     return max(rows)
 
 
-def check_vocabulary(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
+def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
     """Refuses a tokenizer whose ids exceed the embedding: MLX silently reads past the table's end.
 
     Added tokens beyond it are only reported: some models ship with them, and plain text never contains them.
