@@ -88,7 +88,6 @@ MECHANISMS = (
     Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("norm kernels", ("rms_norm",), shapes=(D20,)),
-    Mechanism("layout of weight gradients", ("gradient_layout",), shapes=(*TWO, HALF)),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF)),
     Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),

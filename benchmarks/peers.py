@@ -158,8 +158,7 @@ def _figures(settings: Settings, side: Side) -> list[Figure]:
             name=f"{tune}: tokens a step, {title}",
             value=sum(tokens) / len(tokens),
             note=f"{min(tokens)} to {max(tokens)}",
-            # A sampled end of text, once in hundreds of thousands, costs less; the quickstart's model ends its
-            # answers.
+            # A sampled end of text costs less, once in hundreds of thousands; the shipped model ends answers.
             at_least=None if settings.config else 0.99 * wanted,
         ),
         *(
@@ -204,7 +203,9 @@ def write_data(folder: Path, prompts: int) -> None:
 
 
 @benchmark("peers", parts="tunes")
-@click.option("--tune", "tunes", multiple=True, type=click.Choice(["lora", "full", QUICKSTART]), help="Only this one.")
+@click.option(
+    "--tune", "tunes", multiple=True, type=click.Choice(["lora", "full", QUICKSTART]), help="Only this one."
+)
 @click.option("--peer", "names", multiple=True, help="Only this one, such as TRL.")
 @click.option("--model", default="", help="Shape of the model [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
 @click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on all sides.")

@@ -51,7 +51,6 @@ SWITCHES = {
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
     "recomputed_gates": "the backward pass of a gated MLP recomputes its product",
     "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
-    "gradient_layout": "gradients have the memory layout of their weights",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "background_saving": "a checkpoint is written while training goes on",
     "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",

@@ -2,21 +2,21 @@
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
 globals of the layer's module. `use_own_functions` gives the layers of one model a `__call__` whose globals
-hold ours, and `nn.RMSNorm` and `nn.Linear` a new `__call__`. The classes, their modules and every other model
-in the process stay as they are.
+hold ours, and `nn.RMSNorm` a new `__call__`. The classes, their modules and every other model in the process
+stay as they are.
 """
 
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled
 from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
-from grpo_fn.layers import is_one_token, with_globals
+from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
 from grpo_fn.policy.layers.gated_mlp import down_of_gated
 from grpo_fn.policy.layers.model_fixes import fix_known_faults
@@ -123,32 +123,6 @@ class _RMSNorm(nn.RMSNorm):
         return rms_norm(x, self["weight"], self.eps)
 
 
-@mx.custom_function
-def _product(x: mx.array, weight_vd: mx.array, *bias_v: mx.array) -> mx.array:
-    return mx.addmm(bias_v[0], x, weight_vd.T) if bias_v else x @ weight_vd.T
-
-
-@_product.vjp
-def _product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
-    x, weight_vd, *bias_v = primals
-    # MLX's own gradient of the weights is stored transposed, which makes every later read slower.
-    flat_nv = cotangent.reshape(-1, cotangent.shape[-1])
-    gradients = cotangent @ weight_vd, flat_nv.T @ x.reshape(-1, x.shape[-1])
-    return (*gradients, flat_nv.sum(axis=0)) if bias_v else gradients
-
-
-class _Linear(nn.Linear):
-    computes_as = nn.Linear
-    own_functions = ("linear",)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        weight_vd = self["weight"]
-        if is_one_token(x) or weight_vd.dtype != x.dtype or not enabled("gradient_layout"):
-            return super().__call__(x)
-        bias = [self["bias"]] if "bias" in self else []
-        return cast(mx.array, _product(x, weight_vd, *bias))
-
-
 class _QuantizedLinear(nn.QuantizedLinear):
     computes_as = nn.QuantizedLinear
     own_functions = ("linear",)
@@ -201,8 +175,6 @@ def _with_own_functions(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]
         return _RMSNorm
     if _is_gated_mlp(call):
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
-    if kind is nn.Linear:
-        return _Linear
     if kind in _PACKED:
         return _PACKED[kind] if unpacks else kind
     names = [

@@ -87,7 +87,6 @@ def acts(name, monkeypatch):
         return bool(found)
     owner, function = {
         "recomputed_gates": (gated_mlp, "recomputed"),
-        "gradient_layout": (patched_layers, "_product"),
     }[name]
     found = calls(monkeypatch, owner, function)
     gradient(tiny_policy())
