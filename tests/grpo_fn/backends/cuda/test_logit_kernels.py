@@ -7,7 +7,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_products
-from tests.grpo_fn.learner.test_logprobs import assert_close, make_inputs, specified
+from tests.grpo_fn.learner.logprobs.test_token_logprobs import assert_close, make_inputs, specified
 from tests.support.kernels import row_kernels
 from tests.support.kernels.row_kernels import float64
 

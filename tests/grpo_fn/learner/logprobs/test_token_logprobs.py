@@ -264,7 +264,7 @@ def test_no_rows_give_no_logprobs():
         "logp = g.token_logprobs(mx.zeros((0, 4, 6)), mx.zeros((11, 6)), mx.zeros((0, 4), mx.int32))\n"
         "assert logp.shape == (0, 4) and logp.dtype == mx.float32"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-500:]
 
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_fn.backends.cpu import blas, load_blas
 from runners.machine import startup
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
 linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
 needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no OpenBLAS or MKL on this machine")
