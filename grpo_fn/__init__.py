@@ -5,9 +5,11 @@ name is imported when it is first used, so that `import grpo_fn.algorithm` loads
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
+if find_spec("grpo_fn.backends.cpu"):
+    import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
 
 if TYPE_CHECKING:
     from grpo_fn.algorithm import (

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         enabled,
         find,
         has_cuda,
-        has_metal,
         number,
         substituted,
     )
@@ -38,7 +37,6 @@ __all__ = [
     "enabled",
     "find",
     "has_cuda",
-    "has_metal",
     "load_blas",
     "number",
     "substituted",

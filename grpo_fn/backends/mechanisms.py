@@ -60,6 +60,8 @@ NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
     "merged_16_bits": 0,  # bytes of weights in bfloat16 into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
+    "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
+    "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL), which can also scatter a sum
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
     # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
     # chunk adds to the whole gradient of the head.
@@ -98,11 +100,6 @@ def backend() -> str:
 def has_cuda() -> bool:
     """Whether a CUDA device computes."""
     return backend() == "cuda"
-
-
-def has_metal() -> bool:
-    """Whether a Metal device computes: some of mlx-lm's layers then use kernels without a gradient."""
-    return backend() == "metal"
 
 
 def find(name: str, *arguments: Any) -> Any:

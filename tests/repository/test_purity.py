@@ -87,6 +87,31 @@ def test_calls_nothing_with_an_effect(file):
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
 
 
+BY_DEVICE = {"default_device", "is_available", "has_cuda", "backend", "DeviceType"}
+
+
+def asks_for_the_device(tree):
+    """The names of a file that tell which device computes."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return (names | imported) & BY_DEVICE
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if "backends" not in file.parts], ids=lambda file: file.name
+)
+def test_only_the_backends_ask_for_the_device(file):
+    """Others ask `find`, `number` or `enabled` for what they want."""
+    assert not asks_for_the_device(parsed(file))
+
+
+def test_the_device_check_can_fail():
+    source = "from grpo_fn.backends import has_cuda\ngpu = mx.default_device().type == mx.DeviceType.gpu"
+    assert asks_for_the_device(ast.parse(source)) == {"has_cuda", "default_device", "DeviceType"}
+
+
 @pytest.mark.parametrize(
     "source, bad",
     [

@@ -26,6 +26,8 @@ NUMBERS = {
     "unpack_rows": 4,
     "merged_16_bits": 0,
     "shares_prompts": 1,
+    "metal_kernels": 0,
+    "gpu_collectives": 0,
     "fuses_learner": 1,
     "logits": 2**22,
     "logit_rows": 96,

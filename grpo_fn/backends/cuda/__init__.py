@@ -20,6 +20,8 @@ NUMBERS = {
     "unpack_rows": 8,  # from rates at 1, 16 and 128 rows
     "merged_16_bits": 2**32,
     "shares_prompts": 1,
+    "metal_kernels": 0,
+    "gpu_collectives": 1,
     "fuses_learner": 0,  # each fused kernel takes seconds to compile
     "logits": 2**27,
     "logit_rows": 2**31,

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import attrs
 import mlx.core as mx
 
+from grpo_fn.backends import number
 from grpo_fn.learner.state import TrainState
 from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize
 
@@ -98,8 +99,8 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
     """
     if not isinstance(group, mx.distributed.Group):
         return cast(Collectives, group)
-    on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-    return MlxCollectives(group, None if on_cuda else cast(mx.Device, mx.cpu), scatters=on_cuda)
+    on_gpu = bool(number("gpu_collectives"))
+    return MlxCollectives(group, None if on_gpu else cast(mx.Device, mx.cpu), scatters=on_gpu)
 
 
 def all_reduce(

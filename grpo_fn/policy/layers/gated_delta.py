@@ -17,7 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import enabled, has_metal
+from grpo_fn.backends import enabled, number
 
 CHUNK = 32  # tokens; a power of two
 CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
@@ -43,7 +43,7 @@ def gated_delta_update(
     mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel has no
     gradient; a layer asks for it with `use_kernel` only outside training.
     """
-    kernel = use_kernel and has_metal() and q.shape[-1] % 32 == 0  # what its kernel takes
+    kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0  # what its kernel takes
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
 

@@ -1,0 +1,52 @@
+"""A backend is speed only: without its folder the core computes the same."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import grpo_fn as g
+
+STEP = """
+import json
+import grpo_fn as g
+import mlx.core as mx
+from mlx_lm.models.llama import Model, ModelArgs
+
+sizes = dict(hidden_size=16, num_hidden_layers=1, intermediate_size=32, num_attention_heads=2)
+args = ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab_size=20, num_key_value_heads=1, **sizes)
+mx.random.seed(0)
+policy = g.Policy.from_module(Model(args))
+key = mx.random.key(1)
+rollout = g.generate(policy, policy.params, [[1, 2, 3]], key=key, num_generations=2, max_new_tokens=4)
+batch = g.make_batch(rollout, mx.array([[1.0, -1.0]]))
+state = g.init_state(policy.params, g.adamw(1e-2), key=mx.random.key(2))
+state, stats = g.make_grad_step(policy, g.preset("grpo", beta=0.0))(state, batch)
+state, update = g.make_update_step(g.adamw(1e-2))(state)
+print(json.dumps([rollout.tokens_bt.tolist(), stats.entropy.item(), update.grad_norm.item()]))
+"""
+
+
+def step(folder: Path) -> list:
+    """The tokens, entropy and gradient norm of one step with the package in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", STEP], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("deleted", ["cpu", "cuda"])
+def test_a_step_is_the_same_without_a_backends_folder(deleted, tmp_path):
+    whole = Path(g.__file__).parent
+    shutil.copytree(whole, tmp_path / "grpo_fn", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "grpo_fn" / "backends" / deleted)
+    (tokens, *numbers), (expected, *known) = step(tmp_path), step(whole.parent)
+    assert tokens == expected
+    np.testing.assert_allclose(numbers, known, rtol=1e-4)
