@@ -5,14 +5,13 @@ Imports only the root helpers: no model, no device, no backend.
 
 from grpo_fn.algorithm.advantages import (
     AGGREGATES,
-    BASELINES,
-    SCALES,
     combine_rewards,
     group_advantages,
     has_varied_rewards,
     overlong_penalty,
 )
 from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
+from grpo_fn.algorithm.baselines import BASELINES, SCALES, Baseline
 from grpo_fn.algorithm.diagnostics import LossStats, empty_stats, merge_stats
 from grpo_fn.algorithm.experts import expert_shares, load_balancing_loss
 from grpo_fn.algorithm.kl import ESTIMATORS, kl_estimate
@@ -30,6 +29,7 @@ __all__ = [
     "PRESETS",
     "SCALES",
     "SURROGATES",
+    "Baseline",
     "LossArrays",
     "LossSpec",
     "LossStats",

@@ -2,12 +2,9 @@
 
 import mlx.core as mx
 
+from grpo_fn.algorithm.baselines import BASELINES, SCALES, STD_EPSILON, as_one_group, mean, std
 from grpo_fn.checks import check_choice, check_rank, check_shape
 
-STD_EPSILON = 1e-4  # TRL's; added to a standard deviation before dividing by it
-_FLOAT32_EPSILON = 2.0**-23
-BASELINES = ("group_mean", "leave_one_out", "batch_mean")
-SCALES = ("group", "batch", "none")
 AGGREGATES = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -84,7 +81,8 @@ def group_advantages(
     check_choice("baseline", baseline, BASELINES)
     check_choice("scale", scale, SCALES)
     groups, size = rewards_pg.shape
-    if size < 2 and baseline != "batch_mean":
+    of_batch = BASELINES[baseline].of_batch
+    if size < 2 and not of_batch:
         raise ValueError(f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}")
     rewards_pg = rewards_pg.astype(mx.float32)
     given_pg = mx.logical_not(mx.isnan(rewards_pg))
@@ -93,22 +91,9 @@ def group_advantages(
         given_pg = given_pg & valid_pg.astype(mx.bool_)
     rewards_pg = mx.where(given_pg, rewards_pg, 0.0)
 
-    count_p1 = given_pg.sum(axis=1, keepdims=True)
-    mean_p1 = _mean(rewards_pg, given_pg)
-    batch_11 = rewards_pg.reshape(1, -1), given_pg.reshape(1, -1)
-    if baseline == "group_mean":
-        base_pg = mean_p1
-    elif baseline == "leave_one_out":
-        others_p1 = mx.maximum(count_p1 - 1, 1)
-        base_pg = (mean_p1 * count_p1 - rewards_pg) / others_p1
-    else:
-        base_pg = _batch_mean(*batch_11)
-    adv_pg = rewards_pg - base_pg
-    if scale == "group":
-        adv_pg = adv_pg / (_std(rewards_pg, given_pg) + STD_EPSILON)
-    elif scale == "batch":
-        adv_pg = adv_pg / (_std(*batch_11) + STD_EPSILON)
-    compared = batch_11 if baseline == "batch_mean" else (rewards_pg, given_pg)
+    base_pg = BASELINES[baseline].function(rewards_pg, given_pg)
+    adv_pg = (rewards_pg - base_pg) / SCALES[scale](rewards_pg, given_pg)
+    compared = as_one_group(rewards_pg, given_pg) if of_batch else (rewards_pg, given_pg)
     return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
 
 
@@ -141,27 +126,6 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
     return _varies(rewards_pg, mx.logical_not(mx.isnan(rewards_pg)))[:, 0]
 
 
-def _mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
-
-
-def _batch_mean(values_1b: mx.array, given_1b: mx.array) -> mx.array:
-    """The mean, but exactly 0 if it is within the rounding of its sum.
-
-    GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
-    """
-    mean_11 = _mean(values_1b, given_1b)
-    rounding_11 = _FLOAT32_EPSILON * mx.abs(values_1b).sum(axis=1, keepdims=True)
-    return mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)
-
-
-def _std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Bessel-corrected standard deviation of each row's given values, [P,1]; 0 for fewer than two."""
-    centred_pg = mx.where(given_pg, values_pg - _mean(values_pg, given_pg), 0.0)
-    freedom_p1 = mx.maximum(given_pg.sum(axis=1, keepdims=True) - 1, 1)
-    return mx.sqrt(mx.square(centred_pg).sum(axis=1, keepdims=True) / freedom_p1)
-
-
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
     """Whether a row's given values differ, [P,1]. This is exact; a variance would have rounding errors."""
     least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=1, keepdims=True)
@@ -169,5 +133,5 @@ def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def _standardised(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    z_pg = (values_pg - _mean(values_pg, given_pg)) / (_std(values_pg, given_pg) + STD_EPSILON)
+    z_pg = (values_pg - mean(values_pg, given_pg)) / (std(values_pg, given_pg) + STD_EPSILON)
     return mx.where(given_pg & _varies(values_pg, given_pg), z_pg, 0.0)

@@ -46,7 +46,7 @@ from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
-from runners.training.rank_rollout import skew_metrics
+from runners.training.rollouts.rank_rollout import skew_metrics
 from runners.training.setup import Run
 from runners.training.steps import TrainSteps
 

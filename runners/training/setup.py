@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
-import grpo_fn as g
-from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_token_ids
-from grpo_fn.rollout import FindStop, Replies
-from grpo_fn.trees import Tree
-from runners.config.conditions import Condition
+from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
@@ -23,7 +18,6 @@ from runners.environments.environments import Environments, all_rewards, build_e
 from runners.environments.tools import check_environment_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.machine.launch_modes import launch_keywords
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.programs.gpu_programs import compile_ahead
@@ -33,13 +27,12 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.finished_episodes import FinishedEpisodes
-from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.functions import check_columns, check_judges, resolve_rewards
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
-from runners.training.rank_rollout import empty_rollout
-from runners.training.rollout import Collector
+from runners.training.notices import image_notices, setting_warnings
+from runners.training.rollouts.rollout import Collector
+from runners.training.rollouts.sampling import build_collector
 from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.decode_settings import resolve_decoding
 from runners.tuning.quantization_choice import Trial
@@ -169,7 +162,7 @@ def build_run(
         length=length,
         stream=stream,
         learner=learner,
-        collector=_collector(config, learner, rewards, decoder, find_stop, loaded, ranks, environments),
+        collector=build_collector(config, learner, rewards, decoder, find_stop, loaded, ranks, environments),
         environments=environments,
         decoder=decoder,
         find_stop=find_stop,
@@ -177,26 +170,16 @@ def build_run(
         memory_key=expected.key,
         notices=(
             *data.notices,
-            *_image_notices(config, data.train),
+            *image_notices(config, data.train),
             *loaded.notices,
             *uncompiled,
             *learner.notices,
-            *_warnings(config, learner),
+            *setting_warnings(config, learner),
             *expected.notices,
             *choice,
         ),
         trial=trial,
         ranks=ranks,
-    )
-
-
-def _image_notices(config: Config, examples: Sequence[Example]) -> tuple[str, ...]:
-    if not config.data.image:
-        return ()
-    seen = sum(bool(example.images) for example in examples)
-    return (
-        f"{seen:,} of {len(examples):,} prompts to train on have images: completions are decoded over one "
-        "copy of their prompt, without compiled steps",
     )
 
 
@@ -224,134 +207,3 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
     if not config.data.answer:
         notices.append('data.answer = "": exact match is not measured')
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
-
-
-def sampler_of(config: Config) -> g.Sampler:
-    """How the run draws tokens."""
-    rollout = config.rollout
-    return g.Sampler(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        with_entropy=config.loss.top_entropy_quantile < 1,
-    )
-
-
-def _collector(
-    config: Config,
-    learner: Learner,
-    rewards: Sequence[Reward],
-    decoder: TextDecoder,
-    find_stop: FindStop | None,
-    loaded: LoadedModel,
-    ranks: Ranks,
-    environments: Environments | None,
-) -> Collector:
-    rollout, sampler = config.rollout, sampler_of(config)
-    decoding = g.Decoding(
-        max_batch=rollout.max_batch,
-        check_every=rollout.check_every,
-        turns_together=config.env.schedule == "together",
-        **launch_keywords(rollout.launch),
-    )
-
-    vision = loaded.vision
-    role = learner.role  # a reference to the learner would keep its first state alive
-
-    def generate(
-        params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
-    ) -> g.Rollout:
-        images = vision.see(examples) if vision else None
-
-        def sample(policy: g.Policy, params: Tree) -> g.Rollout:
-            if not examples:
-                return empty_rollout(rollout.num_generations, with_entropy=sampler.with_entropy)
-            return g.generate(
-                policy,
-                params,
-                [example.tokens for example in examples],
-                key=key,
-                num_generations=rollout.num_generations,
-                max_new_tokens=rollout.max_new_tokens,
-                sampler=sampler,
-                eos_ids=loaded.eos_ids,
-                find_stop=find_stop,
-                prompt_numbers=numbers,
-                decoding=decoding,
-                images=images,
-            )
-
-        return role.draw(sample, params)
-
-    def play(
-        params: Tree, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
-    ) -> tuple[g.Rollout, FinishedEpisodes]:
-        assert environments is not None
-        player, size, played = environments, rollout.num_generations, list[FinishedEpisodes]()
-
-        def sample(policy: g.Policy, params: Tree) -> g.Rollout:
-            """Samples whole conversations; when repeated, they start with `reset` again."""
-
-            def converse(
-                prompts: Sequence[Sequence[int]],
-                num_generations: int,
-                replies: Replies,
-                stops: frozenset[int],
-            ) -> g.Rollout:
-                if not prompts:
-                    return empty_rollout(num_generations, with_entropy=sampler.with_entropy)
-                # With one completion per prompt, each of an example's rows is a prompt.
-                rows = size // num_generations
-                return g.generate(
-                    policy,
-                    params,
-                    prompts,
-                    key=key,
-                    num_generations=num_generations,
-                    max_new_tokens=rollout.max_new_tokens,
-                    sampler=sampler,
-                    eos_ids=[*loaded.eos_ids, *stops],
-                    find_stop=find_stop,
-                    prompt_numbers=[number * rows + row for number in numbers for row in range(rows)],
-                    decoding=decoding,
-                    replies=replies,
-                )
-
-            found, conversations = player.play(
-                examples, size, converse, lambda differ: ranks.agree("the prompts", differ)
-            )
-            played[:] = [conversations]
-            return found
-
-        return role.draw(sample, params), played[0]
-
-    scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
-    return Collector(generate, scorer, decoder, config, ranks, play if environments else None)
-
-
-def _warnings(config: Config, learner: Learner) -> list[str]:
-    """Warnings about settings that are allowed but probably a mistake."""
-    rollout, spec = config.rollout, learner.spec
-    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    warnings = []
-    if (truncated or learner.role.transform is not None) and spec.correction == "none":
-        cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
-        warnings.append(
-            f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
-            'difference, or set loss.correction = "token_truncate"'
-        )
-    silent = {"kl": "only with loss.beta > 0"} if spec.beta == 0 else {}
-    if SURROGATES[spec.surrogate].clipped_sides != ("low", "high"):
-        silent |= dict.fromkeys(
-            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
-            "only with the surrogates clip and dual_clip",
-        )
-    if spec.surrogate != "cispo":
-        silent["cispo_clip_ratio"] = "only with the surrogate cispo"
-    for text in config.stop.when:
-        condition = Condition.parse(text)
-        if condition and condition.metric in silent:
-            when = f"{condition.metric} is logged {silent[condition.metric]}"
-            warnings.append(f"stop.when: {condition} is never true, because {when}")
-    return warnings

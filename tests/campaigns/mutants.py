@@ -230,29 +230,29 @@ MUTANTS = [
     Mutant(
         "merge-clip-by-tokens", "algorithm/diagnostics", 'ratios = columns["num_ratios"]', "ratios = tokens"
     ),
-    Mutant("std-biased", "algorithm/advantages", "keepdims=True) - 1, 1)", "keepdims=True), 1)"),
-    Mutant("std-floor", "algorithm/advantages", "STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6"),
+    Mutant("std-biased", "algorithm/baselines", "keepdims=True) - 1, 1)", "keepdims=True), 1)"),
+    Mutant("std-floor", "algorithm/baselines", "STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6"),
     Mutant(
         "leave-one-out-of-all",
-        "algorithm/advantages",
+        "algorithm/baselines",
         "mx.maximum(count_p1 - 1, 1)",
         "mx.maximum(count_p1, 1)",
     ),
     Mutant(
-        "baseline-forgotten", "algorithm/advantages", "adv_pg = rewards_pg - base_pg", "adv_pg = rewards_pg"
+        "baseline-forgotten", "algorithm/advantages", "(rewards_pg - base_pg) / SCALES", "rewards_pg / SCALES"
     ),
     Mutant("zero-variance-noise", "algorithm/advantages", "given_pg & _varies(*compared)", "given_pg"),
     Mutant("gdpo-noise", "algorithm/advantages", "given_pg & _varies(values_pg, given_pg)", "given_pg"),
     Mutant(
         "gdpo-mean-noise",
-        "algorithm/advantages",
+        "algorithm/baselines",
         "mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)",
         "mean_11",
     ),
     Mutant(
         "batch-baseline-by-group",
         "algorithm/advantages",
-        'batch_11 if baseline == "batch_mean" else (rewards_pg, given_pg)',
+        "as_one_group(rewards_pg, given_pg) if of_batch else (rewards_pg, given_pg)",
         "(rewards_pg, given_pg)",
     ),
     Mutant(
@@ -263,9 +263,9 @@ MUTANTS = [
     ),
     Mutant(
         "scale-batch-by-group",
-        "algorithm/advantages",
-        "adv_pg / (_std(*batch_11)",
-        "adv_pg / (_std(rewards_pg, given_pg)",
+        "algorithm/baselines",
+        "group_scale(*as_one_group(rewards_pg, given_pg))",
+        "group_scale(rewards_pg, given_pg)",
     ),
     Mutant(
         "overlong-endless",

@@ -16,7 +16,7 @@ from runners.machine import startup, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OURS = {"grpo_fn", "runners", "configs", "benchmarks", "tests"}
+OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
 FOR_USERS = ("math", "vlm", "torch", "dashboards", "watch")

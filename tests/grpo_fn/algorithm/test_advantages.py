@@ -7,7 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.algorithm import has_varied_rewards
+from grpo_fn.algorithm import BASELINES as REGISTERED
+from grpo_fn.algorithm import SCALES as REGISTERED_SCALES
+from grpo_fn.algorithm import Baseline, has_varied_rewards
 from tests.support.properties import reference_advantages as reference
 from tests.support.properties.strategies import reward_groups
 
@@ -272,3 +274,12 @@ def test_overlong_buffer_must_fit(buffer):
     """A buffer of nothing, or longer than the limit, is refused."""
     with pytest.raises(ValueError, match=f"buffer = {buffer}.*25"):
         g.overlong_penalty(mx.array([10]), 25, buffer)
+
+
+def test_a_registered_baseline_and_scale_are_used_by_their_names(monkeypatch):
+    """The best reward of the group as the baseline and half a reward as the unit: A = (R − max)/0.5."""
+    best = Baseline(lambda rewards_pg, given_pg: rewards_pg.max(axis=1, keepdims=True))
+    monkeypatch.setitem(REGISTERED, "best", best)
+    monkeypatch.setitem(REGISTERED_SCALES, "half", lambda rewards_pg, given_pg: mx.array(0.5))
+    adv = advantages(np.array([[1.0, 3.0], [2.0, 2.0]], np.float32), baseline="best", scale="half")
+    assert adv.tolist() == [[-4.0, 0.0], [0.0, 0.0]]

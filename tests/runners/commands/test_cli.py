@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import grpo_entry
 from runners import __version__, cli
 from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER, preset_names
@@ -116,11 +117,13 @@ def test_the_installed_scripts_are_these_commands():
     """pyproject.toml names objects that exist, and ships every package that it should."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {
-        "grpo-run": "runners.cli:run_command",
-        "grpo": "runners.cli:main",
+        "grpo-run": "grpo_entry:run_command",
+        "grpo": "grpo_entry:main",
     }
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert [name for name in packages if not (ROOT / name / "__init__.py").is_file()] == []
+    folders = [name for name in packages if not name.endswith(".py")]
+    assert [name for name in folders if not (ROOT / name / "__init__.py").is_file()] == []
+    assert "grpo_entry.py" in packages and callable(grpo_entry.main) and callable(grpo_entry.run_command)
 
 
 def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, training, tmp_path):

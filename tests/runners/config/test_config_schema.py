@@ -162,8 +162,8 @@ def test_the_schema_names_what_the_core_has():
 
     assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
     assert get_args(sections.Aggregate) == AGGREGATES
-    assert get_args(sections.Baseline) == BASELINES
-    assert get_args(sections.Scale) == SCALES
+    assert get_args(sections.Baseline) == tuple(BASELINES)
+    assert get_args(sections.Scale) == tuple(SCALES)
     assert get_args(sections.ScheduleName) == SCHEDULES
     assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
 

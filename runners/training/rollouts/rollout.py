@@ -27,7 +27,7 @@ from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
-from runners.training.rank_rollout import RankExperience, meet_for_rollout
+from runners.training.rollouts.rank_rollout import RankExperience, meet_for_rollout
 
 # Takes parameters, examples, their numbers in the batch step, and the key.
 Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollout]

@@ -1,0 +1,56 @@
+"""Where `grpo` and `grpo-run` start: it checks that `runners` is the package that belongs to grpo_fn.
+
+`runners` is a common name. Another package of that name may be found in place of ours, and a traceback does
+not say so. This module stands outside of the packages, because importing grpo_fn loads MLX.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+OURS = Path(__file__).resolve().parent / "runners"
+
+
+def main() -> None:
+    """`grpo`."""
+    _check_runners()
+    from runners.cli import main
+
+    main()
+
+
+def run_command() -> None:
+    """`grpo-run`."""
+    _check_runners()
+    from runners.cli import run_command
+
+    run_command()
+
+
+def _check_runners() -> None:
+    problem = runners_problem()
+    if problem:
+        sys.stderr.write(problem + "\n")
+        sys.exit(2)
+
+
+def runners_problem() -> str | None:
+    """Why `import runners` would not import our package, and what to do, in one line; None: it would."""
+    spec = find_spec("runners")  # imports nothing
+    origin = spec.origin if spec else None
+    found = Path(origin).resolve() if origin else OURS / "__init__.py"
+    if found != OURS / "__init__.py":
+        place = found.parent if found.name == "__init__.py" else found
+        return (
+            f"{place} hides grpo_fn's package runners, which is {OURS}: rename it, take {place.parent} off "
+            "PYTHONPATH, or install grpo_fn into an environment of its own"
+        )
+    for file in (found, OURS / "cli.py"):
+        if not file.is_file():
+            return f"{file} is missing: install grpo_fn again"
+        if "grpo_fn" not in file.read_text(encoding="utf-8", errors="replace"):
+            return (
+                f"{file} belongs to another distribution, which also has a package runners: install grpo_fn "
+                "into an environment of its own"
+            )
+    return None

@@ -1,0 +1,87 @@
+"""Baselines and scales of the advantages: A = (R − baseline) / scale.
+
+Each takes rewards [P,G], 0 where none was given, and `given` [P,G], True where one was, and returns an array
+that broadcasts to [P,G]. To add one: write the function, and give it a line in BASELINES or SCALES.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+STD_EPSILON = 1e-4  # TRL's; added to a standard deviation before dividing by it
+_FLOAT32_EPSILON = 2.0**-23
+
+
+def group_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """The mean of the group (GRPO)."""
+    return mean(rewards_pg, given_pg)
+
+
+def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """The mean of the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
+    count_p1 = given_pg.sum(axis=1, keepdims=True)
+    others_p1 = mx.maximum(count_p1 - 1, 1)
+    return (mean(rewards_pg, given_pg) * count_p1 - rewards_pg) / others_p1
+
+
+def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """The mean of the batch (GDPO's second normalisation), but exactly 0 within the rounding of its sum.
+
+    GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
+    """
+    rewards_1b, given_1b = as_one_group(rewards_pg, given_pg)
+    mean_11 = mean(rewards_1b, given_1b)
+    rounding_11 = _FLOAT32_EPSILON * mx.abs(rewards_1b).sum(axis=1, keepdims=True)
+    return mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)
+
+
+def group_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """The standard deviation of the group + 1e-4."""
+    return std(rewards_pg, given_pg) + STD_EPSILON
+
+
+def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """The standard deviation of the batch + 1e-4."""
+    return group_scale(*as_one_group(rewards_pg, given_pg))
+
+
+def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """1: advantages in the unit of the rewards (Dr. GRPO, arXiv 2503.20783)."""
+    return mx.array(1.0)
+
+
+class Baseline(NamedTuple):
+    """A baseline and its properties."""
+
+    function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
+    of_batch: bool = False  # whether it compares a completion with the batch, not with its group alone
+
+
+BASELINES: dict[str, Baseline] = {
+    "group_mean": Baseline(group_mean),
+    "leave_one_out": Baseline(leave_one_out),
+    "batch_mean": Baseline(batch_mean, of_batch=True),
+}
+SCALES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
+    "group": group_scale,
+    "batch": batch_scale,
+    "none": no_scale,
+}
+
+
+def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
+    """The batch as a single group: both arrays as [1,P·G]."""
+    return rewards_pg.reshape(1, -1), given_pg.reshape(1, -1)
+
+
+def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """Mean of each row's given values, [P,1]; 0 for none."""
+    return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
+
+
+def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
+    """Bessel-corrected standard deviation of each row's given values, [P,1]; 0 for fewer than two."""
+    centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
+    freedom_p1 = mx.maximum(given_pg.sum(axis=1, keepdims=True) - 1, 1)
+    return mx.sqrt(mx.square(centred_pg).sum(axis=1, keepdims=True) / freedom_p1)

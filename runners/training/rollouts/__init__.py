@@ -1,0 +1,1 @@
+"""From prompts to an experience: sampling, scoring, and the same on several ranks."""

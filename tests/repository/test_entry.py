@@ -1,0 +1,71 @@
+"""`grpo` and `grpo-run` with another package called `runners` in the way: one line, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_entry
+
+ROOT = Path(__file__).resolve().parents[2]
+FOREIGN = {
+    "package": "runners/__init__.py",
+    "module": "runners.py",
+}
+
+
+def start(command, *paths, cwd):
+    """The installed script, with these folders first on Python's path."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from grpo_entry import {command}; {command}()", "--help"],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.parametrize("command", ["main", "run_command"])
+def test_with_our_package_a_command_starts(command, tmp_path):
+    """No notice, and the command's help; a folder without an __init__.py is no package that hides ours."""
+    (tmp_path / "runners").mkdir()
+    done = start(command, tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("command", ["main", "run_command"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_package_is_named_in_one_line(kind, command, tmp_path):
+    """Its path, ours, and what to do; it is not imported."""
+    file = tmp_path / FOREIGN[kind]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("raise SystemExit('imported')\n")
+    done = start(command, tmp_path, cwd=tmp_path)
+    place = (file.parent if kind == "package" else file).resolve()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"{place} hides grpo_fn's package runners, which is {ROOT / 'runners'}: rename it, take "
+        f"{place.parent} off PYTHONPATH, or install grpo_fn into an environment of its own\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "cli.py"])
+def test_replaced_and_missing_files_of_ours_are_named(name, tmp_path, monkeypatch):
+    """Another distribution was installed over ours, and then removed with the files of that name."""
+    ours = tmp_path.resolve() / "runners"
+    ours.mkdir()
+    for each in ("__init__.py", "cli.py"):
+        (ours / each).write_text('"""Of grpo_fn."""\n')
+    monkeypatch.setattr(grpo_entry, "OURS", ours)
+    monkeypatch.setattr(grpo_entry, "find_spec", lambda name: None)
+    assert grpo_entry.runners_problem() is None
+    (ours / name).write_text("")
+    assert grpo_entry.runners_problem() == (
+        f"{ours / name} belongs to another distribution, which also has a package runners: install grpo_fn "
+        "into an environment of its own"
+    )
+    (ours / name).unlink()
+    assert grpo_entry.runners_problem() == f"{ours / name} is missing: install grpo_fn again"
