@@ -16,10 +16,8 @@ import attrs
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.trees import Tree
-from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.saving import Saver
-from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
 from runners.evaluation.rank_evaluation import evaluate_on_ranks
@@ -27,7 +25,6 @@ from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
-from runners.models.model_writer import save_final
 from runners.rewards.experience import Experience
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.diary import Diary
@@ -43,10 +40,10 @@ from runners.telemetry.records import (
 )
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.telemetry.run_watch import Watch
-from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.bad_updates import BadUpdates
 from runners.training.loop_state import LoopState
 from runners.training.rollouts.rank_rollout import skew_metrics
+from runners.training.run_saves import RunSaves
 from runners.training.setup import Run
 from runners.training.steps import TrainSteps
 
@@ -80,10 +77,8 @@ class Loop:
         facts: Mapping[str, Any],
     ) -> None:
         """`state` and `at`: where the run starts or resumes; `facts`: what every trainer_state.json holds."""
-        self.folder, self._here = folder, folder.path  # held open, and its last known path
         self.log, self.report, self.saver, self.signals = log, report, saver, signals
-        self.run, self.config, self.facts = run, run.config, facts
-        self.prompt = PromptSettings.of(run.config.to_dict())
+        self.run, self.config = run, run.config
         self.steps, self.at = TrainSteps(run, state, at, report.note, report.tell), at
         self.pieces = PieceLengths(run.decoder)
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
@@ -91,6 +86,19 @@ class Loop:
         self.bad_updates = BadUpdates(folder, self.config.optim.max_bad_updates)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self.parts = (self.steps, self.bad_updates, self.watch, self.constant)  # those that have facts
+        self.saves = RunSaves(
+            run,
+            self.steps,
+            at,
+            folder=folder,
+            log=log,
+            report=report,
+            saver=saver,
+            facts=facts,
+            parts=self.parts,
+            elapsed=self._elapsed,
+        )
         self._log_fault: str | None = None  # the last reported fault of the log
         self.ranks = run.ranks
         self.ranks.wishes = self._wishes
@@ -104,7 +112,7 @@ class Loop:
 
         Raises UserError if a run cannot have saved them.
         """
-        for part in (self.steps, self.bad_updates, self.watch, self.constant):
+        for part in self.parts:
             part.restore(facts)
 
     def run_to_end(self) -> RunResult:
@@ -122,7 +130,7 @@ class Loop:
             self._check_numbers()
             every = config.checkpoint.every
             if every and at.batch_step % every == 0 and not steps.update_due():
-                self._save()
+                self.saves.save()
             self._check_signals()
         if self.watch.reached:
             self.report.note(f"the run ends early: {self.watch.reached}")
@@ -133,13 +141,13 @@ class Loop:
         whole, _ = steps.whole()
         final, fault = run.folder / "final", None
         try:
-            final = self._save_final(whole) if self.ranks.first else final
+            final = self.saves.save_final(whole) if self.ranks.first else final
         except UserError as error:
             fault = error
         if self.ranks.agree("the final model", fault is not None):
             # The disk may be full. A checkpoint may be smaller, or there may be space again.
             with suppress(UserError):
-                self._save_to_stop("the final model could not be saved, but the training state is: ")
+                self.saves.save_to_stop("the final model could not be saved, but the training state is: ")
         if fault is not None:
             raise fault
         first = at.scores[0] if config.eval.at_start and at.scores else None
@@ -168,7 +176,7 @@ class Loop:
         else:
             self._batch_step()
         self._check_log()
-        self._check_folder()
+        self.saves.check_folder()
 
     def _batch_step(self) -> None:
         """One rollout, the notices about it, and its gradient."""
@@ -176,7 +184,7 @@ class Loop:
         try:
             experience = self.steps.roll_out()
         except RewardError:
-            self._save_to_stop("before the reward failed: ")
+            self.saves.save_to_stop("before the reward failed: ")
             raise
         for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
             self.report.note(problem)
@@ -302,37 +310,13 @@ class Loop:
         self.watch.see({name: record[name] for name in ("em", "time/eval", *found)})
         self.report.eval(name, result.score, result.correct, result.total, result.seconds)
 
-    def _save(self, why: str = "", *, strict: bool = False) -> None:
-        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
-        whole, anchor = self.steps.whole()
-        self.saver.save(lambda: self._snapshot(whole, anchor), self._place(), why, strict=strict)
-        if strict:
-            self.ranks.meet("the save")  # a rank that ends earlier would end the others too
-
-    def _snapshot(self, state: g.TrainState, anchor: Tree) -> Snapshot:
-        """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
-        at = self.at
-        facts = {
-            **self.facts,
-            "em": at.scores[-1] if at.scores else None,
-            "reward": at.reward,
-            **self.steps.facts(),
-            **self.bad_updates.facts(),
-            **self.watch.facts(),
-            **self.constant.facts(),
-            "logs": self.log.positions(),
-            "loop": {**at.plain(), "elapsed": self._elapsed()},
-        }
-        trees = {**at.trees(), "anchor": anchor}
-        return take_snapshot(at.batch_step, state, self.run.loaded, facts, trees, prompt=self.prompt)
-
     def _check_numbers(self) -> None:
         """If too many updates in a row were skipped: saves, and raises NumbersError."""
         try:
             self.bad_updates.check()
         except NumbersError:
             self.report.status("saving")
-            self._save("the last good state: ", strict=True)
+            self.saves.save("the last good state: ", strict=True)
             raise
 
     def _check_signals(self) -> None:
@@ -345,7 +329,7 @@ class Loop:
         end = Stopped(number) if number else OutputLost(fault)
         if isinstance(end, OutputLost):
             self.report.note(f"{end}: the run ends")
-        self._save_to_stop("interrupted: ")
+        self.saves.save_to_stop("interrupted: ")
         self.ranks.agreed_to_end()
         raise end
 
@@ -354,43 +338,12 @@ class Loop:
         fault = getattr(self.report, "fault", None)
         return self.signals.received or 0, None if fault is None else str(fault)
 
-    def _save_to_stop(self, why: str) -> None:
-        """Saves a checkpoint before the run ends early, unless the last one is current."""
-        self.saver.wait()
-        missing = bool(self.at.batch_step) and self.saver.done != self._place()
-        if self.ranks.meet("what is saved", missing)[0].value:
-            self.report.status("saving")
-            self._save(why, strict=True)
-
-    def _place(self) -> tuple[int, int]:
-        return self.at.batch_step, self.at.update
-
     def _check_log(self) -> None:
         """Reports once that a line of the log cannot be written; it is written when there is space."""
         fault = self.log.fault()
         if fault and fault != self._log_fault:
             self.saver.failed(UserError(fault))
         self._log_fault = fault
-
-    def _check_folder(self) -> None:
-        """Reports once that the run's folder was renamed. If it is gone, the next save reports it."""
-        with suppress(FolderGone):
-            if (here := self.folder.here()) != self._here:
-                self.report.note(f"{self._here} was renamed to {here}; the run continues there")
-                self._here = here
-
-    def _save_final(self, state: g.TrainState) -> Path:
-        """Writes the final model; if the run's folder is gone, into a new one."""
-        loaded = self.run.loaded
-
-        def save(folder: Path, held: int) -> Path:
-            return save_final(folder, state, loaded, self.prompt, within=held)
-
-        try:
-            return self.folder.write(save)
-        except FolderGone:
-            with self.folder.anew() as folder:
-                return folder.write(save)
 
     def _elapsed(self) -> float:
         """Seconds that the run has taken, including those before a resume."""

@@ -38,11 +38,29 @@ def named(language, *, run=False):
     return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.id)
 
 
+def run_commands(text, cwd):
+    """The `grpo` lines of a block of shell commands."""
+    for line in text.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "grpo", line
+        code = f"from runners.cli import main; main({words!r})"
+        command = [sys.executable, "-c", code]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = warm_process.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch, request):
-    """The current folder: empty but for the files that the snippet's page shows or says it needs."""
+    """The current folder: empty but for the files that the snippet's page makes, shows or says it needs."""
     snippet = request.getfixturevalue("snippet")
     monkeypatch.chdir(tmp_path)
+    if "run" in snippet.comments:
+        for other in snippets(snippet.page):
+            if "first" in other.comments:
+                run_commands(other.text, tmp_path)
     for other in snippets(snippet.page):
         if "file" in other.comments:
             (tmp_path / other.comments["file"]).write_text(other.text, encoding="utf-8")
@@ -110,6 +128,13 @@ def test_the_loop_of_the_readme_is_seen_to_learn():
     """One snippet is held to that."""
     (snippet,) = [snippet for snippet in SNIPPETS if "learns" in snippet.comments]
     assert snippet.page.name == "README.md" and "run" in snippet.comments
+
+
+def test_the_loops_of_the_pages_need_the_core_alone():
+    """README.md's loop and that of docs/own-loop.md import nothing of the shell."""
+    loops = [s for s in SNIPPETS if "learns" in s.comments or s.comments.get("file") == "loop.py"]
+    assert len(loops) == 2
+    assert not any(re.search(r"^(from|import) (runners|configs)\b", s.text, re.MULTILINE) for s in loops)
 
 
 COMMANDS = [

@@ -158,6 +158,7 @@ def test_the_schema_names_what_the_core_has():
     import grpo_fn as g
     from grpo_fn.algorithm import AGGREGATES, BASELINES, SCALES
     from grpo_fn.learner import SCHEDULES
+    from grpo_fn.policy import MODES, STORAGES
     from runners.rewards import builtin as rewards
 
     assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
@@ -165,6 +166,9 @@ def test_the_schema_names_what_the_core_has():
     assert get_args(sections.Baseline) == tuple(BASELINES)
     assert get_args(sections.Scale) == tuple(SCALES)
     assert get_args(sections.ScheduleName) == SCHEDULES
+    assert get_args(sections.RefQuantization) == ("none", *MODES)
+    assert get_args(sections.QuantizationMode) == ("none", *MODES, "auto")
+    assert get_args(sections.Storage) == STORAGES
     assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
 
 
