@@ -187,8 +187,8 @@ def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figur
     plain = g.Policy.from_module(
         make_module(case.model, **case.changes),
         compute_dtype=policy.compute_dtype,
-        own_functions=False,
-    ).skeleton()
+        patched=False,
+    ).without_weights()
     masters = map_arrays(lambda a: a.astype(mx.float32), policy.params)
     state = g.init_state(masters, g.adamw(1e-6), key=mx.random.key(0))
     g.materialize(state.params)

@@ -82,7 +82,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
     import mlx.core as mx
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    from grpo_fn.learner import Sharding, deal, make_sharded_update_step, own_pieces
+    from grpo_fn.learner import Sharding, deal, make_sharded_update_step, pieces_of_rank
     from grpo_fn.trees import map_arrays, nbytes
     from runners.ranks.ranks import Ranks
 
@@ -98,7 +98,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
         policy = g.Policy.from_module(module, compute_dtype=compute)
         prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
         params = map_arrays(lambda leaf: leaf.astype(mx.float32), policy.params)
-        policy = policy.skeleton()
+        policy = policy.without_weights()
         optimizer = g.adamw(1e-6)
         state = g.init_state(params, optimizer, key=mx.random.key(0))
         del params
@@ -152,7 +152,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             "seconds": {name: sorted(values)[len(values) // 2] for name, values in seconds.items()},
             "held": held,
             "peak": mx.get_peak_memory(),
-            "own_pieces": len(own_pieces(deal(batch, count), rank, count)),
+            "pieces_of_rank": len(pieces_of_rank(deal(batch, count), rank, count)),
         }
         everyone = [message.value for message in ranks.meet("the result", found)]
     return {"ranks": everyone} if rank == 0 else {}

@@ -46,7 +46,7 @@ def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array)
     return fold_in(fold_in(rows, prompts_n), generations_n)
 
 
-def random_words(keys_b2: mx.array, first: int, count: int, words: int) -> mx.array:
+def random_bits(keys_b2: mx.array, first: int, count: int, words: int) -> mx.array:
     """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these keys."""
     rows = keys_b2.shape[0]
     numbers = mx.repeat(mx.arange(first, first + count), rows)

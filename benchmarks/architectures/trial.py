@@ -18,7 +18,7 @@ import numpy as np
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_config, small_model
 from grpo_fn.learner import can_share, split_batch
-from grpo_fn.policy import checkpoint_layers, use_own_functions
+from grpo_fn.policy import checkpoint_layers, patch_layers
 from grpo_fn.trees import Tree, named_leaves
 from runners.errors import UserError
 from runners.machine.bounded_process import limit
@@ -69,7 +69,7 @@ def plain_model(name: str) -> nn.Module:
     """The small model as mlx-lm has it."""
     model = small_model(name)
     if name == "phi3small":  # as it is, it writes past the end of a small vocabulary's logits
-        use_own_functions(model)
+        patch_layers(model)
     return model
 
 
@@ -291,7 +291,7 @@ def _reloaded(name: str, policy: g.Policy) -> float:
         (path / "config.json").write_text(json.dumps(small_config(name)))
         model, _ = load_model(path)
         if name == "phi3small":
-            use_own_functions(model)
+            patch_layers(model)
         difference = mx.abs(model(tokens, cache=make_prompt_cache(model)) - want).max().item()
     return float(np.nan_to_num(difference, nan=np.inf))
 

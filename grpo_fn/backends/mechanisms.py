@@ -40,7 +40,7 @@ OPERATIONS = {
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
 SWITCHES = {
-    "own_functions": "mlx-lm's layers call this library's functions: needed by most other mechanisms",
+    "patched_layers": "mlx-lm's layers call this library's functions: needed by most other mechanisms",
     "shared_prefix": "rollouts are decoded over one copy of each prompt, if this is faster on the machine",
     "row_compaction": "rows that have ended leave the batch",
     "merged_adapters": "LoRA's and DoRA's adapters are part of the weights while a model samples",

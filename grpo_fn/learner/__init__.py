@@ -17,13 +17,13 @@ from grpo_fn.learner.logprobs.token_logprobs import (
 from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape
-from grpo_fn.learner.ranks.rank_shares import deal, own_pieces
+from grpo_fn.learner.ranks.rank_shares import deal, pieces_of_rank
 from grpo_fn.learner.ranks.reduce import (
     Collectives,
     MlxCollectives,
     all_reduce,
     collectives,
-    kept_by_first,
+    only_on_first,
     share,
 )
 from grpo_fn.learner.ranks.sharding import Sharding, make_sharded_update_step
@@ -57,14 +57,14 @@ __all__ = [
     "drop_inactive",
     "halve_batch",
     "init_state",
-    "kept_by_first",
     "make_batch",
     "make_grad_step",
     "make_logprob_step",
     "make_sharded_update_step",
     "make_update_step",
     "minibatches",
-    "own_pieces",
+    "only_on_first",
+    "pieces_of_rank",
     "routing_stats",
     "shape_of",
     "share",

@@ -11,7 +11,7 @@ from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.images import takes_images, use_multimodal_rope
 from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize
 from grpo_fn.policy.layers.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.policy import Policy
@@ -43,6 +43,7 @@ __all__ = [
     "has_routers",
     "is_quantized",
     "kv_caches",
+    "patch_layers",
     "plain_caches",
     "quant_mode",
     "quantizable",
@@ -53,5 +54,4 @@ __all__ = [
     "sharing_pays",
     "takes_images",
     "use_multimodal_rope",
-    "use_own_functions",
 ]

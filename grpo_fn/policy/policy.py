@@ -1,6 +1,6 @@
 """Policy: a language model as a pure function of a parameter tree.
 
-An mlx-lm module is used as a skeleton: during a call its leaves are replaced by the given parameters, and
+An mlx-lm module stands for its function: during a call its leaves are replaced by the given parameters, and
 then restored. The module decides what is trainable (all of it, or LoRA's adapters).
 """
 
@@ -22,7 +22,7 @@ from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.images import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learning_form import learning_form
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing
 from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.process_check import check_process
@@ -36,7 +36,7 @@ class Policy:
     During a call the module holds the given parameters: one thread at a time.
     """
 
-    module: nn.Module  # the skeleton
+    module: nn.Module  # the function; its leaves are replaced during a call
     params: Tree  # trainable leaves as they were when the policy was made
     frozen: Tree  # the other leaves, shared by all roles; {} if everything trains
     compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward pass; None: not cast
@@ -52,13 +52,13 @@ class Policy:
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None, own_functions: bool = True
+        cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None, patched: bool = True
     ) -> "Policy":
         """Split a module into its function and its leaves.
 
         If only some leaves train, first freeze the others (`module.freeze()`, mlx-lm's
         `linear_to_lora_layers`). The arrays are shared with the module, not copied. From then on its layers
-        call this library's functions (`use_own_functions`), unless `own_functions` is False.
+        call this library's functions (`patch_layers`), unless `patched` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -67,8 +67,8 @@ class Policy:
         trainable, frozen = split_leaves(module)
         if not trainable:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
-        if own_functions:
-            use_own_functions(module)
+        if patched:
+            patch_layers(module)
         shares = shares_prefix(module)
         return cls(
             module=module,
@@ -86,7 +86,7 @@ class Policy:
     def for_inference(cls, module: nn.Module) -> "Policy":
         """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
         check_process()
-        use_own_functions(module)
+        patch_layers(module)
         shares = shares_prefix(module)
         return cls(
             module=module,
@@ -100,7 +100,7 @@ class Policy:
             vocabulary=_embedding_rows(module),
         )
 
-    def skeleton(self) -> "Policy":
+    def without_weights(self) -> "Policy":
         """The same function without the initial parameters, over a module that holds no trainable weights.
 
         For long runs: otherwise `params` and the module would keep the initial weights in memory. The module

@@ -59,7 +59,7 @@ def quantized_role(
     """A policy of the same model whose block weights are quantized.
 
     Args:
-        policy: with its `params` (not yet a `skeleton()`).
+        policy: with its `params` (before `without_weights()`).
         name: a key of MODES, such as `affine-4`.
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
@@ -74,7 +74,9 @@ def quantized_role(
     check_choice("storage", storage, STORAGES)
     mode = quant_mode(name, group_size)
     if policy.params is None:
-        raise ValueError("a skeleton has no weights left to quantize: make the role before policy.skeleton()")
+        raise ValueError(
+            "the policy has no weights left to quantize: make the role before policy.without_weights()"
+        )
     if is_quantized(policy.module):
         raise ValueError("the model's weights are quantized already: both roles then run the same ones")
     leaves = named_leaves(policy.module.parameters())

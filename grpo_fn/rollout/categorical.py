@@ -12,28 +12,28 @@ weight is lost. Weights below 2^−30 at their level are drawn too often: in at 
 import mlx.core as mx
 
 WIDTH = 32  # tokens of a group, groups of a block
-WORDS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
+RANDOM_NUMBERS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
 _WHOLE = 2.0**30
 
 
-def draw(weights_bv: mx.array, words_bw: mx.array) -> tuple[mx.array, mx.array]:
+def draw(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.array]:
     """The token of each row, and the sum of the row's weights: (int32 [B], float32 [B]).
 
     A row without any weight above zero gives token 0.
 
     Args:
         weights_bv: float32, none below zero; they need not add up to 1.
-        words_bw: random bits, uint32 [B,`WORDS`]. Equal words and weights give equal tokens.
+        bits_bw: random bits, uint32 [B,`RANDOM_NUMBERS`]. Equal bits and weights give equal tokens.
     """
     levels = [_grouped(weights_bv)]
-    while len(levels) < WORDS - 1 and levels[-1].shape[1] > WIDTH:
+    while len(levels) < RANDOM_NUMBERS - 1 and levels[-1].shape[1] > WIDTH:
         levels.append(_grouped(levels[-1].sum(axis=-1)))
     sums_bn = levels[-1].sum(axis=-1)
     total_b1 = sums_bn.sum(axis=-1, keepdims=True)
-    place_b1 = _inverted(sums_bn, total_b1, words_bw[:, len(levels), None])
+    place_b1 = _inverted(sums_bn, total_b1, bits_bw[:, len(levels), None])
     for level in reversed(range(len(levels))):
         members_bn = mx.take_along_axis(levels[level], place_b1[:, :, None], axis=1)[:, 0]
-        inside_b1 = _inverted(members_bn, members_bn.sum(axis=-1, keepdims=True), words_bw[:, level, None])
+        inside_b1 = _inverted(members_bn, members_bn.sum(axis=-1, keepdims=True), bits_bw[:, level, None])
         place_b1 = place_b1 * WIDTH + inside_b1
     return place_b1[:, 0].astype(mx.int32), total_b1[:, 0]
 

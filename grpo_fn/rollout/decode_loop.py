@@ -144,7 +144,7 @@ class Decoder:
         """The n-th token of each row."""
         if batch.seen_bv is not None:
             batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, self._penalty)
-        drawn = self._draw(batch.logits_bv, batch.words_nbw[n])
+        drawn = self._draw(batch.logits_bv, batch.bits_nbw[n])
         if batch.seen_bv is not None:
             batch.seen_bv = mark_seen(batch.seen_bv, drawn["tokens"])
         return drawn

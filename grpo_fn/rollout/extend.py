@@ -155,7 +155,7 @@ class SharedPromptRows:
                     prompt,
                     pair if seen_bt.shape[1] else None,
                     attrs.evolve(
-                        layout, start=mx.array(position, mx.int32), own_seen=seen_bt[:, None, None, :]
+                        layout, start=mx.array(position, mx.int32), suffix_seen=seen_bt[:, None, None, :]
                     ),
                 )
                 for prompt, pair in zip(prompts, own, strict=True)
@@ -181,7 +181,7 @@ class SharedPromptRows:
         whole = attrs.evolve(
             layout,
             start=position[0] - places if one else mx.array(position, mx.int32) - places,
-            own_seen=None if full else seen_bt[:, None, None, :],
+            suffix_seen=None if full else seen_bt[:, None, None, :],
             later_turn=True,
         )
         made = [

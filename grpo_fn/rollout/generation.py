@@ -27,7 +27,7 @@ from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.extend import CopiedPromptRows, SharedPromptRows
 from grpo_fn.rollout.prefill import prefill, prefill_once
 from grpo_fn.rollout.row_batch import RowBatch
-from grpo_fn.rollout.sampler import Sampler, draw_words, seen_tokens
+from grpo_fn.rollout.sampler import Sampler, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
 
@@ -129,8 +129,8 @@ def generate(
             if sampler.repetition_penalty != 1:
                 seen_bv = seen_tokens(these, logits_pv.shape[-1])[index]
             # All at once on the device, because a number from the host at each step would be waited for.
-            words_nbw = draw_words(keys_b2, 0, max_new_tokens)
-            batch = RowBatch(steps, logits_pv[index], words_nbw, rows, seen_bv)
+            bits_nbw = draw_bits(keys_b2, 0, max_new_tokens)
+            batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
             turns = None
             if replies is not None and extender is not None and isinstance(whole, Transcript):
                 turns = Turns(
@@ -138,7 +138,7 @@ def generate(
                     extender,
                     whole,
                     prompts={row: prompts[row // num_generations] for row in rows},
-                    words_nbw=words_nbw,
+                    bits_nbw=bits_nbw,
                     limit=max_new_tokens,
                     together=decoding.turns_together,
                     vocabulary=policy.vocabulary,

@@ -12,7 +12,7 @@ class RowBatch:
 
     steps: Steps
     logits_bv: mx.array  # of the next token
-    words_nbw: mx.array  # the random bits of each draw
+    bits_nbw: mx.array  # the random bits of each draw
     rows: list[int]  # numbers of its rows in the whole
     seen_bv: mx.array | None = None  # the tokens that each row has had, if repeating them is penalized
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last check
@@ -25,11 +25,11 @@ class RowBatch:
     @property
     def is_full(self) -> bool:
         """Whether all rows have reached the length limit."""
-        return self.count == self.words_nbw.shape[0]
+        return self.count == self.bits_nbw.shape[0]
 
     def keep_rows(self, places: list[int]) -> None:
         """Keep only the rows at these places."""
         self.steps.keep_rows(places)
         index = mx.array(places)
-        self.words_nbw, self.rows = self.words_nbw[:, index], [self.rows[i] for i in places]
+        self.bits_nbw, self.rows = self.bits_nbw[:, index], [self.rows[i] for i in places]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]

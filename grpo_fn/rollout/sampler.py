@@ -10,8 +10,8 @@ from grpo_fn.backends import find
 from grpo_fn.backends.elementwise import exp, logsumexp, softmax
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
-from grpo_fn.prng import random_words
-from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
+from grpo_fn.prng import random_bits
+from grpo_fn.rollout.categorical import RANDOM_NUMBERS, WIDTH, draw
 
 
 def sample(
@@ -45,13 +45,13 @@ def sample(
     return drawn["tokens"], drawn["logp"]
 
 
-def draw_words(keys_b2: mx.array, first: int, count: int) -> mx.array:
+def draw_bits(keys_b2: mx.array, first: int, count: int) -> mx.array:
     """The random bits [N,B,W] for the draws `first`, `first` + 1, … of rows with these keys."""
-    return random_words(keys_b2, first, count, WORDS)
+    return random_bits(keys_b2, first, count, RANDOM_NUMBERS)
 
 
 def _sample(
-    logits_bv: mx.array, words_bw: mx.array, temperature: float, top_p: float, top_k: int, min_p: float
+    logits_bv: mx.array, bits_bw: mx.array, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> tuple[mx.array, mx.array]:
     check_rank("logits_bv", logits_bv, 2)
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
@@ -67,12 +67,12 @@ def _sample(
     plain = top_p == 1 and top_k == 0 and min_p == 0
     fast = find("draw", logits_bv) if plain else None
     if fast is not None:
-        return fast(logits_bv, words_bw, temperature, WIDTH)
+        return fast(logits_bv, bits_bw, temperature, WIDTH)
     if temperature != 1:
         z_bv = z_bv / temperature
     z_bv = truncate(z_bv, top_p=top_p, top_k=top_k, min_p=min_p)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
-    token_b, total_b = draw(exp(z_bv), words_bw)
+    token_b, total_b = draw(exp(z_bv), bits_bw)
     return token_b, _taken(z_bv, token_b) - mx.log(total_b)
 
 
@@ -150,11 +150,11 @@ class Sampler:
 
     def __call__(self, logits_bv: mx.array, keys_b2: mx.array) -> dict[str, mx.array]:
         """Token and log-prob of each row, and its entropy if asked for."""
-        return self.at(logits_bv, draw_words(keys_b2, 0, 1)[0])
+        return self.at(logits_bv, draw_bits(keys_b2, 0, 1)[0])
 
-    def at(self, logits_bv: mx.array, words_bw: mx.array) -> dict[str, mx.array]:
-        """The same with the random bits of each row, from `draw_words`."""
-        token_b, logp_b = _sample(logits_bv, words_bw, self.temperature, self.top_p, self.top_k, self.min_p)
+    def at(self, logits_bv: mx.array, bits_bw: mx.array) -> dict[str, mx.array]:
+        """The same with the random bits of each row, from `draw_bits`."""
+        token_b, logp_b = _sample(logits_bv, bits_bw, self.temperature, self.top_p, self.top_k, self.min_p)
         drawn = {"tokens": token_b, "logp": logp_b}
         if self.with_entropy:
             drawn["entropy"] = entropy(logits_bv, self.temperature or 1.0)

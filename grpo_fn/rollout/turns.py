@@ -140,7 +140,7 @@ class Turns:
         transcript: Transcript,
         *,
         prompts: Mapping[int, Sequence[int]],
-        words_nbw: mx.array,
+        bits_nbw: mx.array,
         limit: int,
         together: bool,
         vocabulary: int | None,
@@ -149,15 +149,15 @@ class Turns:
         """Before the first turn.
 
         Args:
-            prompts: of each row of the part, by its number, in the order of `words_nbw`.
-            words_nbw: random bits of all draws.
+            prompts: of each row of the part, by its number, in the order of `bits_nbw`.
+            bits_nbw: random bits of all draws.
             limit: the most tokens of a conversation, including given ones.
             together: turns begin together, when no row decodes any more; else as soon as replies are there.
             vocabulary: given token ids are below it; None: any.
             penalizes: whether the sampler needs the tokens that a row has had.
         """
         self._replies, self._extender, self._transcript = replies, extender, transcript
-        self._prompts, self._words_nbw, self._limit = prompts, words_nbw, limit
+        self._prompts, self._bits_nbw, self._limit = prompts, bits_nbw, limit
         self._place = {row: place for place, row in enumerate(prompts)}
         self._together, self._vocabulary, self._penalizes = together, vocabulary, penalizes
         self._waiting: set[int] = set()
@@ -223,16 +223,16 @@ class Turns:
             return []
         batches = []
         for steps, rows, logits_bv in self._extender.resume(given):
-            batches.append(RowBatch(steps, logits_bv, self._words(rows), rows, self._seen(rows, logits_bv)))
+            batches.append(RowBatch(steps, logits_bv, self._bits(rows), rows, self._seen(rows, logits_bv)))
         return batches
 
-    def _words(self, rows: Sequence[int]) -> mx.array:
+    def _bits(self, rows: Sequence[int]) -> mx.array:
         """The random bits [N,B,W] of the next draws: a row's n-th sampled token uses the n-th bits."""
         used = [sum(self._transcript.rows[row].sampled) for row in rows]
         most = max(map(self.room, rows))
         number_nb = mx.arange(most)[:, None] + mx.array(used, mx.int32)
         place_b = mx.array([self._place[row] for row in rows], mx.int32)
-        return self._words_nbw[mx.minimum(number_nb, self._limit - 1), place_b]
+        return self._bits_nbw[mx.minimum(number_nb, self._limit - 1), place_b]
 
     def _seen(self, rows: Sequence[int], logits_bv: mx.array) -> mx.array | None:
         if not self._penalizes:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import check_token_ids
 from grpo_fn.prng import GENERATION, completion_keys, stream_key
-from grpo_fn.rollout import FindStop, draw_words, drawing, mark_seen, penalize, seen_tokens
+from grpo_fn.rollout import FindStop, draw_bits, drawing, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.errors import UserError, gigabytes
 from runners.images.tower import HasImages
@@ -193,7 +193,7 @@ def draws(sampling: Sampling, number: int = 0, drawn: int = 0) -> Callable[[mx.a
 def _words(key_12: mx.array, drawn: int) -> Iterator[mx.array]:
     """The random bits [1,W] of each draw after the first `drawn`."""
     for first in itertools.count(drawn, step=256):
-        yield from draw_words(key_12, first, 256)
+        yield from draw_bits(key_12, first, 256)
 
 
 def penalty(sampling: Sampling, prompt: Tokens | None) -> Callable[[mx.array, mx.array], mx.array]:

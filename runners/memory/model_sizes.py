@@ -17,12 +17,12 @@ from grpo_fn.learner import can_share
 from grpo_fn.policy import (
     QuantMode,
     decode_weights_bytes,
+    patch_layers,
     quant_mode,
     quantizable,
     quantize,
     shares_prefix,
     sharing_pays,
-    use_own_functions,
 )
 from grpo_fn.trees import split_leaves
 from runners.config.loading import Config
@@ -65,7 +65,7 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     master = getattr(mx, settings.master)
     if settings.tune != "full":
         new_adapters(module, settings.tune, settings.lora, config.run.seed)
-    use_own_functions(module)
+    patch_layers(module)
     trained, frozen = split_leaves(module)
     embeddings = [
         leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.learner import halve_batch, own_pieces
+from grpo_fn.learner import halve_batch, pieces_of_rank
 from grpo_fn.trees import Tree
 from runners.errors import UserError, count_in, is_out_of_memory
 from runners.ranks.ranks import Ranks
@@ -124,7 +124,7 @@ class Gradients:
         return pieces
 
     def _own(self, pieces: _Pieces) -> _Pieces:
-        return own_pieces(pieces, self._ranks.number, self._ranks.count)
+        return pieces_of_rank(pieces, self._ranks.number, self._ranks.count)
 
     def _merged(self, stats: g.LossStats) -> g.LossStats:
         """The statistics of all ranks' parts, the same on every rank."""

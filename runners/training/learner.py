@@ -96,7 +96,7 @@ def build_learner(
             role.decode_as(sampler.way.applied(role.policy))
             notices += sampler.notices
     reference = make_reference_role(config, policy)
-    policy = policy.skeleton()
+    policy = policy.without_weights()
     role.full = policy
 
     optim = config.optim

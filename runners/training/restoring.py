@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import kept_by_first, share
+from grpo_fn.learner import only_on_first, share
 from grpo_fn.trees import Tree, map_arrays, named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin, data_digest
 from runners.checkpoints.snapshot import TRAINER_STATE
@@ -185,7 +185,7 @@ def share_start(
     run.stream.position = at.position
     origin = Origin(Path(found["folder"]), found["step"], found["facts"])
     # The accumulated gradient stays on rank 0: the sum over the ranks counts it once.
-    state = kept_by_first(g.TrainState(**trees["state"]), ranks)
+    state = only_on_first(g.TrainState(**trees["state"]), ranks)
     return _sharded(run, state), at, origin
 
 

@@ -14,7 +14,7 @@ from grpo_fn.learner import (
     all_reduce,
     chosen_experts,
     deal,
-    kept_by_first,
+    only_on_first,
     routing_stats,
     shape_of,
     take_rows,
@@ -206,7 +206,7 @@ class TrainSteps:
             if self.at.stats:  # gradient sums since the update: from now on they are on rank 0
                 self.state = all_reduce(self.state, self.ranks)
                 whole = self.state
-                self.state = kept_by_first(self.state, self.ranks)
+                self.state = only_on_first(self.state, self.ranks)
                 self.gradients.applied()
             else:
                 whole = self.state

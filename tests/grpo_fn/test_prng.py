@@ -8,7 +8,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn import prng
-from grpo_fn.prng import completion_keys, random_words, stream_key
+from grpo_fn.prng import completion_keys, random_bits, stream_key
 from tests.support.generating import roll
 from tests.support.tiny_policies import tiny_policy
 
@@ -92,9 +92,9 @@ def test_seeds_draw_other_completions_not_the_same_in_another_order():
 def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():
     """Not on the rows beside it, nor on where the count begins; they are that number's keys."""
     keys = mx.random.split(mx.random.key(3), 5)
-    words = random_words(keys, 0, 6, 3)
+    words = random_bits(keys, 0, 6, 3)
     assert words.shape == (6, 5, 3) and words.dtype == mx.uint32
-    assert mx.array_equal(random_words(keys[2:4], 4, 2, 3), words[4:, 2:4])
+    assert mx.array_equal(random_bits(keys[2:4], 4, 2, 3), words[4:, 2:4])
     assert len(tuples(words.reshape(-1, 3))) == 30
 
 

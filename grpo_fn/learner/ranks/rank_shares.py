@@ -52,7 +52,7 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     return [attrs.evolve(parts[0], **first), *parts[1:]]
 
 
-def own_pieces(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
+def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
     """The micro-batches of a batch that a rank computes, with about the same number of tokens on each rank.
 
     If there are fewer micro-batches than ranks, the largest are cut in halves. At least one is returned; a

@@ -143,7 +143,7 @@ def all_reduce(
     )
 
 
-def kept_by_first(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
+def only_on_first(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
     """The state with the sums over all ranks on rank 0, and zeros on all others.
 
     Call it after `all_reduce` if more batches follow before the update, so that the next sum counts nothing

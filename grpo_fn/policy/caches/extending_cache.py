@@ -20,7 +20,7 @@ class ExtendingCache:
     """One layer's cache for one call with new tokens [B,E]; afterwards `new` holds their keys and values."""
 
     def __init__(self, prompt: Pair, own: Pair | None, layout: Layout) -> None:
-        """`own` is [B,K,T,D] with the mask `layout.own_seen`; None: no row has own tokens."""
+        """`own` is [B,K,T,D] with the mask `layout.suffix_seen`; None: no row has own tokens."""
         self._prompt, self._own, self._layout = prompt, own, layout
         self.new: Pair | None = None
 
@@ -64,8 +64,8 @@ class ExtendingCache:
         parts = [layout.by_row(scores_pkml.reshape(in_grid).transpose(0, 2, 1, 3, 4))]
         if self._own is not None:
             scores_bknt = q_bknd @ self._own[0].swapaxes(-1, -2)
-            if layout.own_seen is not None:
-                scores_bknt = mx.where(layout.own_seen, scores_bknt, least)
+            if layout.suffix_seen is not None:
+                scores_bknt = mx.where(layout.suffix_seen, scores_bknt, least)
             parts.append(scores_bknt)
         new_bknt = (q_bknd @ keys.swapaxes(-1, -2)).reshape(rows, shared, repeats, length, length)
         new_bknt = mx.where(mx.tri(length, dtype=mx.bool_), new_bknt, least)

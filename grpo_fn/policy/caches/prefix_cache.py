@@ -34,7 +34,9 @@ class Layout:
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
     start: int | mx.array  # position of each row's first own place
-    own_seen: mx.array | None = None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
+    suffix_seen: mx.array | None = (
+        None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
+    )
     later_turn: bool = False  # whether own places do not start right after the prompts
     shifts: tuple[int, ...] | None = None  # P: added to positions after a prompt; None: nothing
 
@@ -124,8 +126,8 @@ class PrefixCache(OneTokenCache):
         scores_bkrl = layout.by_row(scores_pknl.reshape(*grid, length).transpose(0, 2, 1, 3, 4))
 
         own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
-        if layout.own_seen is not None:
-            own_bkrt = _masked_at_front(own_bkrt, layout.own_seen)
+        if layout.suffix_seen is not None:
+            own_bkrt = _masked_at_front(own_bkrt, layout.suffix_seen)
         weights = softmax(mx.concatenate([scores_bkrl, own_bkrt], axis=-1))
 
         w_pgkrl = layout.by_prompt(weights[..., :length])
@@ -213,8 +215,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     index = mx.array(rows, mx.int32)
     if old.later_turn:
         start = old.start[index] if isinstance(old.start, mx.array) else old.start
-        seen = None if old.own_seen is None else old.own_seen[index]
-        layout = attrs.evolve(layout, start=start, own_seen=seen, later_turn=True)
+        seen = None if old.suffix_seen is None else old.suffix_seen[index]
+        layout = attrs.evolve(layout, start=start, suffix_seen=seen, later_turn=True)
     for cache in caches:
         cache.keep(index, prompts, layout)
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from grpo_fn.backends import enabled, number
 from grpo_fn.layers import NamedLayers, is_packed, replaced_layers
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize
 from grpo_fn.trees import named_leaves
 
@@ -64,5 +64,5 @@ def _plain(layer: Any, dtype: mx.Dtype) -> nn.Module:
     if "bias" in layer:
         plain.bias = layer.bias
     plain.freeze()
-    use_own_functions(plain)
+    patch_layers(plain)
     return plain

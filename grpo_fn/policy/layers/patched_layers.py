@@ -1,7 +1,7 @@
 """Our functions in place of those that mlx-lm's layers call by name, for one model instance.
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
-globals of the layer's module. `use_own_functions` gives the layers of one model a `__call__` whose globals
+globals of the layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals
 hold ours, and `nn.RMSNorm` a new `__call__`. The classes, their modules and every other model in the process
 stay as they are.
 """
@@ -23,21 +23,21 @@ from grpo_fn.policy.layers.model_fixes import fix_known_faults
 from grpo_fn.policy.layers.quantized_layers import QuantMode, unpack_rows, unpacked_product
 
 
-def use_own_functions(module: nn.Module) -> int:
+def patch_layers(module: nn.Module) -> int:
     """Let this model's layers call the functions of this library; returns how many layers now do.
 
     The model computes the same, to rounding. Layers that reach those functions in another way are left
     alone, and a second call changes nothing.
     """
     fix_known_faults(module)
-    if not enabled("own_functions"):
+    if not enabled("patched_layers"):
         return 0
     changed, unpacks = 0, unpack_rows() > 0
     for layer in module.modules():
-        kind = _with_own_functions(type(layer), unpacks)
+        kind = _patched(type(layer), unpacks)
         if kind is not type(layer):
             layer.__class__ = kind
-        changed += hasattr(kind, "own_functions")
+        changed += hasattr(kind, "patched")
     return changed
 
 
@@ -48,8 +48,7 @@ def attends_through_cache(module: nn.Module) -> bool:
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
-        sum("scaled_dot_product_attention" in getattr(part, "own_functions", ()) for part in layer.modules())
-        == 1
+        sum("scaled_dot_product_attention" in getattr(part, "patched", ()) for part in layer.modules()) == 1
         for layer in layers
     )
 
@@ -117,7 +116,7 @@ def _gated_mlp(self: Any, x: mx.array) -> mx.array:
 
 
 class _RMSNorm(nn.RMSNorm):
-    own_functions = ("rms_norm",)
+    patched = ("rms_norm",)
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(x, self["weight"], self.eps)
@@ -125,7 +124,7 @@ class _RMSNorm(nn.RMSNorm):
 
 class _QuantizedLinear(nn.QuantizedLinear):
     computes_as = nn.QuantizedLinear
-    own_functions = ("linear",)
+    patched = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.size // x.shape[-1] < unpack_rows():
@@ -136,7 +135,7 @@ class _QuantizedLinear(nn.QuantizedLinear):
 
 class _QuantizedEmbedding(nn.QuantizedEmbedding):
     computes_as = nn.QuantizedEmbedding
-    own_functions = ("linear",)
+    patched = ("linear",)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return super().as_linear(x) if x.size // x.shape[-1] < unpack_rows() else _packed_product(self, x)
@@ -166,15 +165,15 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def _with_own_functions(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
+def _patched(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
     """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are none."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
-    if hasattr(kind, "own_functions") or not isinstance(call, FunctionType):
+    if hasattr(kind, "patched") or not isinstance(call, FunctionType):
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
     if _is_gated_mlp(call):
-        return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "own_functions": ("swiglu",)})
+        return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "patched": ("swiglu",)})
     if kind in _PACKED:
         return _PACKED[kind] if unpacks else kind
     names = [
@@ -187,4 +186,4 @@ def _with_own_functions(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]
     if not names:
         return kind
     own = with_globals(call, **{name: _OWN[name] for name in names})
-    return type(kind.__name__, (kind,), {"__call__": own, "own_functions": tuple(names)})
+    return type(kind.__name__, (kind,), {"__call__": own, "patched": tuple(names)})

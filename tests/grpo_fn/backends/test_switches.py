@@ -55,8 +55,8 @@ def decoder():
 
 def acts(name, monkeypatch):
     """Whether the mechanism does something now."""
-    if name == "own_functions":
-        return patched_layers.use_own_functions(tiny_policy().module) > 0
+    if name == "patched_layers":
+        return patched_layers.patch_layers(tiny_policy().module) > 0
     if name == "shared_prefix":
         return prefix_cache.sharing_pays()
     if name == "row_compaction":
@@ -111,7 +111,7 @@ def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
 
 def test_an_unknown_switch_is_an_error_with_the_nearest():
     """Also where the name is that of an operation, which `find` is for."""
-    for name, near in (("row_compation", "row_compaction"), ("softmax", "own_functions")):
+    for name, near in (("row_compation", "row_compaction"), ("softmax", "patched_layers")):
         with pytest.raises(ValueError, match=f"no mechanism '{name}'; the nearest name is"):
             enabled(name)
         assert near in SWITCHES

@@ -64,7 +64,7 @@ def by_hand(module, tokens_bl):
 @pytest.mark.parametrize("name", NAMES)
 def test_routers_are_recorded(name):
     """Four layers' logits, those that the blocks compute; the hidden states stay as they are."""
-    policy = g.Policy.from_module(small_model(name), own_functions=False)
+    policy = g.Policy.from_module(small_model(name), patched=False)
     tokens = batch_of().tokens_bl
     hidden, routing = policy.hidden_and_routing(policy.params, tokens)
     assert mx.array_equal(hidden, policy.hidden(policy.params, tokens)).item()

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.architectures import small_models
 from benchmarks.architectures.small_settings import AROUND, SETTINGS, TEXT
 from benchmarks.architectures.trial import run_steps
-from grpo_fn.policy import use_own_functions
+from grpo_fn.policy import patch_layers
 from tests.support.tiny_policies import worst_difference
 
 KINDS = {
@@ -71,7 +71,7 @@ def test_jamba_s_scan_takes_memory_linear_in_tokens():
     """The same gradient as mlx-lm's, at a quarter of its memory for 64 tokens."""
     tokens = mx.array([[n % 50 for n in range(64)]])
     theirs, ours = small_models.small_model("jamba"), small_models.small_model("jamba")
-    use_own_functions(ours)
+    patch_layers(ours)
     most, want = peak_of_gradient(theirs, tokens)
     least, got = peak_of_gradient(ours, tokens)
     assert least < most / 4

@@ -10,7 +10,7 @@ import grpo_fn as g
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import (
     lora_policy,
@@ -43,7 +43,7 @@ def test_logits_follow_the_parameters_given():
     """Other parameters give what a module that holds them gives; the policy's own stay out of it."""
     policy, tokens = tiny_policy(), token_rows(3, 7)
     other = tiny_module(seed=5)
-    use_own_functions(other)
+    patch_layers(other)
     assert bool((policy.logits(other.parameters(), tokens) == other(tokens)).all())
     assert bool((policy.logits(policy.params, tokens) != other(tokens)).any())
 
@@ -165,30 +165,30 @@ def test_integers_are_not_cast():
     assert cast["w"].dtype == mx.bfloat16 and cast["packed"].dtype == mx.uint32
 
 
-def test_a_skeleton_is_the_same_function():
+def test_without_weights_it_is_the_same_function():
     """Without its weights a policy computes the same from the parameters given."""
     policy, tokens = tiny_policy("qwen2"), token_rows(2, 5)
     params, want = policy.params, policy.logits(policy.params, tokens)
-    skeleton = policy.skeleton()
-    assert skeleton.params is None
-    assert bool((skeleton.logits(params, tokens) == want).all())
-    head = skeleton.head(params)
-    hidden = skeleton.hidden(params, tokens)
+    bare = policy.without_weights()
+    assert bare.params is None
+    assert bool((bare.logits(params, tokens) == want).all())
+    head = bare.head(params)
+    hidden = bare.hidden(params, tokens)
     got = head.function(head.params, hidden.reshape(-1, hidden.shape[-1])).reshape(want.shape)
     assert bool((got == want).all())
 
 
-def test_a_skeleton_holds_no_trainable_weights():
+def test_without_weights_no_trainable_ones_are_held():
     """Once the parameters are dropped their memory is free, and frozen leaves are still there."""
     mx.eval(mx.zeros(1))
     before = memory_in_use()
     policy = tiny_policy("llama-untied", hidden_size=64)
     held = memory_in_use() - before
-    policy = policy.skeleton()
+    policy = policy.without_weights()
     assert memory_in_use() - before < 0.05 * held
     adapted = lora_policy()
     frozen = adapted.frozen
-    assert same_tree(adapted.skeleton().frozen, frozen)
+    assert same_tree(adapted.without_weights().frozen, frozen)
 
 
 def test_a_cache_is_advanced():
@@ -229,7 +229,7 @@ def test_a_module_without_a_backbone_works_whole():
 def module_for_probes(error=None):
     """A model; with an error one whose first block raises it, but for a single row."""
     module = tiny_module()
-    use_own_functions(module)
+    patch_layers(module)
     mlp = module.model.layers[0].mlp
 
     class Failing(type(mlp)):

@@ -181,10 +181,10 @@ def test_what_cannot_be_quantized_is_refused(make, name, storage, message):
         quantized_role(make(), name, storage)
 
 
-def test_a_skeleton_is_refused():
+def test_a_policy_without_weights_is_refused():
     """Its weights are gone: their shapes cannot be read any more, and the message says so."""
-    with pytest.raises(ValueError, match="skeleton"):
-        quantized_role(wide_policy().skeleton(), "affine-4")
+    with pytest.raises(ValueError, match="no weights left"):
+        quantized_role(wide_policy().without_weights(), "affine-4")
 
 
 def test_rows_that_do_not_fit_keep_their_precision():

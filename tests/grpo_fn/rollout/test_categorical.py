@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.rollout import categorical
-from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
+from grpo_fn.rollout.categorical import RANDOM_NUMBERS, WIDTH, draw
 
 FULL = 2**32 - 1  # the largest word
 QWEN = 151_936  # its vocabulary
@@ -15,7 +15,7 @@ QWEN = 151_936  # its vocabulary
 
 def words_of(rows, seed=0):
     """Random words [rows,W]."""
-    return np.random.default_rng(seed).integers(0, 2**32, (rows, WORDS), dtype=np.uint32)
+    return np.random.default_rng(seed).integers(0, 2**32, (rows, RANDOM_NUMBERS), dtype=np.uint32)
 
 
 def weights_of(vocabulary, spread, seed=0):
@@ -33,7 +33,7 @@ def levels_of(weights):
 
 def words_for(weights, token):
     """Words in the middle of what a token's weight takes of each level."""
-    levels, words = levels_of(weights), np.zeros(WORDS, np.uint32)
+    levels, words = levels_of(weights), np.zeros(RANDOM_NUMBERS, np.uint32)
     for depth, level in enumerate(levels):
         place = token // WIDTH ** (len(levels) - 1 - depth)
         first = 0 if depth == 0 else place // WIDTH * WIDTH
@@ -114,7 +114,7 @@ def test_the_first_and_the_last_word_pass_over_tokens_without_weight(vocabulary)
     weights = np.zeros(vocabulary)
     first, last = vocabulary // 3, vocabulary - vocabulary // 3
     weights[first], weights[last] = 0.25, 1.0
-    words = np.array([[0] * WORDS, [FULL] * WORDS], np.uint32)
+    words = np.array([[0] * RANDOM_NUMBERS, [FULL] * RANDOM_NUMBERS], np.uint32)
     assert drawn(weights, words).tolist() == [first, last]
 
 
@@ -122,7 +122,7 @@ def test_rows_that_are_no_distribution_stay_inside_the_vocabulary():
     """No weight at all, NaN among them or everywhere: some token of the vocabulary, never one behind it."""
     bad = mx.array([[0.0] * 40, [float("nan")] * 40, [1.0] * 32 + [float("nan")] * 8, [1.0] * 40])
     for word in (0, 2**31, FULL):
-        tokens, _ = draw(bad, mx.full((4, WORDS), word, mx.uint32))
+        tokens, _ = draw(bad, mx.full((4, RANDOM_NUMBERS), word, mx.uint32))
         assert all(0 <= token < 40 for token in tokens.tolist())
 
 

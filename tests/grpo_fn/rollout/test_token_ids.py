@@ -31,9 +31,9 @@ def batch_of(rollout):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_vocabulary_is_the_embedding_s(name):
-    """In every kind of model; adapters, other parameters and a skeleton change nothing."""
+    """In every kind of model; adapters, other parameters and no weights change nothing."""
     policy = tiny_policy(name)
-    assert policy.vocabulary == VOCAB == policy.skeleton().vocabulary
+    assert policy.vocabulary == VOCAB == policy.without_weights().vocabulary
 
 
 class Positions(nn.Module):

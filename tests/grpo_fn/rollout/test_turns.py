@@ -10,7 +10,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.prng import completion_keys
-from grpo_fn.rollout import Respond, draw_words
+from grpo_fn.rollout import Respond, draw_bits
 from grpo_fn.trees import arrays_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll, teacher_forced
 from tests.support.tiny_policies import VOCAB, repeats, tiny_policy
@@ -39,7 +39,7 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
     """One conversation by whole forwards, nothing cached: its tokens and which of them were sampled."""
     replies = answers(turns)
     tokens, sampled, turn, drawn = [], [], 0, 0
-    keys = draw_words(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
+    keys = draw_bits(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
     while len(tokens) < limit:
         logits = policy.logits(policy.params, mx.array([[*prompt, *tokens]]))[:, -1]
         token = g.Sampler().at(logits, keys[drawn])["tokens"].item()

@@ -106,7 +106,7 @@ def test_layers_that_the_config_names_one_by_one_are_merged_too(tmp_path):
     assert mx.allclose(module(TOKENS), logits(loaded, state), rtol=1e-3, atol=1e-3)
 
 
-def test_saving_works_when_the_module_is_an_empty_skeleton(tmp_path):
+def test_saving_works_when_the_module_has_no_weights(tmp_path):
     """The weights come from the state and the loaded leaves: what stands in the module does not matter."""
     loaded = load(make_model_folder(tmp_path / "base"), tune="lora")
     state = make_state(loaded)

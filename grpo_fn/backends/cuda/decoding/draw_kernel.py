@@ -1,7 +1,7 @@
 """A CUDA kernel that draws a token of each row of logits, and gives its log-prob: `categorical.draw`.
 
 A block of threads draws for one row: the largest logit, the sums of the weights e^{z − top} of blocks of
-groups, then by the random words one block, one group of it and one token of that. MLX's composed form needs a
+groups, then by the random bits one block, one group of it and one token of that. MLX's composed form needs a
 dozen passes over float32 copies. The order of a row's sums does not depend on the other rows.
 """
 
@@ -100,20 +100,20 @@ def takes_logits(logits_bv: mx.array) -> bool:
 
 
 def draw_rows(
-    logits_bv: mx.array, words_bw: mx.array, temperature: float, width: int
+    logits_bv: mx.array, bits_bw: mx.array, temperature: float, width: int
 ) -> tuple[mx.array, mx.array]:
-    """The token of each row by its random words, and its log-prob: (int32 [B], float32 [B]).
+    """The token of each row by its random bits, and its log-prob: (int32 [B], float32 [B]).
 
     Args:
         logits_bv: −inf is never drawn; `takes_logits(logits_bv)` must hold.
-        words_bw: uint32 [B,3], as `categorical.draw` takes them.
+        bits_bw: uint32 [B,3], as `categorical.draw` takes them.
         temperature: > 0.
         width: tokens of a group and groups of a block, as `categorical` has them.
     """
     rows, vocabulary = logits_bv.shape
     source = _SOURCE.replace("INVERSE", literal(1 / temperature))
     token_b, logp_b = cuda_kernel("draw_rows", ("logits", "words"), ("token", "logp"), source)(
-        inputs=[logits_bv, words_bw],
+        inputs=[logits_bv, bits_bw],
         template=[("T", logits_bv.dtype), ("V", vocabulary), ("WIDTH", width), ("THREADS", _THREADS)],
         grid=(rows * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),

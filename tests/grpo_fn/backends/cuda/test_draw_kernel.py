@@ -6,9 +6,9 @@ import pytest
 
 from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.decoding.draw_kernel import draw_rows, takes_logits
-from grpo_fn.prng import random_words
+from grpo_fn.prng import random_bits
 from grpo_fn.rollout import sampler as sampling
-from grpo_fn.rollout.categorical import WIDTH, WORDS, draw
+from grpo_fn.rollout.categorical import RANDOM_NUMBERS, WIDTH, draw
 from tests.support.kernels.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_logits(mx.zeros((1, 1))), reason="needs CUDA")
@@ -20,7 +20,7 @@ def make_logits(rows, vocabulary, dtype):
     numbers = np.random.default_rng(vocabulary).normal(0, 4, (rows, vocabulary)).astype(np.float32)
     logits = mx.array(numbers).astype(dtype)
     keys = mx.random.split(mx.random.key(vocabulary), rows)
-    return logits, random_words(keys, 0, 1, WORDS)[0]
+    return logits, random_bits(keys, 0, 1, RANDOM_NUMBERS)[0]
 
 
 def composed(logits, words, temperature):
@@ -55,7 +55,7 @@ def test_both_ends_and_impossible_tokens():
     """Words of all zeros and all ones; tokens of weight zero are never drawn."""
     logits = mx.full((4, 5000), -mx.inf)
     logits[:, 7], logits[:, 4000] = 0.0, 1.0
-    words = mx.array([[word] * WORDS for word in (0, 2**29, 2**31, 2**32 - 1)], mx.uint32)
+    words = mx.array([[word] * RANDOM_NUMBERS for word in (0, 2**29, 2**31, 2**32 - 1)], mx.uint32)
     tokens, logp = draw_rows(logits, words, 1.0, WIDTH)
     assert tokens.tolist() == [7, 7, 4000, 4000]
     assert np.allclose(np.array(logp), np.array([0, 0, 1, 1]) - np.log(1 + np.e), atol=1e-5)
@@ -96,7 +96,7 @@ def test_the_sampler_asks_for_plain_draws_alone():
     logits, keys = mx.zeros((3, 8), mx.float16), mx.random.split(mx.random.key(0), 3)
     with substituted(draw=stand_in):
         sampling.sample(logits, keys, temperature=0.5)
-        assert asked == [(mx.float16, (3, WORDS), mx.uint32, 0.5)]
+        assert asked == [(mx.float16, (3, RANDOM_NUMBERS), mx.uint32, 0.5)]
         for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}):
             sampling.sample(logits, keys, **options)
     assert len(asked) == 1

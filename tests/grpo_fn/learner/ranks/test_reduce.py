@@ -11,9 +11,9 @@ from grpo_fn.learner import (
     Sharding,
     all_reduce,
     deal,
-    kept_by_first,
     make_sharded_update_step,
-    own_pieces,
+    only_on_first,
+    pieces_of_rank,
     share,
 )
 from grpo_fn.learner.ranks.reduce import buckets
@@ -30,7 +30,7 @@ def states_of(policy, spec, batch, ranks, *, max_tokens=60):
     grad_step, found = grad_step_of(policy, spec, compile=False), []
     pieces = [p for part in deal(batch, ranks) for p in g.split_batch(part, max_tokens=max_tokens)]
     for rank in range(ranks):
-        state, stats = grad_step(make_state(policy), own_pieces(pieces, rank, ranks))
+        state, stats = grad_step(make_state(policy), pieces_of_rank(pieces, rank, ranks))
         materialize(state, stats)
         found.append((state, stats))
     return found
@@ -133,7 +133,7 @@ def test_sums_taken_early_are_not_counted_twice():
 
     def act(group):
         once = all_reduce(parts[group.rank()], group)
-        return once, all_reduce(kept_by_first(once, group), group)
+        return once, all_reduce(only_on_first(once, group), group)
 
     for once, twice in on_ranks(3, act):
         assert same_tree(once.accum_grads, twice.accum_grads)
@@ -150,7 +150,7 @@ def test_every_row_is_on_one_rank(ranks):
     owned = [group for part in parts for group in set(part.group_b.tolist())]
     assert sorted(owned) == sorted(set(batch.group_b.tolist()))
     pieces = [p for part in parts for p in g.split_batch(part, max_tokens=1000)]
-    mine = [own_pieces(pieces, rank, ranks) for rank in range(ranks)]
+    mine = [pieces_of_rank(pieces, rank, ranks) for rank in range(ranks)]
     rows = [sum(int(piece.mask_bt.any(axis=1).sum().item()) for piece in own) for own in mine]
     assert sum(rows) == batch.mask_bt.shape[0]
     assert sum(p.num_sequences.item() for own in mine for p in own) == batch.num_sequences.item()
@@ -188,7 +188,7 @@ def test_a_sharded_update_is_an_update(ranks):
     pieces = [p for part in deal(whole, ranks) for p in g.split_batch(part, max_tokens=60)]
     update = g.make_update_step(OPTIMIZER, max_grad_norm=0.1, compile=False)
     want, want_stats = update(grad_step(start, whole)[0])
-    own = [grad_step(start, own_pieces(pieces, rank, ranks))[0] for rank in range(ranks)]
+    own = [grad_step(start, pieces_of_rank(pieces, rank, ranks))[0] for rank in range(ranks)]
     materialize(want, want_stats, own)
 
     def act(group):

@@ -68,7 +68,7 @@ def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_byt
         theirs = layer.to_quantized(group_size, bits, mode)
         ours = layer.to_quantized(group_size, bits, mode)
         ours.update(theirs.parameters())
-        substitutes.use_own_functions(ours)
+        substitutes.patch_layers(ours)
         assert type(ours) is not type(theirs) and isinstance(ours, type(theirs))
 
         def product(x, layer):
@@ -85,7 +85,7 @@ def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_byt
 def test_few_rows_are_mlx_s_own_product(monkeypatch):
     """From `unpack_rows` rows on the weight is unpacked; below them reading it packed is faster."""
     layer = nn.Linear(64, 96).to_quantized(32, 4)
-    substitutes.use_own_functions(layer)
+    substitutes.patch_layers(layer)
     taken = []
     monkeypatch.setattr(
         mx, "quantized_matmul", lambda x, *_, **__: taken.append(x.shape) or mx.zeros((1, 96))
@@ -128,7 +128,7 @@ def test_the_backward_pass_keeps_no_unpacked_weights(compile):
     """Sixteen layers whose weights take 4 MB each in full size: the peak stays below half of them."""
     layers = [nn.Linear(1024, 1024, bias=False).to_quantized(64, 4) for _ in range(16)]
     for layer in layers:
-        substitutes.use_own_functions(layer)
+        substitutes.patch_layers(layer)
         mx.eval(layer.parameters())
 
     def deep(x):
@@ -160,7 +160,7 @@ def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
 def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
     """Plain layers that stand for the same weights; afterwards the packed ones are back, the very same."""
     module = packed_module(adapters=False, mode=mode, group_size=group_size, bits=bits)
-    substitutes.use_own_functions(module)
+    substitutes.patch_layers(module)
     before, held = module(token_rows(2, 5)), {p: id(a) for p, a in tree_flatten(module.parameters())}
     mx.random.seed(5)
     with unpacked_weights(module) as layers:
@@ -176,7 +176,7 @@ def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
 def test_what_sampling_holds_is_counted():
     """The unpacked weights, with adapters in them or not: as much as is made."""
     module = packed_module()
-    substitutes.use_own_functions(module)
+    substitutes.patch_layers(module)
     with unpacked_weights(module) as layers:
         unpacked = sum(layer.weight.nbytes for layer in layers)
     assert decode_weights_bytes(module) == unpacked
@@ -208,10 +208,10 @@ def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
     """On Metal mlx's own kernels take many rows."""
     monkeypatch.setattr(substitutes, "unpack_rows", lambda: 0)
     monkeypatch.setattr(unpacking, "number", lambda name: 0)
-    substitutes._with_own_functions.cache_clear()
+    substitutes._patched.cache_clear()
     try:
         module = packed_module()
-        substitutes.use_own_functions(module)
+        substitutes.patch_layers(module)
     finally:
-        substitutes._with_own_functions.cache_clear()
+        substitutes._patched.cache_clear()
     assert "QuantizedLinear" in kinds(module) and unpackable(module) == []

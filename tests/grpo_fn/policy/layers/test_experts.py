@@ -52,7 +52,7 @@ def test_few_tokens_of_the_learner_are_sorted(name, rows, length, said):
     said.clear()
     value, grads = gradient(policy, tokens)
     assert said and all(is_sorted and 64 <= size < 128 for is_sorted, size in said)
-    plain_policy = g.Policy.from_module(loaded(name), own_functions=False)
+    plain_policy = g.Policy.from_module(loaded(name), patched=False)
     said.clear()
     plain_value, plain = gradient(plain_policy, tokens)
     assert all(is_sorted == (size == 64) for is_sorted, size in said)

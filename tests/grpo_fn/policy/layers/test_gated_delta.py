@@ -13,7 +13,7 @@ from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.backends import disabled
 from grpo_fn.policy.layers import gated_delta as ours
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from tests.support.tiny_policies import worst_difference
 
 NAMES = ("q", "k", "v", "g", "beta", "state")
@@ -209,8 +209,8 @@ def test_a_chunk_is_a_power_of_two():
 def test_whole_models(name):
     """The layers of a policy call it: logits and gradients are those of mlx-lm's model, caches included."""
     plain, patched = small_model(name), small_model(name)
-    assert use_own_functions(patched) > 0
-    layers = [x for x in patched.modules() if "gated_delta_update" in getattr(x, "own_functions", ())]
+    assert patch_layers(patched) > 0
+    layers = [x for x in patched.modules() if "gated_delta_update" in getattr(x, "patched", ())]
     assert len(layers) == 2
     tokens = mx.random.randint(0, VOCABULARY, (2, 9), key=mx.random.key(0))
 

@@ -12,7 +12,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from grpo_fn.policy.layers import patched_layers as substitutes
 from grpo_fn.policy.layers.gated_mlp import down_of_gated
-from grpo_fn.policy.layers.patched_layers import use_own_functions
+from grpo_fn.policy.layers.patched_layers import patch_layers
 from tests.support.tiny_policies import worst_difference
 
 LLAMA = llama.ModelArgs("llama", 32, 1, 64, 2, 1e-5, 16)
@@ -78,7 +78,7 @@ def test_it_is_what_gated_mlps_run(make):
     layer = make(32, 64)
     x = mx.random.normal((2, 3, 32), key=mx.random.key(5))
     before = layer(x)
-    use_own_functions(layer)
+    patch_layers(layer)
     assert type(layer).__call__ is substitutes._gated_mlp
     assert worst_difference(layer(x), before) < 1e-6
 
@@ -102,7 +102,7 @@ def test_a_layer_that_only_looks_like_one_computes_what_it_says(kind):
     layer = kind(32, 64)
     x = mx.random.normal((2, 3, 32), key=mx.random.key(5))
     before = layer(x)
-    use_own_functions(layer)
+    patch_layers(layer)
     assert worst_difference(layer(x), before) < 1e-6
 
 
@@ -134,7 +134,7 @@ def test_the_gated_product_is_not_kept(monkeypatch):
     def peak():
         layers = [qwen2.MLP(hidden, wide) for _ in range(blocks)]
         for layer in layers:
-            use_own_functions(layer)
+            patch_layers(layer)
 
         def loss(leaves, x):
             for layer, mine in zip(layers, leaves, strict=True):
@@ -157,10 +157,10 @@ def test_the_gated_product_is_not_kept(monkeypatch):
         return max(peaks[1:])  # the first one is traced
 
     without = peak()
-    substitutes._with_own_functions.cache_clear()
+    substitutes._patched.cache_clear()
     monkeypatch.setattr(substitutes, "_is_gated_mlp", lambda call: False)
     try:
         kept = peak()
     finally:
-        substitutes._with_own_functions.cache_clear()
+        substitutes._patched.cache_clear()
     assert kept - without > 0.6 * blocks * tokens * wide * 4

@@ -176,7 +176,7 @@ def test_a_model_outside_of_training_follows_its_weights():
     tokens = token_rows(1, 5)
     policy.logits(policy.params, tokens)
     changed = small_model("kimi_k3", seed=1)
-    want = g.Policy.from_module(changed.eval(), own_functions=False)
+    want = g.Policy.from_module(changed.eval(), patched=False)
     got = policy.logits(want.params, tokens)
     assert mx.abs(got - want.logits(want.params, tokens)).max().item() < 1e-4
     gradient(policy)  # leaves no traced array behind
