@@ -16,7 +16,7 @@ import mlx.core as mx
 
 import grpo_fn
 from benchmarks.harness.measure import timed
-from grpo_fn.backends.elementwise import exp
+from grpo_fn.backends.composed import exp
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory
 

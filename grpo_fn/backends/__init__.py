@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         disabled_names,
         enabled,
         find,
-        has_cuda,
         number,
         substituted,
     )
@@ -36,7 +35,6 @@ __all__ = [
     "disabled_names",
     "enabled",
     "find",
-    "has_cuda",
     "load_blas",
     "number",
     "substituted",

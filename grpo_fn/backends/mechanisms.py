@@ -70,6 +70,10 @@ NUMBERS: dict[str, int] = {
     "least_logits": 0,  # held at least, whatever the number of rows
     # Parameters × tokens whose gradient takes as long as tracing a gradient step.
     "trace": 500_000_000_000,
+    # For a forecast of memory:
+    "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
+    "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores
+    "product_arrays": 0,  # products of a chunk and the head, and their gradients; 0: the composed forms
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled

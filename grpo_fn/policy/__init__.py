@@ -7,6 +7,7 @@ Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `
 from grpo_fn.policy.caches import kv_caches
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
+from grpo_fn.policy.completion_logprobs import completion_logprobs
 from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.images import takes_images, use_multimodal_rope
@@ -25,7 +26,6 @@ from grpo_fn.policy.quantized_role import (
     quantizable,
     quantized_role,
 )
-from grpo_fn.policy.row_logprobs import row_logprobs
 
 __all__ = [
     "GROUP_SIZES",
@@ -38,6 +38,7 @@ __all__ = [
     "QuantizedRole",
     "check_replay",
     "checkpoint_layers",
+    "completion_logprobs",
     "decode_weights_bytes",
     "experts_per_token",
     "has_routers",
@@ -49,7 +50,6 @@ __all__ = [
     "quantizable",
     "quantize",
     "quantized_role",
-    "row_logprobs",
     "shares_prefix",
     "sharing_pays",
     "takes_images",

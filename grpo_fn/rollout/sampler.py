@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import find
-from grpo_fn.backends.elementwise import exp, logsumexp, softmax
+from grpo_fn.backends.composed import exp, logsumexp, softmax
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_bits

@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.backends import has_cuda
+from grpo_fn.backends import number
 from grpo_fn.learner import chunk_rows
 
 FLOAT = 4  # bytes of float32
@@ -45,7 +45,7 @@ class ModelShape:
     @property
     def saved_activations(self) -> Counts:
         """The arrays that one block saves for the backward pass."""
-        more = self.keeps_product + (_CUDA_GATES if self.gated and has_cuda() else 0)
+        more = self.keeps_product + (number("gate_arrays") if self.gated else 0)
         return attrs.evolve(SAVED_ACTIVATIONS, intermediate=SAVED_ACTIVATIONS.intermediate + more)
 
     @property
@@ -121,11 +121,6 @@ BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, p
 FORWARD = Counts(hidden=8, intermediate=7, queries=3.7, keys=5.5, scores=8.1, precise=1)
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # only the block's input
-# On CUDA gated MLPs have so many more arrays in flight: in a LoRA run on Qwen2.5-0.5B each token of a
-# micro-batch takes 1.16 MB (H200, between 4,096 and 8,192 tokens).
-_CUDA_GATES = 2
-# On CUDA products of hidden states and head, and their gradients, of one chunk and the next; `logit_kernels`.
-_CUDA_PRODUCTS = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -148,7 +143,7 @@ class Pass:
     def nbytes(self, shape: ModelShape, counts: Counts, itemsize: int) -> float:
         """Bytes of the given numbers of arrays of each kind, for one block."""
         tokens, seen = self.positions, self.rows * self.attended
-        if has_cuda() and itemsize < FLOAT:  # cuDNN's attention, which keeps no scores
+        if itemsize < FLOAT and not number("keeps_scores"):
             counts = attrs.evolve(counts, scores=0)
         numbers = (
             counts.hidden * tokens * shape.hidden
@@ -215,8 +210,9 @@ class MicroBatch:
         arrays; on CUDA hardly more than the products.
         """
         arrays, most, size = (12, 24, FLOAT) if gradient else (8, 27, FLOAT)
-        if has_cuda():
-            arrays, most, size = _CUDA_PRODUCTS, _CUDA_PRODUCTS, itemsize
+        products = number("product_arrays")
+        if products:
+            arrays, most, size = products, products, itemsize
         rows, bound = arrays * self.targets, most * chunk_rows(shape.vocabulary)
         return size * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 

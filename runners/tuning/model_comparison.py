@@ -18,7 +18,7 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.learner import split_batch
-from grpo_fn.policy import is_quantized, row_logprobs
+from grpo_fn.policy import completion_logprobs, is_quantized
 from grpo_fn.trees import Tree, named_leaves, on_host
 from runners.errors import UserError, error_line, is_out_of_memory
 
@@ -130,7 +130,7 @@ def decoding_fault(
             max_new_tokens=NEW_TOKENS,
         )
         for row, completion in enumerate(rollout.completions()):
-            want_t = row_logprobs(policy, params, prompts[row // GENERATIONS], completion)
+            want_t = completion_logprobs(policy, params, prompts[row // GENERATIONS], completion)
             fault = _difference(rollout.logp_bt[row, : len(completion)], want_t, limit)
             if fault:
                 return rollout, fault

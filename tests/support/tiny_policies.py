@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn.backends import has_cuda
+from grpo_fn.backends.mechanisms import has_cuda
 
 VOCAB = 61
 _COMMON = {

@@ -33,4 +33,7 @@ NUMBERS = {
     "logit_rows": 96,
     "least_logits": 2**18,
     "trace": 2_500_000_000,
+    "gate_arrays": 0,
+    "keeps_scores": 1,
+    "product_arrays": 0,
 }

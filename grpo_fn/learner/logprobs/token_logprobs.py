@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled, find, number
-from grpo_fn.backends.elementwise import exp, row_sum
+from grpo_fn.backends.composed import exp, row_sum
 from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.policy.head import Head, linear_head

@@ -8,7 +8,7 @@ Rows get different numbers of tokens: they are padded on the right, where no tok
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends.elementwise import softmax
+from grpo_fn.backends.composed import softmax
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import Layout

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled, find, number
+from grpo_fn.backends.composed import softmax
 from grpo_fn.backends.decoding import OneTokenCache
-from grpo_fn.backends.elementwise import softmax
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled
-from grpo_fn.backends.elementwise import swiglu, swiglu_gradient
+from grpo_fn.backends.composed import swiglu, swiglu_gradient
 from grpo_fn.backends.recomputing import recomputed
 from grpo_fn.layers import is_one_token
 from grpo_fn.policy.parameters import parameters_replaced

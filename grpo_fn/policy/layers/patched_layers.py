@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled
-from grpo_fn.backends.elementwise import relu2, rms_norm, swiglu
+from grpo_fn.backends.composed import relu2, rms_norm, swiglu
 from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
 from grpo_fn.policy.layers.gated_mlp import down_of_gated

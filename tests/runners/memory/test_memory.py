@@ -232,7 +232,7 @@ def test_logits_stop_growing_with_the_number_of_chunks():
 
 def test_on_cuda_the_gradient_takes_what_was_measured_there(monkeypatch):
     """The forecast for nanochat-d20 against `benchmarks.learner` on that GPU, weights in float32 included."""
-    monkeypatch.setattr(memory, "has_cuda", lambda: True)
+    monkeypatch.setattr(memory, "number", cuda.NUMBERS.__getitem__)
     monkeypatch.setattr(memory, "chunk_rows", lambda vocabulary: cuda.NUMBERS["logits"] // vocabulary)
     record = json.loads((ROOT / "benchmarks/results/learner.json").read_text())["cuda"]
     figures = {figure["name"]: figure["value"] for figure in record["figures"]}

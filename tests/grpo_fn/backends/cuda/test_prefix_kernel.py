@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends import has_cuda
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
+from grpo_fn.backends.mechanisms import has_cuda
 from tests.support.kernels.in_place_kernel import attention
 from tests.support.tiny_policies import tiny_policy
 

@@ -8,7 +8,9 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 
 
-def row_logprobs(policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
+def completion_logprobs(
+    policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]
+) -> mx.array:
     """log π [T] float32 of a completion's tokens, at temperature 1: prompt and completion alone, unpadded.
 
     Args:
