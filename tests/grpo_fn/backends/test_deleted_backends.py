@@ -34,7 +34,8 @@ print(json.dumps([rollout.tokens_bt.tolist(), stats.entropy.item(), update.grad_
 
 def step(folder: Path) -> list:
     """The tokens, entropy and gradient norm of one step with the package in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]  # MLX may come from there
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(
         [sys.executable, "-c", STEP], env=environment, cwd=folder, capture_output=True, text=True
     )
