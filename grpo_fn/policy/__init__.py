@@ -10,7 +10,7 @@ from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
 from grpo_fn.policy.completion_logprobs import completion_logprobs
 from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
-from grpo_fn.policy.images import takes_images, use_multimodal_rope
+from grpo_fn.policy.image_forward import takes_images, use_multimodal_rope
 from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize

@@ -20,7 +20,7 @@ from grpo_fn.policy.caches.prefix_cache import shares_prefix
 from grpo_fn.policy.decoding.decode_programs import takes_program
 from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
-from grpo_fn.policy.images import WholeRows, forward_with_images
+from grpo_fn.policy.image_forward import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learning_form import learning_form
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing

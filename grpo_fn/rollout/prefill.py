@@ -8,7 +8,7 @@ import mlx.nn as nn
 from grpo_fn.images import PromptImages, image_rows
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.images import PositionedCache, forward_with_images
+from grpo_fn.policy.image_forward import PositionedCache, forward_with_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of
 

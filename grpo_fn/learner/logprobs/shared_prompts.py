@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from grpo_fn.learner.batch import Batch
 from grpo_fn.policy.caches.kv_caches import plain_caches, shares_keys, takes_ragged
-from grpo_fn.policy.images import Positions, forward_with_images
+from grpo_fn.policy.image_forward import Positions, forward_with_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 
