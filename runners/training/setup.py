@@ -64,7 +64,6 @@ class Run:
     collector: Collector
     decoder: TextDecoder
     find_stop: FindStop | None
-    on_gpu: bool
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
     environments: Environments | None  # they answer the model's turns
@@ -166,7 +165,6 @@ def build_run(
         environments=environments,
         decoder=decoder,
         find_stop=find_stop,
-        on_gpu=platform.backend != "cpu",
         memory_key=expected.key,
         notices=(
             *data.notices,

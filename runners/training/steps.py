@@ -243,7 +243,7 @@ class TrainSteps:
                     max_tokens=self.gradients.max_tokens,
                     share_prompts=self.run.learner.share_prompts,
                     known=self.at.shapes,
-                    new_shape_tokens=self._new_shape_tokens(),
+                    new_shape_tokens=new_shape_tokens(self.run.loaded.num_parameters, self.run.stream.epoch),
                 )
             ]
             self.at.shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
@@ -263,9 +263,8 @@ class TrainSteps:
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
-    def _new_shape_tokens(self) -> int:
-        """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that
-        tracing the step takes. Almost any number once an epoch has shown all lengths."""
-        if self.run.stream.epoch >= 1:
-            return 1_000_000
-        return number("trace") // max(self.run.loaded.num_parameters, _SMALL)
+
+def new_shape_tokens(parameters: int, epoch: float) -> int:
+    """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that tracing
+    the step takes. Almost any number once an epoch has shown all lengths."""
+    return number("trace") // max(parameters, _SMALL) if epoch < 1 else 1_000_000
