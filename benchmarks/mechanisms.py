@@ -91,6 +91,7 @@ MECHANISMS = (
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF)),
     Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
+    Mechanism("rotations of one form", ("rope",)),
     Mechanism("patched layers", ("patched_layers",)),
     Mechanism("compiled steps", overrides=("system.compile=false",)),
     Mechanism("BLAS", environment={"GRPO_FN_BLAS": "none"}, shapes=(QUICKSTART,), pairs=1),

@@ -1,4 +1,4 @@
-"""The kind of a model's layer, models with replaced layers, and functions with other globals."""
+"""The kind of a model's layer, models with other layers or leaves, and functions with other globals."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+
+from grpo_fn.trees import Tree, map_arrays
 
 # Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX raises it
 # when memory has run out, which says nothing about the model.
@@ -51,6 +53,27 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
         yield module
     finally:
         module.update_modules(tree_unflatten(old))
+
+
+@contextmanager
+def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
+    """The module with the leaves of these trees in place of its own, until the end of the `with` block.
+
+    If two trees have the same leaf, the later one counts. The module's own leaves are always restored:
+    otherwise a traced call would leave dead tracers in it.
+    """
+    saved = module.parameters()
+    try:
+        for tree in trees:
+            module.update(tree)
+        yield module
+    finally:
+        module.update(saved)
+
+
+def empty(module: nn.Module, tree: Tree) -> None:
+    """Replace the module's leaves of this tree by scalars, so that it holds none of their memory."""
+    module.update(map_arrays(lambda _: mx.zeros(()), tree))
 
 
 def all_plain(layers: Iterable[Any]) -> bool:

@@ -96,8 +96,9 @@ class GradStep:
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             frozen = self._policy.frozen, self._ref_policy.frozen
-            accum, arrays = self._micro_step(state.params, ref, frozen, accum, part)
-            part_stats = self._stats_step(arrays)
+            grads, arrays, loss = self._micro_step(state.params, ref, frozen, accum[0], part)
+            part_stats, weight = self._stats_step(arrays, loss, accum[1])
+            accum = grads, weight
             stats.append(part_stats)
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the last one.
@@ -142,17 +143,16 @@ def make_grad_step(
         params: Tree,
         ref_params: Tree | None,
         frozen: tuple[Tree, Tree],
-        accum: tuple[Tree, mx.array],
+        accum_grads: Tree,
         batch: Batch,
-    ) -> tuple[tuple[Tree, mx.array], LossArrays]:
+    ) -> tuple[Tree, LossArrays, mx.array]:
         frozen, ref_frozen = frozen
-        accum_grads, accum_weight = accum
         ref_logp_bt = batch.ref_logp_bt
         if ref_params is not None:
             own_routing = attrs.evolve(batch, experts_blnk=None)
             ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, own_routing, temperature)
 
-        def summed_loss(params: Tree) -> tuple[mx.array, tuple[LossArrays, mx.array]]:
+        def summed_loss(params: Tree) -> tuple[mx.array, LossArrays]:
             routing: list[mx.array] = []
             if chosen:
                 hidden_1nd, routing = hidden_and_routing_at_positions(policy, params, frozen, batch)
@@ -183,15 +183,15 @@ def make_grad_step(
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
                 # The update divides by the denominators, so this is the balance's coefficient there.
                 total = total + router_aux_coef * balance * stats.denominator
-            return total, (arrays, stats.denominator)
+            return total, arrays
 
-        (loss, (arrays, denominator)), grads = mx.value_and_grad(summed_loss)(params)
+        (loss, arrays), grads = mx.value_and_grad(summed_loss)(params)
         accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
-        weight = mx.where(mx.isfinite(loss), denominator, mx.nan)
-        return (accum_grads, accum_weight + weight), arrays
+        return accum_grads, arrays, loss
 
-    def stats_step(arrays: LossArrays) -> LossStats:
-        return loss_sum(arrays, spec, max_completion_length)[1]
+    def stats_step(arrays: LossArrays, loss: mx.array, accum_weight: mx.array) -> tuple[LossStats, mx.array]:
+        stats = loss_sum(arrays, spec, max_completion_length)[1]
+        return stats, accum_weight + mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
 
     return GradStep(
         compiled_step(micro_step, enabled=compile),

@@ -1,6 +1,7 @@
-"""mlx.optimizers as pure functions: `init(params) -> state`, `apply(...) -> (params, state)`."""
+"""AdamW as pure functions of trees, and the schedules of its learning rate."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import attrs
 import mlx.core as mx
@@ -16,20 +17,30 @@ Schedule = Callable[[mx.array], mx.array]
 SCHEDULES = ("cosine", "linear", "constant")
 
 
+class OptimizerNumbers(NamedTuple):
+    """What an update of every leaf uses: 0-d float32."""
+
+    rate: mx.array  # the learning rate, η
+    decay: mx.array  # 1 − η λ
+    size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
+    root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
+
+
 @attrs.frozen(eq=False)
 class Optimizer:
-    """Two pure functions over trees.
+    """Three pure functions.
 
     init(params) -> opt_state
-    apply(grads, opt_state, params, update_step, keep, factor) -> (params, opt_state); `update_step` is 0-d
-        int32, counted from 0, and drives the schedule. `keep(new, old)` turns a new value, float32 where it
-        is a number, into the one that takes the old one's place: every leaf goes through it once. `factor`,
-        0-d float32, is a factor of all gradients; it may be left out.
+    numbers(opt_state, update_step) -> OptimizerNumbers; `update_step` is 0-d int32, counted from 0, and
+        drives the schedule.
+    apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)` turns a
+        new value, float32 where it is a number, into the one that takes the old one's place: every leaf goes
+        through it once. `factor`, 0-d float32, is a factor of all gradients; it may be left out.
     """
 
     init: Callable[[Tree], Tree]
+    numbers: Callable[[Tree, mx.array], OptimizerNumbers]
     apply: Callable[..., tuple[Tree, Tree]]
-    schedule: Schedule
 
 
 def adamw(
@@ -40,10 +51,10 @@ def adamw(
     weight_decay: float = 0.0,
     moment_dtype: mx.Dtype = mx.float32,
 ) -> Optimizer:
-    """AdamW (arXiv 1711.05101) with bias correction, through mlx.optimizers.
+    """AdamW (arXiv 1711.05101, algorithm 2).
 
-    Decay is decoupled and applies to every leaf, as in mlx; with weight_decay = 0 this is Adam. It computes
-    in float32, whatever the dtypes of parameters and moments, one leaf after the other.
+    Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this is
+    Adam. It computes in float32, whatever the dtypes of parameters and moments, one leaf after the other.
 
     Args:
         learning_rate: a number, or a schedule of the update's number.
@@ -69,63 +80,68 @@ def adamw(
 
         return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
 
+    def numbers(opt_state: Tree, update_step: mx.array) -> OptimizerNumbers:
+        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
+        step, rate = opt_state["step"] + 1, schedule(update_step)
+        size, root = rate / (1 - betas[0] ** step), mx.rsqrt(1 - betas[1] ** step)
+        found = (rate, 1 - rate * weight_decay, size, root)
+        return OptimizerNumbers(*(each.astype(mx.float32) for each in found))
+
     def apply(
         grads: Tree,
         opt_state: Tree,
         params: Tree,
-        update_step: mx.array,
+        numbers: OptimizerNumbers,
         keep: Keep,
         factor: mx.array | None = None,
     ) -> tuple[Tree, Tree]:
-        optimizer = optimizers.AdamW(
-            learning_rate=0.0, betas=list(betas), eps=eps, weight_decay=weight_decay, bias_correction=True
-        )
-        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
-        step = opt_state["step"] + 1
-        rate = schedule(update_step)
-        optimizer.state = {"step": step, "learning_rate": rate}
         # What a kernel takes of all leaves; where none does they are never computed.
-        parts = [
-            mx.array(1.0) if factor is None else factor,
-            1 - rate * weight_decay,
-            rate / (1 - betas[0] ** step),
-            mx.rsqrt(1 - betas[1] ** step),
-            keep.finite if isinstance(keep, Keeper) else mx.array(True),
-        ]
-        numbers_5 = mx.stack([part.astype(mx.float32) for part in parts])
+        finite = keep.finite if isinstance(keep, Keeper) else mx.array(True)
+        whole = mx.array(1.0) if factor is None else factor
+        numbers_5 = mx.stack([whole, *numbers[1:], finite.astype(mx.float32)])
         new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
-        def apply_single(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
+        def apply_leaf(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
             # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
-            leaf = find("adamw", param, *moments.values()) if isinstance(keep, Keeper) else None
-            if leaf is not None and isinstance(keep, Keeper):
-                *values, fault = leaf(param, grad, moments["m"], moments["v"], numbers_5, betas, eps)
+            old = (param, moments["m"], moments["v"])
+            kernel = find("adamw", *old) if isinstance(keep, Keeper) else None
+            if kernel is not None and isinstance(keep, Keeper):
+                *new, fault = kernel(param, grad, *old[1:], numbers_5, betas, eps)
                 keep.faulty(fault)
-                pairs = zip(values, (param, moments["m"], moments["v"]), strict=True)
-                new_param, m, v = (keep.chosen(new, old) for new, old in pairs)
-                new_moments.append({"m": m, "v": v})
+                store = keep.chosen
             else:
-                grad = grad if factor is None else grad * factor
-                new = map_arrays(_precise, moments)
-                new_param = keep(optimizer.apply_single(grad, _precise(param), new), param)
-                new_moments.append({name: keep(new[name], old) for name, old in moments.items()})
-            last[:] = [new_param, *new_moments[-1].values()]
-            return new_param
+                param, grad, m, v = (x.astype(mx.float32) for x in (param, grad * whole, *old[1:]))
+                new, store = adamw_leaf(param, grad, m, v, numbers, betas, eps), keep
+            last[:] = [store(*pair) for pair in zip(new, old, strict=True)]
+            new_moments.append({"m": last[1], "v": last[2]})
+            return last[0]
 
-        new_params = tree_map(apply_single, grads, params, opt_state)
+        new_params = tree_map(apply_leaf, grads, params, opt_state)
         moments = iter(new_moments)
         return new_params, {
-            "step": keep(step, opt_state["step"]),
+            "step": keep(opt_state["step"] + 1, opt_state["step"]),
             **map_arrays(lambda _: next(moments), new_params),
         }
 
-    return Optimizer(init, apply, schedule)
+    return Optimizer(init, numbers, apply)
 
 
-def _precise(leaf: mx.array) -> mx.array:
-    return leaf.astype(mx.float32)
+def adamw_leaf(
+    param: mx.array,
+    grad: mx.array,
+    m: mx.array,
+    v: mx.array,
+    numbers: OptimizerNumbers,
+    betas: tuple[float, float],
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """AdamW's new (parameter, first moment, second moment) of one leaf, all in the arrays' shape, float32."""
+    m = betas[0] * m + (1 - betas[0]) * grad
+    v = betas[1] * v + (1 - betas[1]) * mx.square(grad)
+    step = numbers.size * m / (mx.sqrt(v) * numbers.root + eps)
+    return param * numbers.decay - step, m, v
 
 
 def constant(learning_rate: float) -> Schedule:

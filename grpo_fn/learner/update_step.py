@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.keeper import Keeper, sum_of
-from grpo_fn.learner.optimizer import Optimizer
+from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, stream_key
 from grpo_fn.rounding import storing
@@ -21,6 +21,31 @@ class UpdateStats(NamedTuple):
     grad_norm: mx.array  # global L2 norm before clipping, float32
     learning_rate: mx.array  # of this update, float32
     skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
+
+
+def norm_and_factor(
+    squares: mx.array, accum_weight: mx.array, max_grad_norm: float | None
+) -> tuple[mx.array, mx.array]:
+    """The mean gradient's norm, and the factor of every accumulated gradient that divides and clips it.
+
+    One factor for both, so that there is no second copy of the gradients.
+
+    Args:
+        squares: the sum of the accumulated gradients' squares, 0-d float32.
+        accum_weight: their denominator, 0-d.
+        max_grad_norm: see `make_update_step`.
+    """
+    weight = mx.maximum(accum_weight, 1e-30)
+    norm, factor = mx.sqrt(squares) / weight, 1 / weight
+    if max_grad_norm is not None:
+        factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+    return norm, factor
+
+
+def check_max_norm(max_grad_norm: float | None) -> None:
+    """ValueError unless the bound is positive, or None."""
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
 
 
 def make_update_step(
@@ -39,37 +64,34 @@ def make_update_step(
         max_grad_norm: bound on the global L2 norm; None: no clipping.
         compile: False runs the same Python eagerly.
     """
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+    check_max_norm(max_grad_norm)
+
+    def squared(accum_grads: Tree) -> mx.array:
+        return mx.stack([sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]).sum()
 
     def apply(
         held: tuple[Tree, Tree],
         accum_grads: Tree,
-        accum_weight: mx.array,
-        update_step: mx.array,
+        numbers: OptimizerNumbers,
+        factor: mx.array,
+        finite: mx.array,
         key: mx.array,
-    ) -> tuple[tuple[Tree, Tree], UpdateStats]:
+    ) -> tuple[tuple[Tree, Tree], mx.array]:
         params, opt_state = held
-        # Division and clipping are one factor: no second copy of the gradients.
-        weight = mx.maximum(accum_weight, 1e-30)
-        squares = [sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
-        norm = mx.sqrt(mx.stack(squares).sum()) / weight
-        factor = 1 / weight
-        if max_grad_norm is not None:
-            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-        rate = optimizer.schedule(update_step)
-        finite = mx.isfinite(norm) & mx.isfinite(rate)
-        keep = Keeper(finite, storing(held, stream_key(key, UPDATE_ROUNDING, update_step)))
-        updated = optimizer.apply(accum_grads, opt_state, params, update_step, keep, factor)
-        return updated, UpdateStats(norm, rate, keep.skipped())
+        keep = Keeper(finite, storing(held, key))
+        updated = optimizer.apply(accum_grads, opt_state, params, numbers, keep, factor)
+        return updated, keep.skipped()
 
-    step = compiled_step(apply, enabled=compile)
+    norm_step, step = compiled_step(squared, enabled=compile), compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
+        # Not compiled: a program for a single number would save nothing.
+        norm, factor = norm_and_factor(norm_step(state.accum_grads), state.accum_weight, max_grad_norm)
+        numbers = optimizer.numbers(state.opt_state, state.update_step)
+        finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
+        key = stream_key(state.key, UPDATE_ROUNDING, state.update_step)
         held = state.params, state.opt_state
-        (params, opt_state), stats = step(
-            held, state.accum_grads, state.accum_weight, state.update_step, state.key
-        )
+        (params, opt_state), skipped = step(held, state.accum_grads, numbers, factor, finite, key)
         state = attrs.evolve(
             state,
             params=params,
@@ -78,6 +100,6 @@ def make_update_step(
             accum_weight=mx.array(0.0),
             update_step=state.update_step + 1,
         )
-        return state, stats
+        return state, UpdateStats(norm, numbers.rate, skipped)
 
     return update_step

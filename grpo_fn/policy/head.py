@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.composed import exp
+from grpo_fn.layers import parameters_replaced
 from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
-from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")

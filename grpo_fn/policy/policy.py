@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.images import ImageRows
+from grpo_fn.layers import empty, parameters_replaced
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
 from grpo_fn.policy.decoding.decode_programs import takes_program
@@ -24,7 +25,6 @@ from grpo_fn.policy.image_forward import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learning_form import learning_form
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing
-from grpo_fn.policy.parameters import empty, parameters_replaced
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 

@@ -50,7 +50,7 @@ def hidden_and_routing_at_positions(
 def mask_at_positions(batch: Batch) -> mx.array:
     """[N], True if the token at `positions_n` counts."""
     mask, position_n = batch.mask_bt.reshape(-1), _positions(batch)
-    return mask[mx.minimum(position_n, mask.size - 1)].astype(mx.bool_) & (position_n < mask.size)
+    return mask[_within(position_n, mask.size)].astype(mx.bool_) & (position_n < mask.size)
 
 
 def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
@@ -69,7 +69,7 @@ def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
 def targets_at_positions(batch: Batch) -> mx.array:
     """The tokens [1,N] at `positions_n`."""
     targets = batch.targets_bt.reshape(-1)
-    return targets[mx.minimum(_positions(batch), targets.size - 1)][None]
+    return targets[_within(_positions(batch), targets.size)][None]
 
 
 def scatter_to_batch(batch: Batch, values_1n: mx.array) -> mx.array:
@@ -89,7 +89,7 @@ def _picked(hidden_nd: mx.array, index_n: mx.array) -> mx.array:
 
     @mx.custom_function
     def pick(hidden_nd: mx.array) -> mx.array:
-        return hidden_nd[mx.minimum(index_n, rows - 1)]
+        return hidden_nd[_within(index_n, rows)]
 
     @pick.vjp
     def pick_vjp(hidden_nd: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
@@ -100,6 +100,12 @@ def _picked(hidden_nd: mx.array, index_n: mx.array) -> mx.array:
         return padded[source[:rows]]
 
     return cast(mx.array, pick(hidden_nd))
+
+
+def _within(index_n: mx.array, size: int) -> mx.array:
+    """The last index where there is none: `size` is made an array, because a fused kernel contains each
+    number of its operations, and another one would be compiled for each shape."""
+    return mx.minimum(index_n, mx.arange(size - 1, size, dtype=mx.int32))
 
 
 def _positions(batch: Batch) -> mx.array:

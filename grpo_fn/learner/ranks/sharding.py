@@ -18,10 +18,10 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.optimizer import Optimizer
+from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
 from grpo_fn.learner.ranks.reduce import BUCKET_BYTES, Collectives, buckets, cut
 from grpo_fn.learner.state import TrainState, zeros_like
-from grpo_fn.learner.update_step import UpdateStats
+from grpo_fn.learner.update_step import UpdateStats, check_max_norm, norm_and_factor
 from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize
 
 _MOMENTS = ("m", "v")
@@ -157,23 +157,16 @@ def make_sharded_update_step(
         max_grad_norm: bound on the global L2 norm; None: no clipping.
         compile: False runs the same Python eagerly.
     """
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+    check_max_norm(max_grad_norm)
     ranks = sharding.ranks
 
     def squared(grads: dict[str, mx.array]) -> mx.array:
         return mx.stack([_sum(mx.square(part)) for part in arrays_of(grads)]).sum()
 
     def apply(
-        grads: Tree, opt_state: Tree, squares: mx.array, accum_weight: mx.array, update_step: mx.array
-    ) -> tuple[Tree, mx.array, mx.array, mx.array]:
-        weight = mx.maximum(accum_weight, 1e-30)
-        norm = mx.sqrt(squares) / weight
-        factor = 1 / weight
-        if max_grad_norm is not None:
-            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-        rate = optimizer.schedule(update_step)
-        sound = [mx.isfinite(norm) & mx.isfinite(rate)]
+        grads: Tree, opt_state: Tree, numbers: OptimizerNumbers, factor: mx.array, finite: mx.array
+    ) -> tuple[Tree, mx.array]:
+        sound = [finite]
 
         def keep(new: mx.array, old: mx.array) -> mx.array:
             stored = new.astype(old.dtype)
@@ -181,9 +174,9 @@ def make_sharded_update_step(
             return stored
 
         masters, moments = optimizer.apply(
-            grads, opt_state["moments"], opt_state["masters"], update_step, keep, factor
+            grads, opt_state["moments"], opt_state["masters"], numbers, keep, factor
         )
-        return {"masters": masters, "moments": moments}, mx.stack(sound).all(), norm, rate
+        return {"masters": masters, "moments": moments}, mx.stack(sound).all()
 
     norm_step, step = compiled_step(squared, enabled=compile), compiled_step(apply, enabled=compile)
 
@@ -192,7 +185,10 @@ def make_sharded_update_step(
         grads = sharding.scatter(state.accum_grads)
         sums = ranks.all_sum(mx.stack([norm_step(grads), state.accum_weight]))
         zeros = zeros_like(state.params)
-        opt_state, sound, norm, rate = step(grads, state.opt_state, sums[0], sums[1], state.update_step)
+        norm, factor = norm_and_factor(sums[0], sums[1], max_grad_norm)
+        numbers = optimizer.numbers(state.opt_state["moments"], state.update_step)
+        finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
+        opt_state, sound = step(grads, state.opt_state, numbers, factor, finite)
         failed = ranks.all_sum(1.0 - sound.astype(mx.float32).reshape(1))[0] > 0
         if failed.item():  # the other ranks have new values: no rank uses them
             opt_state, params = state.opt_state, state.params
@@ -206,7 +202,7 @@ def make_sharded_update_step(
             accum_weight=mx.array(0.0),
             update_step=state.update_step + 1,
         )
-        return state, UpdateStats(norm, rate, failed)
+        return state, UpdateStats(norm, numbers.rate, failed)
 
     return update_step
 

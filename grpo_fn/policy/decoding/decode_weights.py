@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import find
+from grpo_fn.layers import empty
 from grpo_fn.policy.decoding.merged_adapters import mergeable, merged_adapters
 from grpo_fn.policy.decoding.unpacked_layers import unpacked_weights
-from grpo_fn.policy.parameters import empty
 
 FORMS = ("decode_blocks", "fused_projections")
 

@@ -12,8 +12,7 @@ import mlx.nn as nn
 from grpo_fn.backends import enabled
 from grpo_fn.backends.composed import swiglu, swiglu_gradient
 from grpo_fn.backends.recomputing import recomputed
-from grpo_fn.layers import is_one_token
-from grpo_fn.policy.parameters import parameters_replaced
+from grpo_fn.layers import is_one_token, parameters_replaced
 from grpo_fn.trees import from_names, named_leaves
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.layers import parameters_replaced
 from grpo_fn.policy.layers.learning_form import learning_form
-from grpo_fn.policy.parameters import parameters_replaced
 from grpo_fn.trees import map_arrays
 
 

@@ -2,8 +2,8 @@
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
 globals of the layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals
-hold ours, and `nn.RMSNorm` a new `__call__`. The classes, their modules and every other model in the process
-stay as they are.
+hold ours, and `nn.RMSNorm` and `nn.RoPE` a new `__call__`. The classes, their modules and every other model
+in the process stay as they are.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import enabled
+from grpo_fn.backends import enabled, find
 from grpo_fn.backends.composed import relu2, rms_norm, swiglu
 from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
@@ -122,6 +122,15 @@ class _RMSNorm(nn.RMSNorm):
         return rms_norm(x, self["weight"], self.eps)
 
 
+class RoPE(nn.RoPE):
+    patched = ("rope",)
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        plain = not self.traditional and self.scale == 1.0
+        turn = find("rope", x, self.dims, offset) if plain else None
+        return super().__call__(x, offset=offset) if turn is None else turn(x, self.base, offset)
+
+
 class _QuantizedLinear(nn.QuantizedLinear):
     computes_as = nn.QuantizedLinear
     patched = ("linear",)
@@ -172,6 +181,8 @@ def _patched(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
+    if kind is nn.RoPE:
+        return RoPE
     if _is_gated_mlp(call):
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "patched": ("swiglu",)})
     if kind in _PACKED:

@@ -17,7 +17,7 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.backends import enabled, number
 from grpo_fn.backends.recomputing import recomputed
-from grpo_fn.policy.parameters import parameters_replaced
+from grpo_fn.layers import parameters_replaced
 from grpo_fn.trees import from_names
 
 PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes

@@ -81,7 +81,8 @@ def test_init_shares_nothing_between_leaves_and_apply_changes_nothing_in_place()
     optimizer = g.adamw(0.1)
     before = optimizer.init(params)
     grads = {"a": mx.array([1.0, -1.0]), "l": [{"w": mx.array([0.5])}]}
-    new_params, after = optimizer.apply(grads, before, params, mx.array(0, mx.int32), lambda new, old: new)
+    numbers = optimizer.numbers(before, mx.array(0, mx.int32))
+    new_params, after = optimizer.apply(grads, before, params, numbers, lambda new, old: new)
     mx.eval(new_params, after)
     assert before["a"]["m"].tolist() == [0.0, 0.0] and before["l"][0]["w"]["v"].tolist() == [0.0]
     assert params["a"].tolist() == [1.0, 2.0]

@@ -26,11 +26,11 @@ DTYPES = [(mx.bfloat16, mx.float32), (mx.bfloat16, mx.bfloat16)]
 def to_nearest(optimizer):
     """The optimizer with rounding to nearest: new values come to `keep` in the old ones' dtype."""
 
-    def apply(grads, opt_state, params, update_step, keep, factor):
+    def apply(grads, opt_state, params, numbers, keep, factor):
         def rounded(new, old):
             return keep(new.astype(old.dtype), old)
 
-        return optimizer.apply(grads, opt_state, params, update_step, rounded, factor)
+        return optimizer.apply(grads, opt_state, params, numbers, rounded, factor)
 
     return attrs.evolve(optimizer, apply=apply)
 

@@ -93,7 +93,9 @@ def test_the_gradient_has_the_balance(name):
 
     want = mx.grad(balance)(policy.params)
     difference = tree_map(lambda a, b: a - b, found.accum_grads, plain.accum_grads)
-    assert worst_difference(difference, want) < 1e-4
+    # Of absolute differences: some leaves have no gradient of the balance, and a GPU rounds two passes apart.
+    apart = tree_map(lambda a, b: mx.abs(a - b).max(), difference, want)
+    assert max(x.item() for x in g.trees.arrays_of(apart)) < 1e-6
     assert max(mx.abs(x).max().item() for x in g.trees.arrays_of(want)) > 1e-3
 
 

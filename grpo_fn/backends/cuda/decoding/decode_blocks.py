@@ -18,7 +18,7 @@ from mlx.utils import tree_map_with_path
 from grpo_fn.backends.cuda.decoding.block_kernel import BlockShape, Weights, block_step, takes_block
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.backends.mechanisms import DecodeForm
-from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, replaced_layers
+from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
 _TOKENS, _TOLERANCE = 5, 0.03  # of the comparison; the largest share of what a block adds to its input
@@ -167,15 +167,13 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
 def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
     """Whether a block computes `composed_block`: compared on random weights, once for a class and shape."""
     module = block.module
-    saved = module.parameters()
 
     def drawn(path: str, leaf: mx.array) -> mx.array:
         key = mx.random.key(sum(path.encode()))
         noise = mx.random.normal(leaf.shape, key=key)
         return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(leaf.dtype)
 
-    try:
-        module.update(tree_map_with_path(drawn, saved))
+    with parameters_replaced(module, tree_map_with_path(drawn, module.parameters())):
         x = mx.random.normal((2, _TOKENS, shape.width), key=mx.random.key(0)).astype(dtype)
         parts = parts_of(module)
         assert parts is not None
@@ -187,8 +185,6 @@ def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById")
         difference = mx.abs(plain.astype(mx.float32) - composed.astype(mx.float32)).mean()
         added = mx.abs(plain.astype(mx.float32) - x.astype(mx.float32)).mean()
         return bool((difference < _TOLERANCE * added).item())
-    finally:
-        module.update(saved)
 
 
 @attrs.frozen(hash=False, eq=False)

@@ -1,0 +1,62 @@
+"""Rotary position embeddings (arXiv 2104.09864) whose gradient is a rotation of the same form.
+
+    (a, b) → (a · cos θ + b · (−sin θ), b · cos θ + a · sin θ)        θ = position · frequency
+
+for the halves a and b of a head. The gradient turns back, which exchanges sin θ and −sin θ. So a compiled
+step has one form of program for all of it; mlx.fast.rope has a dozen, which g++ compiles before the first
+update.
+"""
+
+import functools
+from typing import Any, cast
+
+import mlx.core as mx
+
+from grpo_fn.layers import is_one_token
+
+
+def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
+    """Whether `rope` is for these: float32 heads [B,H,L,D] of several tokens, which turn as a whole."""
+    whole = x.ndim == 4 and x.shape[3] == dims and dims % 2 == 0
+    known = isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim <= 1)
+    return x.dtype == mx.float32 and whole and known and not is_one_token(x)
+
+
+def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
+    """The heads [B,H,L,D], float32, turned by their positions.
+
+    Args:
+        x: `takes_heads` holds.
+        base: a position is divided by its powers 2j/D.
+        offset: the position of the first token, one for all rows or [B].
+    """
+    length, width = x.shape[2:]
+    if isinstance(offset, int):
+        positions = mx.arange(offset, offset + length, dtype=mx.float32)
+    else:
+        positions = offset.astype(mx.float32).reshape(-1, 1, 1) + mx.arange(length, dtype=mx.float32)
+    angles = positions[..., None] @ _frequencies(width // 2, base)  # [L,D/2] or [B,1,L,D/2]
+    return cast(mx.array, _turned(x, mx.cos(angles), mx.sin(angles), mx.sin(-angles)))
+
+
+@functools.lru_cache(maxsize=16)
+def _frequencies(half: int, base: float) -> mx.array:
+    """[1,D/2]."""
+    return mx.array([[base ** (-j / half) for j in range(half)]], mx.float32)
+
+
+@mx.custom_function
+def _turned(x: mx.array, cosine: mx.array, sine: mx.array, negative: mx.array) -> mx.array:
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([_mixed(a, b, cosine, negative), _mixed(b, a, cosine, sine)], axis=-1)
+
+
+@_turned.vjp
+def _turned_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+    _, cosine, *sines = primals
+    back = cast(mx.array, _turned(cotangent, cosine, *reversed(sines)))
+    return back, *(mx.zeros_like(each) for each in primals[1:])
+
+
+def _mixed(a: mx.array, b: mx.array, of_a: mx.array, of_b: mx.array) -> mx.array:
+    return a * of_a + b * of_b

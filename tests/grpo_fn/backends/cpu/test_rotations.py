@@ -1,0 +1,72 @@
+"""Rotary embeddings on a CPU, against NumPy in float64 and against MLX's own."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from grpo_fn.backends import disabled, find
+from grpo_fn.backends.cpu.rotations import rope, takes_heads
+from grpo_fn.policy.layers.patched_layers import patch_layers
+
+
+def turned(x, positions_bl, base, back=False):
+    """In NumPy float64: the halves of each head turned by position · base^(−2j/D), or back."""
+    half = x.shape[-1] // 2
+    angles = positions_bl[:, None, :, None] * base ** (-np.arange(half) / half) * (-1 if back else 1)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], axis=-1
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 5, 2000, [0, 3, 1023]], ids=["0", "5", "far", "rows"])
+@pytest.mark.parametrize("behind", [False, True], ids=["heads first", "positions first"])
+def test_values_and_gradients(offset, behind):
+    """One first position for all rows, or one for each. An angle's error grows with it, as MLX's does."""
+    length = 9
+    shape = (3, length, 2, 32) if behind else (3, 2, length, 32)
+    x, g = (mx.random.normal(shape, key=key) for key in mx.random.split(mx.random.key(length), 2))
+    if behind:
+        x, g = x.swapaxes(1, 2), g.swapaxes(1, 2)
+    first = np.broadcast_to(np.asarray(offset), (3,))
+    positions = (first[:, None] + np.arange(length)).astype(np.float64)
+    given = offset if isinstance(offset, int) else mx.array(offset, mx.int32)
+    (value,), (gradient,) = mx.vjp(lambda x: rope(x, 10000.0, given), [x], [g])
+    bound = 1e-6 + 2e-7 * positions.max()
+    assert np.abs(np.array(value) - turned(np.array(x), positions, 10000.0)).max() < bound
+    assert np.abs(np.array(gradient) - turned(np.array(g), positions, 10000.0, back=True)).max() < bound
+
+
+def test_what_it_takes():
+    """float32 heads of several tokens that turn whole; positions that are a number or one for each row."""
+    x = mx.zeros((2, 3, 5, 32))
+    assert takes_heads(x, 32, 0) and takes_heads(x, 32, mx.array([1, 2]))
+    assert not takes_heads(x[:, :, :1], 32, 0)
+    assert not takes_heads(x.astype(mx.bfloat16), 32, 0)
+    assert not takes_heads(x, 16, 0)
+    assert not takes_heads(x[0], 32, 0)
+    assert not takes_heads(x, 32, mx.zeros((2, 5), mx.int32)) and not takes_heads(x, 32, None)
+
+
+@pytest.mark.skipif(find("rope", mx.zeros((1, 1, 2, 8)), 8, 3) is not rope, reason="needs a CPU")
+@pytest.mark.parametrize(
+    "options", [{}, {"traditional": True}, {"scale": 0.5}], ids=["plain", "pairs", "scaled"]
+)
+def test_a_layer_uses_it(options):
+    """A plain layer calls it, one that turns pairs or scales positions does not; the numbers are mlx.nn's."""
+    x, offset = mx.random.normal((2, 3, 5, 32), key=mx.random.key(1)), mx.array([0, 7], mx.int32)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rope = nn.RoPE(32, **options)
+
+    block = Block()
+    wanted = nn.RoPE(32, **options)(x, offset)
+    patch_layers(block)
+    found = block.rope(x, offset)
+    assert mx.allclose(found, wanted, atol=1e-5)
+    assert mx.array_equal(found, wanted) == bool(options)
+    with disabled("rope"):
+        assert mx.array_equal(block.rope(x, offset), wanted)
