@@ -35,14 +35,16 @@ def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
         positions = mx.arange(offset, offset + length, dtype=mx.float32)
     else:
         positions = offset.astype(mx.float32).reshape(-1, 1, 1) + mx.arange(length, dtype=mx.float32)
-    angles = positions[..., None] @ _frequencies(width // 2, base)  # [L,D/2] or [B,1,L,D/2]
-    return cast(mx.array, _turned(x, mx.cos(angles), mx.sin(angles), mx.sin(-angles)))
+    # [L,D/2] or [B,1,L,D/2]; −θ by a product too, as a negation and a sine would be another program
+    ahead, back = (positions[..., None] @ rates for rates in _frequencies(width // 2, base))
+    return cast(mx.array, _turned(x, mx.cos(ahead), mx.sin(ahead), mx.sin(back)))
 
 
 @functools.lru_cache(maxsize=16)
-def _frequencies(half: int, base: float) -> mx.array:
-    """[1,D/2]."""
-    return mx.array([[base ** (-j / half) for j in range(half)]], mx.float32)
+def _frequencies(half: int, base: float) -> tuple[mx.array, mx.array]:
+    """The frequencies [1,D/2], and their negatives."""
+    rates = [base ** (-j / half) for j in range(half)]
+    return mx.array([rates], mx.float32), mx.array([[-rate for rate in rates]], mx.float32)
 
 
 @mx.custom_function
