@@ -31,13 +31,20 @@ def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
         offset: the position of the first token, one for all rows or [B].
     """
     length, width = x.shape[2:]
-    if isinstance(offset, int):
-        positions = mx.arange(offset, offset + length, dtype=mx.float32)
-    else:
-        positions = offset.astype(mx.float32).reshape(-1, 1, 1) + mx.arange(length, dtype=mx.float32)
-    # [L,D/2] or [B,1,L,D/2]; −θ by a product too, as a negation and a sine would be another program
+    positions = _positions(length)
+    if not isinstance(offset, int) or offset:
+        positions = positions + mx.array(offset, mx.float32).reshape(-1, 1, 1)
+    # [L,D/2], or [B,1,L,D/2]; −θ by a product too, as a negation and a sine would be another program
     ahead, back = (positions[..., None] @ rates for rates in _frequencies(width // 2, base))
     return cast(mx.array, _turned(x, mx.cos(ahead), mx.sin(ahead), mx.sin(back)))
+
+
+# Constants, kept: MLX merges equal operations of a compiled step only if they have a common input, so that
+# with an mx.arange in each call every layer would compute its own sines.
+@functools.lru_cache(maxsize=256)
+def _positions(length: int) -> mx.array:
+    """0, 1, … in float32."""
+    return mx.array(list(range(length)), mx.float32)
 
 
 @functools.lru_cache(maxsize=16)
