@@ -92,6 +92,7 @@ MECHANISMS = (
     Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
+    Mechanism("attention in few products", ("attention",)),
     Mechanism("patched layers", ("patched_layers",)),
     Mechanism("compiled steps", overrides=("system.compile=false",)),
     Mechanism("BLAS", environment={"GRPO_FN_BLAS": "none"}, shapes=(QUICKSTART,), pairs=1),

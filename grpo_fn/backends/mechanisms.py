@@ -28,6 +28,7 @@ OPERATIONS = {
     "swiglu": "(gate, x): silu(gate) · x",
     "swiglu_gradient": "(gate, x): silu(gate) · x, and the function that gives the gradient of gate and x",
     "rms_norm": "(x, weight): RMSNorm along the last axis; weight may be None",
+    "attention": "(queries, keys, mask): attention over whole sequences",
     "rope": "(x, dims, offset): rotary embeddings; its function takes x, the base and the offset",
     "weighted_values": "(weights, values): the product of attention weights and values",
     "draw": "(logits): a token of each row by its random words",

@@ -19,6 +19,7 @@ MECHANISMS = {
     "swiglu": ("elementwise", "swiglu", "on_cpu"),
     "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
     "rms_norm": ("elementwise", "rms_norm", "takes_rows"),
+    "attention": ("attention", "attention", "takes_sequences"),
     "rope": ("rotations", "rope", "takes_heads"),
     "weighted_values": ("elementwise", "weighted_values", ""),
     "add_at": ("elementwise", "add_at", ""),

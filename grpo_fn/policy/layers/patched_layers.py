@@ -74,6 +74,9 @@ def attention(
             found = "a mask" if sinks is None else "attention sinks"
             raise ValueError(f"{found} cannot be combined with a cache that attends by itself")
         return cache.attend(queries, keys, values, scale)
+    fast = find("attention", queries, keys, mask) if sinks is None else None
+    if fast is not None:
+        return fast(queries, keys, values, scale, mask)
     return _originals()["scaled_dot_product_attention"](
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )

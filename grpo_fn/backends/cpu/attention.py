@@ -1,0 +1,49 @@
+"""Attention over whole sequences in float32, in as few products of the BLAS as there are keys.
+
+MLX takes one product for each row and head, and its softmax computes one exponential at a time. Here heads
+that share keys are further rows of one product, and the softmax is `elementwise`'s.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from grpo_fn.backends.cpu.elementwise import softmax
+from grpo_fn.layers import is_one_token
+
+_MOST_SCORES = 2**23  # more than these are left to MLX, whose softmax needs no second array of their size
+
+
+def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -> bool:
+    """Whether `attention` is for these: float32, several tokens a row, a causal mask or one of booleans."""
+    if not isinstance(keys, mx.array) or queries.dtype != mx.float32 or keys.dtype != mx.float32:
+        return False
+    known = mask is None or mask == "causal" if not isinstance(mask, mx.array) else mask.dtype == mx.bool_
+    scores = queries.size // queries.shape[-1] * keys.shape[-2]
+    return known and not is_one_token(queries) and scores <= _MOST_SCORES
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """softmax(scale · Q Kᵀ where the mask is True) V ("Attention is all you need", arXiv 1706.03762, eq. 1).
+
+    Args:
+        queries: [B,H,L,D].
+        keys: [B,K,S,D], H a multiple of K.
+        values: [B,K,S,Dv].
+        scale: of the scores.
+        mask: of booleans, broadcast to [B,H,L,S]; "causal": the last tokens of S are those of L; None: all.
+
+    Returns:
+        [B,H,L,Dv].
+    """
+    rows, heads, length, width = queries.shape
+    shared, seen = keys.shape[1:3]
+    if isinstance(mask, str):
+        mask = mx.tril(mx.ones((length, seen), mx.bool_), seen - length)
+    scores = (queries * scale).reshape(rows, shared, -1, width) @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        by_head = scores.reshape(rows, heads, length, seen)
+        scores = mx.where(mask, by_head, mx.finfo(mx.float32).min).reshape(scores.shape)
+    return (softmax(scores) @ values).reshape(rows, heads, length, -1)
