@@ -66,7 +66,7 @@ def make_update_step(
     """
     check_max_norm(max_grad_norm)
 
-    def squared(accum_grads: Tree) -> mx.array:
+    def sum_of_squares(accum_grads: Tree) -> mx.array:
         return mx.stack([sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]).sum()
 
     def apply(
@@ -82,11 +82,12 @@ def make_update_step(
         updated = optimizer.apply(accum_grads, opt_state, params, numbers, keep, factor)
         return updated, keep.skipped()
 
-    norm_step, step = compiled_step(squared, enabled=compile), compiled_step(apply, enabled=compile)
+    squares_step = compiled_step(sum_of_squares, enabled=compile)
+    step = compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
         # Not compiled: a program for a single number would save nothing.
-        norm, factor = norm_and_factor(norm_step(state.accum_grads), state.accum_weight, max_grad_norm)
+        norm, factor = norm_and_factor(squares_step(state.accum_grads), state.accum_weight, max_grad_norm)
         numbers = optimizer.numbers(state.opt_state, state.update_step)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
         key = stream_key(state.key, UPDATE_ROUNDING, state.update_step)

@@ -18,7 +18,7 @@ def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -
     """Whether `attention` is for these: float32, several tokens a row, a causal mask or one of booleans."""
     if not isinstance(keys, mx.array) or queries.dtype != mx.float32 or keys.dtype != mx.float32:
         return False
-    known = mask is None or mask == "causal" if not isinstance(mask, mx.array) else mask.dtype == mx.bool_
+    known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
     return known and not is_one_token(queries) and scores <= _MOST_SCORES
 

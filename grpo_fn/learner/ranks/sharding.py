@@ -160,7 +160,7 @@ def make_sharded_update_step(
     check_max_norm(max_grad_norm)
     ranks = sharding.ranks
 
-    def squared(grads: dict[str, mx.array]) -> mx.array:
+    def sum_of_squares(grads: dict[str, mx.array]) -> mx.array:
         return mx.stack([_sum(mx.square(part)) for part in arrays_of(grads)]).sum()
 
     def apply(
@@ -178,12 +178,13 @@ def make_sharded_update_step(
         )
         return {"masters": masters, "moments": moments}, mx.stack(sound).all()
 
-    norm_step, step = compiled_step(squared, enabled=compile), compiled_step(apply, enabled=compile)
+    squares_step = compiled_step(sum_of_squares, enabled=compile)
+    step = compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
         materialize(state.accum_grads, state.accum_weight)
         grads = sharding.scatter(state.accum_grads)
-        sums = ranks.all_sum(mx.stack([norm_step(grads), state.accum_weight]))
+        sums = ranks.all_sum(mx.stack([squares_step(grads), state.accum_weight]))
         zeros = zeros_like(state.params)
         norm, factor = norm_and_factor(sums[0], sums[1], max_grad_norm)
         numbers = optimizer.numbers(state.opt_state["moments"], state.update_step)
