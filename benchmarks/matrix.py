@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -144,6 +144,18 @@ def run_cell(folder: Path, cell: Cell, rounded: float) -> list[Figure]:
     ]
 
 
+def _figures_of(model: str, runs: Sequence[Future[list[Figure]]]) -> list[Figure]:
+    """All that a model's runs have found, once they have ended, and how many failed: each fault is a line."""
+    figures, faults = [], 0
+    for run in runs:
+        try:
+            figures += run.result()
+        except UserError as error:
+            say(str(error))
+            faults += 1
+    return [Figure(name=f"{model}: runs that failed", value=faults, at_most=0), *figures]
+
+
 def _dtype_name() -> str:
     return str(dtype_here()).removeprefix("mlx.core.")
 
@@ -165,8 +177,8 @@ def _write_data(folder: Path) -> None:
     type=click.Choice(MODELS),
     help="Only this one; the others' figures stay.",
 )
-@click.option("--jobs", default=0, help="Runs side by side [0: 8 on a GPU, 1 on a CPU].")
-def main(quick: bool, models: Sequence[str], jobs: int) -> Sequence[Figure]:
+@click.option("--jobs", default=0, help="Runs side by side [0: 6 on a GPU, 1 on a CPU].")
+def main(quick: bool, models: Sequence[str], jobs: int) -> Iterator[list[Figure]]:
     """Runs of three updates of models × ways to fine-tune × settings: that each runs, and is right."""
     tunes, variants = (list(TUNES)[:1], list(VARIANTS)[:1]) if quick else (list(TUNES), list(VARIANTS))
     chosen = models or (MODELS[:1] if quick else MODELS)
@@ -180,28 +192,14 @@ def main(quick: bool, models: Sequence[str], jobs: int) -> Sequence[Figure]:
             write_model(folder / model, model)
             if not quick:
                 write_model(folder / f"{model}-4bit", model, bits=4)
-        faults: dict[str, list[str]] = {model: [] for model in chosen}
-        figures: list[Figure] = []
-        with ThreadPoolExecutor(jobs or (1 if backend() == "cpu" else 8)) as pool:
-            found = [pool.submit(run_cell, folder, cell, apart[cell.model]) for cell in cells]
-        for cell, each in zip(cells, found, strict=True):
-            try:
-                figures += each.result()
-            except UserError as error:
-                faults[cell.model].append(str(error))
+        with ThreadPoolExecutor(jobs or (1 if backend() == "cpu" else 6)) as pool:
+            found = {cell: pool.submit(run_cell, folder, cell, apart[cell.model]) for cell in cells}
+            for model in chosen:
+                runs = [run for cell, run in found.items() if cell.model == model]
+                plain = Figure(name=f"{model}: rounding of a plain forward", value=apart[model], unit="nats")
+                yield [*_figures_of(model, runs), plain]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for fault in (fault for model in faults.values() for fault in model):
-        say(fault)
-    failed = [
-        Figure(name=f"{model}: runs that failed", value=len(those), at_most=0)
-        for model, those in faults.items()
-    ]
-    plain = [
-        Figure(name=f"{model}: rounding of a plain forward", value=nats, unit="nats")
-        for model, nats in apart.items()
-    ]
-    return [*failed, *plain, *figures]
 
 
 if __name__ == "__main__":

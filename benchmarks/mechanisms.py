@@ -14,6 +14,7 @@ quickstart       the packaged config on the embedded model, 16 × 8 too
 On a GPU 16 × 8 completions of 256 tokens, random weights in bfloat16:
 
 0.5B             Qwen2.5-0.5B's shape, trained as a whole
+0.5B, 1,024      the same in micro-batches of 1,024 tokens: memory is weights, gradients, moments
 0.5B, LoRA       the same with adapters
 d20              nanochat-d20's shape, trained as a whole
 """
@@ -46,9 +47,9 @@ FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", 
 LARGE = "2 × 2, large"
 CPU_SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
-HALF, HALF_LORA, D20 = "0.5B", "0.5B, LoRA", "d20"
-GPU_SHAPES = (HALF, HALF_LORA, D20)
-GPU_MODELS = {HALF: "qwen2.5-0.5b", HALF_LORA: "qwen2.5-0.5b", D20: "nanochat-d20"}
+HALF, HALF_SMALL, HALF_LORA, D20 = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20"
+GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20)
+GPU_MODELS = {**dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"), D20: "nanochat-d20"}
 STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
 
@@ -88,8 +89,8 @@ MECHANISMS = (
     Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("norm kernels", ("rms_norm",), shapes=(D20,)),
-    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF)),
-    Mechanism("AdamW kernels", ("adamw",), shapes=(HALF,)),
+    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL)),
+    Mechanism("AdamW kernels", ("adamw",), shapes=(HALF, HALF_SMALL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
     Mechanism("attention in few products", ("attention",)),
@@ -115,7 +116,8 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
         long = [] if quick else ["rollout.max_new_tokens=256", "rollout.stop=[]"]
         adapters = ["model.tune=lora"] if shape == HALF_LORA else []
         # Sides that start together would see different amounts of free memory, and choose by it.
-        chosen = [f"model.path={folder}", "system.micro_batch_tokens=12288", *long, *adapters]
+        tokens = 1024 if shape == HALF_SMALL else 12288
+        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *adapters]
         return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
     if not (work / "model").exists():
         write_folder(work / "model", "tiny" if quick else "qwen2-6x256")
