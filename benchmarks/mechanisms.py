@@ -90,7 +90,6 @@ MECHANISMS = (
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("norm kernels", ("rms_norm",), shapes=(D20,)),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL)),
-    Mechanism("AdamW kernels", ("adamw",), shapes=(HALF, HALF_SMALL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
     Mechanism("attention in few products", ("attention",)),

@@ -35,7 +35,6 @@ OPERATIONS = {
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",
-    "adamw": "(param, m, v): AdamW's update of one leaf",
     "decode_blocks": "(): DecodeForm; blocks of a decoder as one kernel each",
     "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",

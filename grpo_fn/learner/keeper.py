@@ -12,30 +12,18 @@ class Keeper:
 
     def __init__(self, finite: mx.array, store: Keep) -> None:
         """`finite`: 0-d bool, whether the update may be taken; `store`: from `rounding.storing`."""
-        self.finite, self._store = finite, store
+        self._finite, self._store = finite, store
         self._sound: list[mx.array] = []
-        self._faults: list[mx.array] = []
 
     def __call__(self, new: mx.array, old: mx.array) -> mx.array:
         """The new value in the old one's dtype, or the old one."""
         stored = self._store(new, old)
-        self._sound.append(self.finite & all_finite(stored))
+        self._sound.append(self._finite & all_finite(stored))
         return mx.where(self._sound[-1], stored, old)
-
-    def chosen(self, new: mx.array, old: mx.array) -> mx.array:
-        """A value in the old one's dtype for which a kernel has already made this choice; see `faulty`."""
-        return self._store(new, old)  # which counts the leaves
-
-    def faulty(self, fault_n: mx.array) -> None:
-        """Takes numbers that are 0 for finite values of this kind."""
-        self._faults.append(fault_n)
 
     def skipped(self) -> mx.array:
         """0-d bool: whether any value stayed as it was."""
-        sound = mx.stack([self.finite, *self._sound]).all()
-        if self._faults:
-            sound = sound & mx.logical_not(mx.concatenate(self._faults).any())
-        return mx.logical_not(sound)
+        return mx.logical_not(mx.stack([self._finite, *self._sound]).all())
 
 
 def all_finite(x: mx.array) -> mx.array:

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from grpo_fn.backends import enabled, find
+from grpo_fn.backends import enabled
 from grpo_fn.checks import check_choice
-from grpo_fn.learner.keeper import Keep, Keeper
+from grpo_fn.learner.keeper import Keep
 from grpo_fn.trees import Tree, map_arrays
 
 Schedule = Callable[[mx.array], mx.array]
@@ -95,10 +95,6 @@ def adamw(
         keep: Keep,
         factor: mx.array | None = None,
     ) -> tuple[Tree, Tree]:
-        # What a kernel takes of all leaves; where none does they are never computed.
-        finite = keep.finite if isinstance(keep, Keeper) else mx.array(True)
-        whole = mx.array(1.0) if factor is None else factor
-        numbers_5 = mx.stack([whole, *numbers[1:], finite.astype(mx.float32)])
         new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
@@ -106,15 +102,10 @@ def adamw(
             # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
-            kernel = find("adamw", *old) if isinstance(keep, Keeper) else None
-            if kernel is not None and isinstance(keep, Keeper):
-                *new, fault = kernel(param, grad, *old[1:], numbers_5, betas, eps)
-                keep.faulty(fault)
-                store = keep.chosen
-            else:
-                param, grad, m, v = (x.astype(mx.float32) for x in (param, grad * whole, *old[1:]))
-                new, store = adamw_leaf(param, grad, m, v, numbers, betas, eps), keep
-            last[:] = [store(*pair) for pair in zip(new, old, strict=True)]
+            scaled = grad if factor is None else grad * factor
+            param, grad, m, v = (x.astype(mx.float32) for x in (param, scaled, *old[1:]))
+            new = adamw_leaf(param, grad, m, v, numbers, betas, eps)
+            last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
             new_moments.append({"m": last[1], "v": last[2]})
             return last[0]
 

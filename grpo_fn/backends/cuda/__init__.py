@@ -11,7 +11,6 @@ MECHANISMS = {
     "draw": ("decoding.draw_kernel", "draw_rows", "takes_logits"),
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
-    "adamw": ("adamw_kernel", "adamw_leaf", "takes_leaf"),
     "decode_blocks": ("decoding.decode_blocks", "FORM", ""),
     "fused_projections": ("decoding.fused_projections", "FORM", ""),
     "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),

@@ -3,12 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from grpo_fn.backends.cuda import (
-    adamw_kernel,
-    kernels,
-    logit_kernels,
-    norm_kernels,
-)
+from grpo_fn.backends.cuda import kernels, logit_kernels, norm_kernels
 from grpo_fn.backends.cuda.decoding import draw_kernel, prefix_attention
 from grpo_fn.backends.cuda.kernels import CudaKernel
 
@@ -81,8 +76,7 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     )
     numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
-    adamw_kernel.adamw_leaf(ones, ones, ones, ones, mx.ones((5,)), (0.9, 0.999), 1e-8)
-    assert len(launched) == 8 and all(len(given["compiled_source"]) > 1000 for given in launched)
+    assert len(launched) == 7 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
 @needs_nvrtc
