@@ -206,7 +206,7 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     ]
 
 
-@benchmark("first_update", parts="chosen")
+@benchmark("first_update", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
     """A run's first update with empty caches and with full ones, and the steps after it."""

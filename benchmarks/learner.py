@@ -300,7 +300,7 @@ def agreement(
     )
 
 
-@benchmark("learner", parts="chosen")
+@benchmark("learner", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
 @click.option("--naive/--no-naive", "with_naive", default=True, help="The naive way may not fit the memory.")

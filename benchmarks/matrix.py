@@ -169,7 +169,7 @@ def _write_data(folder: Path) -> None:
     (folder / "train.toml").write_text(TRAIN.format(**sizes))
 
 
-@benchmark("matrix", parts="models")
+@benchmark("matrix", parts=("models",))
 @click.option(
     "--model",
     "models",

@@ -256,7 +256,7 @@ def _processes(
         return list(pool.map(start, sides))
 
 
-@benchmark("mechanisms", parts="shapes")
+@benchmark("mechanisms", parts=("shapes", "names"))
 @click.option(
     "--shape", "shapes", multiple=True, type=click.Choice((*CPU_SHAPES, *GPU_SHAPES)), help="Only this one."
 )

@@ -46,10 +46,10 @@ class Peer:
     peak: float | None = None  # ours over its
 
 
-_CHECKPOINTING = {"gradient_checkpointing": True}
 _CONTINUOUS = {"use_transformers_continuous_batching": True}
 # Ours with the memory that it may take bounded: smaller micro-batches, and less in flight.
 _BOUNDED = Peer("ours in 11 GB", "ours", overrides=("system.memory_limit_gb=11",))
+_SAVING = Peer("TRL, checkpointing", "trl", {"gradient_checkpointing": True}, times=2.5)
 PEERS = {
     "cpu": (
         Peer("mlx-lm-lora", "mlx-lm-lora", times=3.0, peak=1.0),
@@ -57,7 +57,7 @@ PEERS = {
     ),
     "cuda": (
         Peer("TRL", "trl", times=2.5),
-        Peer("TRL, checkpointing", "trl", _CHECKPOINTING, times=2.5),
+        _SAVING,
         _BOUNDED,
         Peer("TRL, continuous batching", "trl", _CONTINUOUS),
         Peer("mlx-lm-lora", "mlx-lm-lora", times=5.0),
@@ -70,11 +70,12 @@ QUICKSTART = "quickstart"  # on a CPU: the packaged config as it is
 class Side(SteppingProcess):
     """A process of `benchmarks.harness.peer_sides`, and the steps that it has taken."""
 
-    def __init__(self, title: str, side: str, settings: Settings) -> None:
+    def __init__(self, peer: Peer, settings: Settings) -> None:
+        self.peer = peer
         self.steps: list[dict[str, Any]] = []
         super().__init__(
-            title,
-            ["benchmarks.harness.peer_sides", side],
+            peer.title,
+            ["benchmarks.harness.peer_sides", peer.side],
             attrs.asdict(settings),
             Path(settings.work),
             {"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
@@ -93,17 +94,20 @@ class Side(SteppingProcess):
         return max(step[key] for step in self.steps)
 
 
-def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: bool) -> list[Figure]:
+def compare(
+    settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: bool
+) -> Iterator[list[Figure]]:
     """All sides' steps, after two of each to warm up: in turn on a CPU; on a GPU one side after another, as
-    one that waits holds memory and a part of the device."""
+    one that waits holds memory and a part of the device. Each side's figures as soon as it has ended."""
     say(
         f"peers: {settings.tune}, {settings.batch_size} × {settings.generations} × "
         f"{settings.max_new_tokens} tokens"
     )
+    in_turn = backend() == "cpu"
     sides: list[Side] = []
     try:
         for peer in (Peer("ours", "ours"), *peers):
-            title, ready = peer.title, sides[0].ready if sides else {"prompts": [], "answers": []}
+            ready = sides[0].ready if sides else {"prompts": [], "answers": []}
             own = attrs.evolve(
                 settings,
                 prompts=ready["prompts"],
@@ -111,26 +115,32 @@ def compare(settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: 
                 peer={**settings.peer, **peer.more},
                 overrides=[*settings.overrides, *peer.overrides],
             )
-            sides.append(Side(title, peer.side, own))
-            if backend() != "cpu":
+            sides.append(Side(peer, own))
+            if not in_turn:
                 _steps(sides[-1:], repeats)
                 sides[-1].end()
-                say(f"{title}: {sides[-1].timing().median:.2f} s")
-        if backend() == "cpu":
+                say(f"{peer.title}: {sides[-1].timing().median:.2f} s")
+                yield _found(settings, sides, judged)
+        if in_turn:
             _steps(sides, repeats)
+            for number in range(len(sides)):
+                yield _found(settings, sides[: number + 1], judged)
     finally:
         for side in sides:
             side.end()
-    mine, *others = sides
-    figures = [figure for side in sides for figure in _figures(settings, side)]
-    for other, peer in zip(others, peers, strict=True):
+
+
+def _found(settings: Settings, sides: Sequence[Side], judged: bool) -> list[Figure]:
+    """The last side's figures, and those of the sides that it can be compared with."""
+    last, by_title = sides[-1], {side.name: side for side in sides}
+    pairs = [(sides[0], last, last.peer)] if last is not sides[0] else []
+    if last.peer is _BOUNDED and _SAVING.title in by_title:
+        pairs.append((last, by_title[_SAVING.title], attrs.evolve(_SAVING, peak=1.2)))
+    figures = _figures(settings, last)
+    for mine, other, peer in pairs:
         figures += _ratios(
             settings, mine, other, peer if judged else attrs.evolve(peer, times=None, peak=None)
         )
-    by_title = {side.name: side for side in others}
-    if _BOUNDED.title in by_title and "TRL, checkpointing" in by_title:
-        target = attrs.evolve(_BOUNDED, times=2.5 if judged else None, peak=1.2 if judged else None)
-        figures += _ratios(settings, by_title[_BOUNDED.title], by_title["TRL, checkpointing"], target)
     return figures
 
 
@@ -202,7 +212,7 @@ def write_data(folder: Path, prompts: int) -> None:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@benchmark("peers", parts="tunes")
+@benchmark("peers", parts=("tunes", "names"))
 @click.option(
     "--tune", "tunes", multiple=True, type=click.Choice(["lora", "full", QUICKSTART]), help="Only this one."
 )
@@ -237,7 +247,7 @@ def main(
             peers = _installed(PEERS[QUICKSTART if tune == QUICKSTART else backend()], names)
             if tune == QUICKSTART:
                 settings = _quickstart(name, overrides)
-                yield compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
+                yield from compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
                 continue
             settings = Settings(
                 folder=str(folder / "model"),
@@ -250,7 +260,7 @@ def main(
                 overrides=list(overrides),
             )
             steps = repeats or (1 if quick else 7 if on_cpu else 3)
-            yield compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
+            yield from compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
 
 
 def _quickstart(work: str, overrides: Sequence[str]) -> Settings:

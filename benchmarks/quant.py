@@ -162,7 +162,7 @@ def models_here(quick: bool) -> list[str]:
     return small if backend() == "cpu" else ["nanochat-d20", "nanochat-d32", "qwen2.5-0.5b", EMBEDDED]
 
 
-@benchmark("quant", parts="models")
+@benchmark("quant", parts=("models",))
 @MODELS
 @click.option("--mode", "modes", multiple=True, type=click.Choice(list(MODES)), help="Only this mode.")
 def main(quick: bool, models: Sequence[str], modes: Sequence[str]) -> Sequence[Figure]:

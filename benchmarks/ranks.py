@@ -257,7 +257,7 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
     return figures
 
 
-@benchmark("ranks", parts="chosen")
+@benchmark("ranks", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one, such as 'qwen2.5-0.5b, full'.")
 @click.option(
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."

@@ -242,7 +242,7 @@ def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
 KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged, "batches": batches}
 
 
-@benchmark("rollout", parts="chosen")
+@benchmark("rollout", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 @click.option("--sweep", is_flag=True, help="Also over the options of Decoding.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")

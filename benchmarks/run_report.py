@@ -283,7 +283,7 @@ def quickstart_figures(folder: Path, repeats: int, overrides: Sequence[str], *, 
     ]
 
 
-@benchmark("run_report", parts="chosen")
+@benchmark("run_report", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, type=click.Choice(CASES), help="Only this one.")
 @click.option(
     "--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of quickstarts."

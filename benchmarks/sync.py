@@ -67,7 +67,7 @@ def measure(model: str, modes: Sequence[str], repeats: int, quick: bool) -> list
     return figures
 
 
-@benchmark("sync", parts="models")
+@benchmark("sync", parts=("models",))
 @MODELS
 @click.option("--repeats", default=7, show_default=True, help="Samples of each.")
 def main(quick: bool, models: Sequence[str], repeats: int) -> Sequence[Figure]:

@@ -39,7 +39,7 @@ def say(text: str) -> None:
 Found = Sequence[Figure] | Measured | Iterator[Sequence[Figure]]  # what a benchmark's function returns
 
 
-def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[..., Found]], click.Command]:
+def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[..., Found]], click.Command]:
     """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
 
     A function that yields its figures, some at a time, has each lot written at once: what ends the command
@@ -48,9 +48,9 @@ def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[...,
     The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
     change from the record that was there, and names the targets that are missed. A result that belongs to
     benchmarks/results (neither --quick, nor other work than the default) goes into the README there as well.
-    Options of the function's own are click decorators below this one. `parts` names one that takes some of
-    the benchmark's parts (a sequence of names; empty: the default ones), each with figures "PART: ...": of
-    the record that was there, the figures of the other parts stay.
+    Options of the function's own are click decorators below this one. `parts` names those that take some of
+    the benchmark's parts (each a sequence of names; empty: all): what was not measured again stays in the
+    record. The first option's names begin the figures, "PART: ...".
     """
 
     def decorate(function: Callable[..., Found]) -> click.Command:
@@ -66,7 +66,8 @@ def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[...,
         )
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            settings = given({key: value for key, value in options.items() if key != parts})
+            settings = given({key: value for key, value in options.items() if key not in parts})
+            chosen = [options[key] for key in parts if options[key]]
             folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
             try:
                 last = load_records(folder / f"{name}.json").get(backend())  # before the minutes of measuring
@@ -76,7 +77,7 @@ def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[...,
                 say(f"{name}: measuring the machine")
                 floor = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
 
-                def save(figures: Sequence[Figure], parts: Sequence[str]) -> Record:
+                def save(figures: Sequence[Figure], parts: Sequence[str] | None) -> Record:
                     measured = make_record(
                         name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
                     )
@@ -87,10 +88,11 @@ def benchmark(name: str, *, parts: str | None = None) -> Callable[[Callable[...,
                     figures: list[Figure] = []
                     for lot in found:
                         figures += lot
-                        save(lot, [figure.name.rpartition(": ")[0] for figure in lot])
+                        save(lot, ())
                     found = figures
                 found = found if isinstance(found, Measured) else Measured(found, {})
-                record = save(found.figures, options[parts] if parts else ())
+                whole = options[parts[0]] if chosen == [options[parts[0]]] else ()
+                record = save(found.figures, whole if chosen else None)
                 for file, text in found.files.items():
                     (folder / file).write_text(text, encoding="utf-8")
                 draw_chart(folder, name, say)

@@ -42,6 +42,7 @@ class Figure:
     at_most: float | None = None  # targets
     at_least: float | None = None
     note: str = ""
+    date: str = ""  # of the run that measured it, if that is not its record's
     curve: Curve = attrs.field(default=(), converter=_curve)  # of a value that was followed: (update, value)
 
     @property
@@ -158,12 +159,12 @@ def load_records(path: Path) -> dict[str, Record]:
 
 
 def save_record(
-    folder: Path, backend: str, record: Record, *, parts: Sequence[str] = ()
+    folder: Path, backend: str, record: Record, *, parts: Sequence[str] | None = None
 ) -> tuple[Record | None, Record]:
     """Writes FOLDER/NAME.json, other backends' records kept.
 
-    With `parts`, `record` has figures named "PART: ..." of these alone: those of the other parts stay as they
-    were in the last record, if it was measured likewise. Machine and rates are then the latest run's.
+    With `parts`, figures of the last record stay, if it was measured likewise: all but those whose names are
+    in `record`, or are "PART: ..." of these parts. Machine and rates are then the latest run's.
 
     Returns:
         (the record that was there, the one that is there now).
@@ -171,8 +172,11 @@ def save_record(
     path = folder / f"{record.name}.json"
     records = load_records(path)
     last = records.get(backend)
-    if last is not None and parts and alike(last, record):
-        stay = [f for f in last.figures if not any(f.name.startswith(f"{part}: ") for part in parts)]
+    if last is not None and parts is not None and alike(last, record):
+        new, gone = {figure.name for figure in record.figures}, tuple(f"{part}: " for part in parts)
+        stay = [f for f in last.figures if f.name not in new and not f.name.startswith(gone)]
+        if last.date != record.date:
+            stay = [attrs.evolve(figure, date=figure.date or last.date) for figure in stay]
         record = attrs.evolve(record, figures=(*stay, *record.figures))
     records[backend] = record
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,11 +185,13 @@ def save_record(
 
 
 def _spelled(records: Mapping[str, Record]) -> str:
-    """The records as JSON: a line for each field, and one for a whole curve, which is left out if empty."""
+    """The records as JSON: a line for each field, and one for a whole curve; no empty dates or curves."""
     plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
     curves: list[str] = []
     for record in plain.values():
         for figure in record["figures"]:
+            if not figure["date"]:
+                del figure["date"]
             points = figure.pop("curve")
             if points:
                 figure["curve"] = f"\0{len(curves)}\0"  # no other text has such a character
@@ -260,6 +266,8 @@ def spell(value: float, unit: str) -> str:
 
 def _span(figure: Figure) -> str:
     parts = [figure.note] if figure.note else []
+    if figure.date:
+        parts.append(f"of {figure.date}")
     if figure.paired is not None:
         parts.append(f"paired {spell(figure.paired, '')}")
     if figure.low is not None and figure.high is not None and figure.samples > 1:

@@ -213,10 +213,25 @@ def test_a_part_measured_again_leaves_the_others(tmp_path):
     assert record.save_record(tmp_path, "cpu", quick, parts=["one"])[1] == quick
 
 
+def test_what_stays_says_of_which_day_it_is(tmp_path):
+    """A figure goes by its name as well; one that is older than its record has its own date in the table."""
+    one, two = Figure(name="one: x", value=1.0), Figure(name="one: y", value=2.0)
+    record.save_record(tmp_path, "cpu", attrs.evolve(made(one, two), date="2026-01-02"))
+    for value, day in ((3.0, "2026-01-03"), (4.0, "2026-01-04")):
+        again = attrs.evolve(made(attrs.evolve(one, value=value)), date=day)
+        _, kept = record.save_record(tmp_path, "cpu", again, parts=())
+        assert [(f.name, f.value, f.date) for f in kept.figures] == [
+            ("one: y", 2.0, "2026-01-02"),
+            ("one: x", value, ""),
+        ]
+    assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
+    assert "of 2026-01-02" in record.table(kept)
+
+
 def test_an_option_that_names_parts_is_no_other_work(tmp_path):
     """`parts` of the command: two runs with one part each leave both, and no setting in the record."""
 
-    @benchmark("made", parts="models")
+    @benchmark("made", parts=("models",))
     @click.option("--model", "models", multiple=True)
     def measured(quick, models):
         return [Figure(name=f"{model}: x", value=1.0) for model in models]
