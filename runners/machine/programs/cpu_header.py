@@ -66,13 +66,12 @@ def compile_header(platform: Platform) -> Path | None:
     None: it is not compiled here. Each version of g++ has its own file and ignores the others.
     """
     compiler = shutil.which("g++")
-    package = importlib.util.find_spec("mlx")
-    if platform.backend != "cpu" or sys.platform != "linux" or not compiler or package is None:
+    include = _include_folder()
+    if platform.backend != "cpu" or sys.platform != "linux" or not compiler or include is None:
         return None
     from grpo_fn.backends import enabled
 
-    include = Path(next(iter(package.submodule_search_locations or ()), "")) / "include"
-    if not enabled("programs_ahead") or not (include / HEADER).is_file():
+    if not enabled("programs_ahead"):
         return None
     real = Path(compiler).resolve()
     text = _TEXT.format(include / HEADER)
@@ -96,6 +95,13 @@ def compile_header(platform: Platform) -> Path | None:
         )
         return whole
     return None
+
+
+def _include_folder() -> Path | None:
+    """The folder of MLX's headers. `mlx` is a namespace, to which any folder of this name on the path belongs."""
+    package = importlib.util.find_spec("mlx")
+    places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
+    return next((place for place in places if (place / HEADER).is_file()), None)
 
 
 def _is_at_work(part: Path) -> bool:
