@@ -77,74 +77,53 @@ def generate(
     """
     check_process()
     sampler, decoding = sampler or Sampler(), decoding or Decoding()
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
-    if not sampler.repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
-    check_token_ids(prompts, policy.vocabulary)
-    for name, value in (
-        ("num_generations", num_generations),
-        ("max_new_tokens", max_new_tokens),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: wanted at least 1")
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-    if len(numbers) != len(prompts):
-        raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
+    _check(policy, prompts, numbers, num_generations, max_new_tokens, sampler)
     if images is not None:
         _check_images(policy, images, len(prompts), replies)
         images = images if any(each is not None for each in images) else None
     wanted = True if images is not None else decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
+    count, penalizes = len(prompts) * num_generations, sampler.repetition_penalty != 1
+    transcript = None if replies is None else Transcript(count, sampler.with_entropy)
+    whole = transcript or Columns.empty(count, max_new_tokens, sampler.with_entropy)
     decoder = Decoder(sampler, frozenset(eos_ids), find_stop, decoding)
-    whole: Columns | Transcript
-    if replies is None:
-        whole = Columns.empty(len(prompts) * num_generations, max_new_tokens, sampler.with_entropy)
-    else:
-        whole = Transcript(len(prompts) * num_generations, sampler.with_entropy)
     together = _together(len(prompts), num_generations, decoding.max_batch)
     with policy.sampling(params, together * num_generations) as model:
         share_prefix = share_prefix and (replies is None or extends_prefix(model))
         for part in _parts(prompts, together, policy.takes_ragged or share_prefix):
+            these = [prompts[p] for p in part]
             rows = [p * num_generations + g for p in part for g in range(num_generations)]
             keys_b2 = completion_keys(
                 key,
                 mx.array([numbers[row // num_generations] for row in rows]),
                 mx.array([row % num_generations for row in rows]),
             )
-            these = [prompts[p] for p in part]
-            extender = None
-            if images is not None:
-                shown = [images[p] for p in part]
-                logits_pv, steps = _prefilled_with_images(policy, model, these, shown, num_generations)
-            elif replies is None:
+            # All at once on the device, because a number from the host at each step would be waited for.
+            bits_nbw = draw_bits(keys_b2, 0, max_new_tokens)
+            if replies is None or transcript is None:
+                shown = None if images is None else [images[p] for p in part]
                 logits_pv, steps = _prefilled(
-                    policy, model, these, num_generations, max_new_tokens, share_prefix
+                    policy, model, these, shown, num_generations, max_new_tokens, share_prefix
                 )
+                turns = None
             else:
                 logits_pv, extender = _extendable(policy, model, these, rows, share_prefix)
                 steps = extender.first
-            index = mx.array([place // num_generations for place in range(len(rows))])
-            seen_bv = None
-            if sampler.repetition_penalty != 1:
-                seen_bv = seen_tokens(these, logits_pv.shape[-1])[index]
-            # All at once on the device, because a number from the host at each step would be waited for.
-            bits_nbw = draw_bits(keys_b2, 0, max_new_tokens)
-            batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
-            turns = None
-            if replies is not None and extender is not None and isinstance(whole, Transcript):
                 turns = Turns(
                     replies,
                     extender,
-                    whole,
+                    transcript,
                     prompts={row: prompts[row // num_generations] for row in rows},
                     bits_nbw=bits_nbw,
                     limit=max_new_tokens,
                     together=decoding.turns_together,
                     vocabulary=policy.vocabulary,
-                    penalizes=sampler.repetition_penalty != 1,
+                    penalizes=penalizes,
                 )
-            decoder.run([batch], whole, turns)
+            index = mx.array([place // num_generations for place in range(len(rows))])
+            seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
+            decoder.run([RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)], whole, turns)
     rollout = whole.rollout(prompts, num_generations)
     kept = None if images is None else tuple(images)
     return attrs.evolve(rollout, vocabulary=policy.vocabulary, images=kept)
@@ -154,6 +133,7 @@ def _prefilled(
     policy: Policy,
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None] | None,
     num_generations: int,
     room: int,
     share_prefix: bool,
@@ -164,24 +144,35 @@ def _prefilled(
         copies = [p for p in range(len(prompts)) for _ in range(num_generations)]
         cache_rows.keep_rows(caches, copies)
         return logits_pv, CacheSteps(model, caches)
-    logits_pv, caches = prefill_once(policy, model, prompts)
     lengths = [len(prompt) for prompt in prompts]
-    return logits_pv, shared_steps(policy, model, caches, lengths, num_generations, room=room)
-
-
-def _prefilled_with_images(
-    policy: Policy,
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    images: Sequence[PromptImages | None],
-    num_generations: int,
-) -> tuple[mx.array, Steps]:
-    """`_prefilled` of prompts with images, over one copy of each."""
+    if images is None:
+        logits_pv, caches = prefill_once(policy, model, prompts)
+        return logits_pv, shared_steps(policy, model, caches, lengths, num_generations, room=room)
     some = images if any(each is not None for each in images) else None
     logits_pv, caches = prefill_once(policy, model, prompts, some)
     shifts = [0 if each is None else each.shift for each in images]
-    forked = fork(caches, [len(prompt) for prompt in prompts], num_generations, shifts)
+    forked = fork(caches, lengths, num_generations, shifts)
     return logits_pv, CacheSteps(model, forked, keep_prefix_rows)
+
+
+def _check(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    num_generations: int,
+    max_new_tokens: int,
+    sampler: Sampler,
+) -> None:
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
+    if not sampler.repetition_penalty > 0:
+        raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
+    check_token_ids(prompts, policy.vocabulary)
+    for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: wanted at least 1")
+    if len(numbers) != len(prompts):
+        raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
 
 
 def _check_images(

@@ -104,9 +104,8 @@ def chunked_gated_delta(
     """
     _check_shapes(q, k, v, log_g, beta, state, mask)
     (rows, length, key_heads, key_width), (heads, value_width) = q.shape, v.shape[2:]
-    by_channel = log_g.ndim == 4
     if chunk is None:
-        longest = CHANNEL_CHUNK if by_channel else CHUNK
+        longest = CHANNEL_CHUNK if log_g.ndim == 4 else CHUNK
         chunk = min(longest, 1 << (length - 1).bit_length())
     elif chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk is a power of two; found {chunk}")
@@ -127,19 +126,8 @@ def chunked_gated_delta(
     values, logs, betas = (in_chunks(x, group) for x in arrays[2:])  # [N,B,Hk,R,C,Dv], […,C(,Dk)], […,C]
     betas = betas[..., None]
 
-    # From token i to token t, both of a chunk: [N,B,Hk,R,C(t),C(i)(,Dk)]; 1 where t ≤ i.
     later = mx.tril(mx.ones((chunk, chunk), mx.bool_), -1)
-    if by_channel:
-        decays = mx.exp(mx.cumsum(mx.where(later[..., None], logs[..., :, None, :], 0), axis=-3))
-        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-2)), decays[..., -1, :, :]  # [N,B,Hk,R,C,Dk]
-        near = decays * keys[..., None, :, :]
-        key_products = (keys[..., :, None, :] * near).sum(axis=-1)
-        query_products = (queries[..., :, None, :] * near).sum(axis=-1)
-    else:
-        decays = mx.exp(mx.cumsum(mx.where(later, logs[..., :, None], 0), axis=-2))
-        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-1))[..., None], decays[..., -1, :, None]
-        keys_t = keys.swapaxes(-1, -2)
-        key_products, query_products = (keys @ keys_t) * decays, (queries @ keys_t) * decays
+    key_products, query_products, from_start, to_end = _decayed_products(queries, keys, logs, later)
     attends = mx.where(later | mx.eye(chunk, dtype=mx.bool_), query_products, 0)
     inverse = cast(mx.array, _inverse_with_ones(mx.where(later, betas * key_products, 0)))
     added = inverse @ (betas * values)  # U where the chunk starts from zeros
@@ -150,21 +138,69 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    number = added.shape[0]
-    written, read = [], []
-    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
-    # chunk.
-    parts = [mx.split(x, number) for x in (added, reads, keys_out, from_start[..., -1:, :])]
-    for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
-        from_state = reads_c[0] @ now.swapaxes(-1, -2)
-        new = added_c[0] - from_state[..., :chunk, :]
-        now = decay_c[0] * now + new.swapaxes(-1, -2) @ keys_c[0]
-        written.append(new)
-        read.append(from_state[..., chunk:, :])
-    out = mx.stack(read) + attends @ mx.stack(written)  # [N,B,Hk,R,C,Dv]
+    written, read, now = _chunk_after_chunk(added, reads, keys_out, from_start[..., -1:, :], now)
+    out = read + attends @ written  # [N,B,Hk,R,C,Dv]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, value_width)[:, :length]
     final = now.reshape(rows, heads, value_width, key_width)
     return out.astype(dtype), final if state is None else final.astype(state.dtype)
+
+
+def _decayed_products(
+    queries: mx.array, keys: mx.array, logs: mx.array, later: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """What the tokens of a chunk are to each other.
+
+    Args:
+        queries, keys: [...,C,D].
+        logs: ln of the decays, [...,C], or [...,C,D] for one a channel.
+        later: [C,C], true where the first token comes after the second.
+
+    Returns:
+        (products of each key with the keys before it, of each query with the keys up to it: [...,C(t),C(i)],
+        decayed from token i to token t; decays from the chunk's start to each token, and from each token to
+        the chunk's end: [...,C,D], D = 1 for one a token).
+    """
+    if logs.ndim == keys.ndim:
+        decays = mx.exp(mx.cumsum(mx.where(later[..., None], logs[..., :, None, :], 0), axis=-3))
+        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-2)), decays[..., -1, :, :]
+        near = decays * keys[..., None, :, :]
+        key_products = (keys[..., :, None, :] * near).sum(axis=-1)
+        query_products = (queries[..., :, None, :] * near).sum(axis=-1)
+        return key_products, query_products, from_start, to_end
+    decays = mx.exp(mx.cumsum(mx.where(later, logs[..., :, None], 0), axis=-2))
+    from_start, to_end = mx.exp(mx.cumsum(logs, axis=-1))[..., None], decays[..., -1, :, None]
+    keys_t = keys.swapaxes(-1, -2)
+    return (keys @ keys_t) * decays, (queries @ keys_t) * decays, from_start, to_end
+
+
+def _chunk_after_chunk(
+    added: mx.array, reads: mx.array, keys_out: mx.array, decays: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The states at the chunks' starts, and what follows from each.
+
+    Args:
+        added: what each token writes if its chunk begins with zeros, [N,...,C,Dv].
+        reads: what is read of a chunk's first state, for what its tokens write, then for what their queries
+            find: [N,...,2C,Dk].
+        keys_out: keys, decayed to the chunk's end, [N,...,C,Dk].
+        decays: of the state over a whole chunk, [N,...,1,Dk] or [N,...,1,1].
+        state: before the first chunk, [...,Dv,Dk].
+
+    Returns:
+        (what each token writes, what its query finds of its chunk's first state, [N,...,C,Dv]; the last one).
+    """
+    number, length = added.shape[0], added.shape[-2]
+    written, read = [], []
+    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
+    # chunk.
+    parts = [mx.split(x, number) for x in (added, reads, keys_out, decays)]
+    for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
+        from_state = reads_c[0] @ state.swapaxes(-1, -2)
+        new = added_c[0] - from_state[..., :length, :]
+        state = decay_c[0] * state + new.swapaxes(-1, -2) @ keys_c[0]
+        written.append(new)
+        read.append(from_state[..., length:, :])
+    return mx.stack(written), mx.stack(read), state
 
 
 @mx.custom_function
