@@ -12,6 +12,7 @@ from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
+from runners.config.sections import OptimConfig
 from runners.data.stream import RunLength
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
@@ -21,6 +22,8 @@ from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 from runners.tuning.model_check import check_model
 from runners.tuning.model_comparison import Checked, Way
+
+UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +35,7 @@ class Learner:
     reference: ReferenceRole  # the policy of the KL term
     spec: g.LossSpec
     grad_step: g.GradStep
-    update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
+    update_step: UpdateStep
     logprob_step: Callable[[Tree, g.Batch], mx.array]
     state: g.TrainState | None  # before the first step; None once the loop has taken it over
     share_prompts: bool  # whether a group's prompt is computed once
@@ -79,11 +82,8 @@ def build_learner(
         )
 
     found = checked(policy, params, "policy")
-    policy, share_prompts, compile_steps = (
-        found.way.applied(policy),
-        found.way.share_prompts,
-        found.way.compile,
-    )
+    policy, compile_steps = found.way.applied(policy), found.way.compile
+    share_prompts = found.way.share_prompts
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
     if role.transform is not None:
@@ -99,15 +99,7 @@ def build_learner(
     policy = policy.without_weights()
     role.full = policy
 
-    optim = config.optim
-    schedule = g.warmup_schedule(optim.schedule, optim.learning_rate, length.updates, optim.warmup_ratio)
-    optimizer = g.adamw(
-        schedule,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        moment_dtype=getattr(mx, optim.moments),
-    )
+    optimizer = _optimizer(config.optim, length)
     state = g.init_state(
         params,
         optimizer,
@@ -115,7 +107,7 @@ def build_learner(
         ref_params=reference.params(params) if spec.beta > 0 else None,
     )
     sharding, outline = None, None
-    if optim.shard and ranks is not None and not ranks.alone:
+    if config.optim.shard and ranks is not None and not ranks.alone:
         sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
         state = sharding.shard(state)
     temperature = config.rollout.temperature
@@ -133,13 +125,7 @@ def build_learner(
             router_aux_coef=config.loss.router_aux_coef,
             compile=compile_steps,
         ),
-        update_step=g.make_update_step(
-            optimizer, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
-        )
-        if sharding is None
-        else make_sharded_update_step(
-            optimizer, sharding, max_grad_norm=optim.max_grad_norm or None, compile=compile_steps
-        ),
+        update_step=_update_step(optimizer, config.optim.max_grad_norm, sharding, compile_steps),
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
         state=role.sync(state),
         share_prompts=share_prompts,
@@ -147,6 +133,26 @@ def build_learner(
         sharding=sharding,
         outline=outline,
     )
+
+
+def _optimizer(optim: OptimConfig, length: RunLength) -> g.Optimizer:
+    return g.adamw(
+        g.warmup_schedule(optim.schedule, optim.learning_rate, length.updates, optim.warmup_ratio),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        moment_dtype=getattr(mx, optim.moments),
+    )
+
+
+def _update_step(
+    optimizer: g.Optimizer, max_grad_norm: float, sharding: Sharding | None, compile: bool
+) -> UpdateStep:
+    """The update step of a whole state or of this rank's part; a norm of 0 does not clip."""
+    bound = max_grad_norm or None
+    if sharding is None:
+        return g.make_update_step(optimizer, max_grad_norm=bound, compile=compile)
+    return make_sharded_update_step(optimizer, sharding, max_grad_norm=bound, compile=compile)
 
 
 def _zeros(array: mx.array) -> mx.array:

@@ -100,21 +100,8 @@ def build_run(
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
-    compile_header(platform)
-    with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
-        say(f"loading the model {config.model.path}")
-        sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-        loaded = load_model(
-            config.model,
-            platform,
-            seed=config.run.seed,
-            folders=config.folders,
-            images=bool(config.data.image),
-            image_max_pixels=config.data.image_max_pixels,
-        )
-        if programs.names:
-            say("compiling GPU programs")
-        uncompiled = programs.wait()
+    sizes = sizes_if_it_can_fit(config, platform, ranks.count)
+    loaded, uncompiled = _loaded(config, platform, say)
     decoder = TextDecoder(loaded.tokenizer)
     environments = build_environments(
         config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders
@@ -179,6 +166,24 @@ def build_run(
         trial=trial,
         ranks=ranks,
     )
+
+
+def _loaded(config: Config, platform: Platform, say: Say) -> tuple[LoadedModel, list[str]]:
+    """The model, while programs are compiled that every run needs; lines on those that could not be."""
+    compile_header(platform)
+    with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
+        say(f"loading the model {config.model.path}")
+        loaded = load_model(
+            config.model,
+            platform,
+            seed=config.run.seed,
+            folders=config.folders,
+            images=bool(config.data.image),
+            image_max_pixels=config.data.image_max_pixels,
+        )
+        if programs.names:
+            say("compiling GPU programs")
+        return loaded, programs.wait()
 
 
 def _of_one_rank(config: Config, ranks: Ranks) -> Config:

@@ -98,7 +98,7 @@ def compile_header(platform: Platform) -> Path | None:
 
 
 def _include_folder() -> Path | None:
-    """The folder of MLX's headers. `mlx` is a namespace, to which any folder of this name on the path belongs."""
+    """Where MLX has its headers. `mlx` is a namespace, which all folders of this name on the path share."""
     package = importlib.util.find_spec("mlx")
     places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
     return next((place for place in places if (place / HEADER).is_file()), None)
