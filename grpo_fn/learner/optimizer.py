@@ -18,10 +18,11 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 class OptimizerNumbers(NamedTuple):
-    """What an update of every leaf uses: 0-d float32."""
+    """What an update of every leaf uses: 0-d, float32 but for the step."""
 
     rate: mx.array  # the learning rate, η
     decay: mx.array  # 1 − η λ
+    step: mx.array  # t, int32: updates that the moments will have seen
     size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
     root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
 
@@ -84,8 +85,10 @@ def adamw(
         # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
         step, rate = opt_state["step"] + 1, schedule(update_step)
         size, root = rate / (1 - betas[0] ** step), mx.rsqrt(1 - betas[1] ** step)
-        found = (rate, 1 - rate * weight_decay, size, root)
-        return OptimizerNumbers(*(each.astype(mx.float32) for each in found))
+        rate, decay, size, root = (
+            each.astype(mx.float32) for each in (rate, 1 - rate * weight_decay, size, root)
+        )
+        return OptimizerNumbers(rate, decay, step, size, root)
 
     def apply(
         grads: Tree,
@@ -95,6 +98,7 @@ def adamw(
         keep: Keep,
         factor: mx.array | None = None,
     ) -> tuple[Tree, Tree]:
+        whole = mx.array(1.0) if factor is None else factor
         new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
@@ -102,9 +106,8 @@ def adamw(
             # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
-            scaled = grad if factor is None else grad * factor
-            param, grad, m, v = (x.astype(mx.float32) for x in (param, scaled, *old[1:]))
-            new = adamw_leaf(param, grad, m, v, numbers, betas, eps)
+            param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
+            new = adamw_leaf(param, grad, m, v, numbers, betas, eps, whole)
             last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
             new_moments.append({"m": last[1], "v": last[2]})
             return last[0]
@@ -112,7 +115,7 @@ def adamw(
         new_params = tree_map(apply_leaf, grads, params, opt_state)
         moments = iter(new_moments)
         return new_params, {
-            "step": keep(opt_state["step"] + 1, opt_state["step"]),
+            "step": keep(numbers.step, opt_state["step"]),
             **map_arrays(lambda _: next(moments), new_params),
         }
 
@@ -127,10 +130,12 @@ def adamw_leaf(
     numbers: OptimizerNumbers,
     betas: tuple[float, float],
     eps: float,
+    factor: mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """AdamW's new (parameter, first moment, second moment) of one leaf, all in the arrays' shape, float32."""
-    m = betas[0] * m + (1 - betas[0]) * grad
-    v = betas[1] * v + (1 - betas[1]) * mx.square(grad)
+    # Two products, not one that both use: each is part of its moment's pass.
+    m = betas[0] * m + (1 - betas[0]) * (grad * factor)
+    v = betas[1] * v + (1 - betas[1]) * mx.square(factor * grad)
     step = numbers.size * m / (mx.sqrt(v) * numbers.root + eps)
     return param * numbers.decay - step, m, v
 

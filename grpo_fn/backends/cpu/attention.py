@@ -4,11 +4,11 @@ MLX takes one product for each row and head, and its softmax computes one expone
 that share keys are further rows of one product, and the softmax is `elementwise`'s.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-from grpo_fn.backends.cpu.elementwise import softmax
+from grpo_fn.backends.cpu.elementwise import softmax, softmax_gradient
 from grpo_fn.layers import is_one_token
 
 _MOST_SCORES = 2**23  # more than these are left to MLX, whose softmax needs no second array of their size
@@ -42,8 +42,20 @@ def attention(
     shared, seen = keys.shape[1:3]
     if isinstance(mask, str):
         mask = mx.tril(mx.ones((length, seen), mx.bool_), seen - length)
-    scores = (queries * scale).reshape(rows, shared, -1, width) @ keys.swapaxes(-1, -2)
-    if mask is not None:
-        by_head = scores.reshape(rows, heads, length, seen)
-        scores = mx.where(mask, by_head, mx.finfo(mx.float32).min).reshape(scores.shape)
-    return (softmax(scores) @ values).reshape(rows, heads, length, -1)
+    scores = mx.multiply(scale, queries).reshape(rows, shared, -1, width) @ keys.swapaxes(-1, -2)
+    weights = softmax(scores) if mask is None else cast(mx.array, _masked_softmax(scores, mask))
+    return (weights @ values).reshape(rows, heads, length, -1)
+
+
+@mx.custom_function
+def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
+    """Softmax of scores [B,K,H/K·L,S] where the mask, broadcast to [B,H,L,S], is True."""
+    rows, _, _, seen = scores.shape
+    by_head = scores.reshape(rows, -1, mask.shape[-2], seen)
+    return softmax(mx.where(mask, by_head, mx.finfo(mx.float32).min).reshape(scores.shape))
+
+
+@_masked_softmax.vjp
+def _masked_softmax_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    # Where the mask is False the weight is 0, and so is the score's gradient.
+    return softmax_gradient(output, cotangent), mx.zeros_like(primals[1])

@@ -58,6 +58,12 @@ def softmax(x: mx.array) -> mx.array:
     return cast(mx.array, _softmax(x))
 
 
+def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
+    """The gradient of softmax's argument."""
+    weighted_nd, flat_nd = (each.reshape(-1, each.shape[-1]) for each in (cotangent * output, output))
+    return (weighted_nd - flat_nd * weighted_nd.sum(axis=-1, keepdims=True)).reshape(output.shape)
+
+
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, without a gradient of its own."""
     return _gated(gate, x, *_powers(-gate))
@@ -148,14 +154,14 @@ def _exp_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
 
 @mx.custom_function
 def _softmax(x: mx.array) -> mx.array:
-    raised = exp(x - x.max(axis=-1, keepdims=True))
-    return raised / raised.sum(axis=-1, keepdims=True)
+    flat_nd = x.reshape(-1, x.shape[-1])
+    raised_nd = exp(flat_nd - flat_nd.max(axis=-1, keepdims=True))
+    return (raised_nd / raised_nd.sum(axis=-1, keepdims=True)).reshape(x.shape)
 
 
 @_softmax.vjp
 def _softmax_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-    weighted = cotangent * output
-    return weighted - output * weighted.sum(axis=-1, keepdims=True)
+    return softmax_gradient(output, cotangent)
 
 
 @_fused

@@ -115,17 +115,16 @@ def _chunked(
     """A custom function (hidden_nd, head params) -> [logp_n] or [logp_n, entropy_n]."""
     starts = range(0, targets_n.shape[0], chunk)
 
-    def scaled(logits_cv: mx.array) -> mx.array:
-        logits_cv = logits_cv.astype(mx.float32)
-        # Each pass over a chunk's logits takes time, so there is none for a division by one.
-        return logits_cv if isinstance(temperature, float) and temperature == 1 else logits_cv / temperature
+    def divided(x: mx.array) -> mx.array:
+        """By the temperature. Each pass over a chunk's logits takes time, so there is none for a one."""
+        return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
         if head.weight is not None and takes_products(h_cd.dtype):
             product_cv = h_cd @ head.weight(params).T
             columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
             return list(columns[: 1 if entropy is None else 2])
-        z_cv = scaled(head.function(params, h_cd))
+        z_cv = divided(head.function(params, h_cd).astype(mx.float32))
         # None above 0 and one of them 0: neither part of the entropy is below 0, and nothing cancels.
         x_cv = z_cv - mx.stop_gradient(z_cv.max(axis=-1, keepdims=True))
         weight_cv = exp(x_cv)
@@ -147,14 +146,14 @@ def _chunked(
             scale_and_cap = head.scale, head.cap
             dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
-        z_cv = scaled(head.function(params, h_cd))
+        z_cv = divided(head.function(params, h_cd).astype(mx.float32))
         # lse = z_t − log p_t: no second reduction over the logits.
         lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
         logp_cv = z_cv - lse_c1
-        slope_c = ct[0] / temperature
+        slope_c = divided(ct[0])
         factor_cv = -slope_c[:, None]
         if entropy == "differentiable":
-            factor_cv = factor_cv - (logp_cv + out[1][:, None]) * (ct[1] / temperature)[:, None]
+            factor_cv = factor_cv - (logp_cv + out[1][:, None]) * divided(ct[1])[:, None]
         dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
         if head.scale != 1 or head.cap is not None:
             # The product inside `function`, in the form that it has there: compiled, it is computed once.
