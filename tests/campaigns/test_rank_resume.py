@@ -3,9 +3,9 @@
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.runners.ranks.test_rank_processes import digests_of
 from tests.runners.ranks.test_ranks import lines, weights, worst, write
 from tests.support.ranks.launching import begin
+from tests.support.ranks.runs_on_ranks import digests_of
 from tests.support.tiny_runs import BY_LETTERS, LETTERS
 
 TABLES = {

@@ -1,4 +1,4 @@
-"""Ranks as real processes, three launches for many properties: equal at every step, and one end for all."""
+"""Ranks as real processes: what a run with several must keep, and one end for all."""
 
 import os
 import re
@@ -13,44 +13,13 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_ranks import lines, weights, worst
 from tests.support.ranks.launching import begin
-from tests.support.tiny_runs import small
-
-LETTERS = '''"""How many different characters a completion has; a group may be alike, and is drawn again."""
-
-import zlib
-
-
-def letters(completions, **_):
-    return [float(len(set(completion[0]["content"]))) // 2 for completion in completions]
-
-
-def sums(completions, **_):
-    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
-'''
+from tests.support.ranks.runs_on_ranks import config_writer
 
 
 @pytest.fixture
 def write(tmp_path):
     """Writes a config in `tmp_path`; its path."""
-    (tmp_path / "letters.py").write_text(LETTERS)
-
-    def make(name: str, **tables) -> Path:
-        path = tmp_path / f"{name}.toml"
-        settings = {
-            "rollout": {"max_new_tokens": 8, "launch": "eval", "check_every": 8, "max_batch": 64},
-            "reward": {"functions": ["letters.py:letters"]},
-            "optim": {"batch_size": 3, "max_steps": 4, "learning_rate": 1e-3},
-            "eval": {"samples": 3, "at_start": False},
-            "checkpoint": {"every": 1, "keep_last": 0},
-            "log": {"report": False},
-            "system": {"compile": False},
-        }
-        merged = {key: settings.get(key, {}) | tables.get(key, {}) for key in {**settings, **tables}}
-        run = {"name": name, "output_dir": str(tmp_path / "outputs"), **merged.pop("run", {})}
-        path.write_text(small(run=run, **merged))
-        return path
-
-    return make
+    return config_writer(tmp_path)
 
 
 def norms(folder: Path) -> list[float]:
@@ -58,42 +27,6 @@ def norms(folder: Path) -> list[float]:
     return [
         line["grad_norm"] for line in lines(folder, "training_log.jsonl") if line.get("grad_norm") is not None
     ]
-
-
-def test_three_ranks_are_equal_at_every_update_and_train_as_one(write, tmp_path):
-    """Five prompts on three ranks, adapters, two passes of two minibatches, dynamic sampling, and memory that
-    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end,
-    also where one rank goes on with a checkpoint of three.
-    """
-    tables = {
-        "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
-        "run": {"seed": 1},  # groups vary in both of its rollouts
-        "loss": {"dynamic_sampling": True},
-        "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
-    }
-    one = run_training(load_config(str(write("one", **tables))), report=Quiet()).folder
-    config = write("three", **tables)
-    run = begin(3, tmp_path / "ranks", [str(config)], "digests", "memory")
-    said = run.end()
-    three = one.with_name("three")
-    assert (three / "final").is_dir(), said
-    digests = digests_of(tmp_path / "ranks", 3)
-    assert len(digests[0]) == 8
-    assert len(set(digests[0])) == 8
-    assert digests == [digests[0]] * 3
-    assert " ".join(said.split()).count("the step is repeated in halves") == 1, said
-    same = ("batch_step", "prompt", "completion", "reward")
-    want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
-    assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
-    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
-    run_training(load_config(str(config)), report=Quiet(), resume=three / "checkpoint-1")
-    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
-    assert [line["reward"] for line in lines(three, "completions.jsonl")] == [line["reward"] for line in want]
-
-
-def digests_of(folder: Path, number: int) -> list[list[str]]:
-    """Of each of so many ranks a line for the weights after each update."""
-    return [(folder / f"{rank}.digests").read_text().splitlines() for rank in range(number)]
 
 
 def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):

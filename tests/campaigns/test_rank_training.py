@@ -1,0 +1,40 @@
+"""Three ranks as processes, with all that decides together."""
+
+from runners.config.loading import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.runners.ranks.test_ranks import lines, weights, worst
+from tests.support.ranks.launching import begin
+from tests.support.ranks.runs_on_ranks import config_writer, digests_of
+
+
+def test_three_ranks_are_equal_at_every_update_and_train_as_one(tmp_path):
+    """Five prompts on three ranks, adapters, two passes of two minibatches, dynamic sampling, and memory that
+    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end,
+    also where one rank goes on with a checkpoint of three.
+    """
+    write = config_writer(tmp_path)
+    tables = {
+        "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
+        "run": {"seed": 1},  # groups vary in both of its rollouts
+        "loss": {"dynamic_sampling": True},
+        "optim": {"batch_size": 5, "max_steps": 2, "num_iterations": 2, "minibatches": 2},
+    }
+    one = run_training(load_config(str(write("one", **tables))), report=Quiet()).folder
+    config = write("three", **tables)
+    run = begin(3, tmp_path / "ranks", [str(config)], "digests", "memory")
+    said = run.end()
+    three = one.with_name("three")
+    assert (three / "final").is_dir(), said
+    digests = digests_of(tmp_path / "ranks", 3)
+    assert len(digests[0]) == 8
+    assert len(set(digests[0])) == 8
+    assert digests == [digests[0]] * 3
+    assert " ".join(said.split()).count("the step is repeated in halves") == 1, said
+    same = ("batch_step", "prompt", "completion", "reward")
+    want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
+    assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
+    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    run_training(load_config(str(config)), report=Quiet(), resume=three / "checkpoint-1")
+    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    assert [line["reward"] for line in lines(three, "completions.jsonl")] == [line["reward"] for line in want]
