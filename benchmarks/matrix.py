@@ -193,11 +193,14 @@ def main(quick: bool, models: Sequence[str], jobs: int) -> Iterator[list[Figure]
             if not quick:
                 write_model(folder / f"{model}-4bit", model, bits=4)
         with ThreadPoolExecutor(jobs or (1 if backend() == "cpu" else 6)) as pool:
-            found = {cell: pool.submit(run_cell, folder, cell, apart[cell.model]) for cell in cells}
-            for model in chosen:
-                runs = [run for cell, run in found.items() if cell.model == model]
-                plain = Figure(name=f"{model}: rounding of a plain forward", value=apart[model], unit="nats")
-                yield [*_figures_of(model, runs), plain]
+            try:
+                found = {cell: pool.submit(run_cell, folder, cell, apart[cell.model]) for cell in cells}
+                for model in chosen:
+                    runs = [run for cell, run in found.items() if cell.model == model]
+                    name = f"{model}: rounding of a plain forward"
+                    yield [*_figures_of(model, runs), Figure(name=name, value=apart[model], unit="nats")]
+            finally:  # what ends the command early begins no further run
+                pool.shutdown(wait=False, cancel_futures=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -91,8 +91,10 @@ def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[...
                         save(lot, ())
                     found = figures
                 found = found if isinstance(found, Measured) else Measured(found, {})
-                only_first = [options[key] for key in parts[:1]] == chosen
-                record = save(found.figures, (chosen[0] if only_first else ()) if chosen else None)
+                whole: Sequence[str] | None = None  # the parts whose other figures go; None: all figures
+                if chosen:
+                    whole = chosen[0] if chosen == [options[parts[0]]] else ()
+                record = save(found.figures, whole)
                 for file, text in found.files.items():
                     (folder / file).write_text(text, encoding="utf-8")
                 draw_chart(folder, name, say)

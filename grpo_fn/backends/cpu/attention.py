@@ -57,5 +57,6 @@ def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
 
 @_masked_softmax.vjp
 def _masked_softmax_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    # Where the mask is False the weight is 0, and so is the score's gradient.
+    # Where the mask is False the weight is 0, and so is the score's gradient. Only a row without any True has
+    # other weights: that of a position which is no token, which no token sees, and whose cotangent is 0.
     return softmax_gradient(output, cotangent), mx.zeros_like(primals[1])

@@ -69,6 +69,15 @@ def test_it_is_compiled_once_and_found(empty):
     assert f"! {whole}" in said.read_text()  # g++'s mark for a header that it has used
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX has these headers on Linux")
+def test_another_folder_called_mlx_does_not_hide_the_headers(tmp_path, monkeypatch):
+    """MLX makes such a folder in /tmp; it comes first on the path of a script that lies there."""
+    found = cpu_header._include_folder()
+    (tmp_path / "mlx").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert found is not None and cpu_header._include_folder() == found
+
+
 @needs_gcc
 def test_two_that_begin_together_write_two_files(empty, monkeypatch):
     started = []
