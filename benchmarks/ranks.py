@@ -105,16 +105,16 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
         sharding = Sharding(ranks, compute) if shard else None
         if sharding:
             state = sharding.shard(state)
-            update_step = make_sharded_update_step(optimizer, sharding, max_grad_norm=1.0, compile=False)
+            update_step = make_sharded_update_step(optimizer, sharding, max_grad_norm=1.0)
         else:
-            update_step = g.make_update_step(optimizer, max_grad_norm=1.0, compile=False)
-        grad_step = g.make_grad_step(policy, g.preset("grpo"), compile=backend() == "cpu")
+            update_step = g.make_update_step(optimizer, max_grad_norm=1.0)
+        grad_step = g.make_grad_step(policy, g.preset("grpo"))  # compiled, as in a run
         g.materialize(state)
         held = nbytes(state.params, state.opt_state)
         rank, count = ranks.number, ranks.count
         advantages_pg = mx.random.normal((case.prompts, case.generations), key=mx.random.key(1))
         seconds: dict[str, list[float]] = {
-            name: [] for name in ("step", "rollout", "waiting", "reducing", "cpu")
+            name: [] for name in ("step", "rollout", "the rest", "waiting", "reducing", "cpu")
         }
         mx.eval(advantages_pg)
         for number in range(case.repeats + 1):
@@ -146,7 +146,8 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             ended = time.perf_counter()
             if number:  # the first one compiles
                 spent = {**ranks.seconds(), "cpu": time.process_time() - computed}
-                for name, value in {"step": ended - started, "rollout": sampled - started, **spent}.items():
+                parts = {"rollout": sampled - started, "the rest": ended - sampled}
+                for name, value in {"step": ended - started, **parts, **spent}.items():
                     seconds[name].append(value)
         found = {
             "seconds": {name: sorted(values)[len(values) // 2] for name, values in seconds.items()},
@@ -221,6 +222,10 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
         base, whole = base or step * count / tokens, whole or found[0]["held"]  # rank-seconds a token
         figures += [
             Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
+            *(
+                Figure(name=f"{name}: {part}", value=max(each["seconds"][part] for each in found), unit="s")
+                for part in ("rollout", "the rest")
+            ),
             Figure(name=f"{name}: rate", value=tokens / step, unit="tokens/s"),
             Figure(name=f"{name}: peak of a rank", value=max(e["peak"] for e in found) / 1e6, unit="MB"),
         ]
