@@ -77,9 +77,6 @@ MECHANISMS = (
     Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
-    Mechanism(
-        '`quantization = "auto"`', overrides=("rollout.quantization=auto",), shapes=(*TWO, HALF), adds=True
-    ),
     Mechanism("log-probs in chunks", ("logit_chunks",)),
     Mechanism("log-prob kernels", ("row_logprobs", "row_gradients"), shapes=(HALF, D20)),
     Mechanism("head at completions", ("counted_positions",), shapes=(*TWO, HALF)),

@@ -15,7 +15,6 @@ ROLLOUTS = 2**31  # of training; then the batch step and the round of dynamic sa
 UPDATE_ROUNDING = 2**31 + 1  # of weights and moments to bfloat16; then the number of the update
 REFERENCE_ROUNDING = 2**31 + 2  # of the reference when it is mixed; then the number of the update
 ADAPTERS = 2**31 + 3  # their first values
-QUANTIZATION_TRIAL = 2**31 + 4  # rollouts that are timed before a run
 GENERATION = 2**31 + 5  # completions of `grpo generate` and `grpo chat`
 EVALUATION = 2**31 + 6  # completions of `grpo eval`
 

@@ -38,7 +38,7 @@ def opened(settings: dict[str, Any]) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32), tokenizer
 
 
-def as_rewards(names: Sequence[str], nudge: str) -> list[Callable[..., list[float | None]]]:
+def as_rewards(names: Sequence[str], nudge: str) -> list[Any]:
     """The shipped rewards for TRL's completions, which are texts without the prompt's last words."""
 
     def made(name: str) -> Callable[..., list[float | None]]:

@@ -285,10 +285,11 @@ def trl(settings: Settings, out: int) -> None:
         **settings.peer,
     }
     adapters = LoraConfig(r=RANK, lora_alpha=int(RANK * SCALE), target_modules="all-linear")
+    rewards: Any = as_rewards(settings.rewards, settings.nudge) if settings.rewards else letters
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(**options),
-        reward_funcs=as_rewards(settings.rewards, settings.nudge) if settings.rewards else letters,
+        reward_funcs=rewards,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": texts, "answer": settings.answers}),
         peft_config=adapters if settings.tune == "lora" else None,

@@ -43,7 +43,7 @@ HARMLESS_OF_JUDGES = (
     "batch_tokens",
 )  # fmt: skip
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
-DECIDED = ("quantization", "storage", "launch", "max_batch")
+DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
 Note = Callable[[str], None]
 

@@ -175,7 +175,7 @@ def _roles(built: dict[str, Any], found: Settings) -> None:
     rollout, loss, model = built["rollout"], built["loss"], built["model"]
     if rollout and loss and rollout.group_size:
         modes = {rollout.quantization, loss.ref_quantization} - {"none"}
-        if modes and not any(mode.startswith(("affine", "auto")) for mode in modes):
+        if modes and not any(mode.startswith("affine") for mode in modes):
             want = f"0: a group of {' or '.join(sorted(modes))} has one size, which is part of the format"
             _problem(found, "rollout.group_size", f"found {rollout.group_size}, want {want}")
     if not loss or loss.ref_quantization == "none":
@@ -268,10 +268,6 @@ def _images(built: dict[str, Any], found: Settings) -> None:
         value, want = (None, None) if section is None else read(section)
         if value != want:
             _problem(found, key, f"found {show(value)} with data.image, want {show(want)}")
-    rollout = built["rollout"]
-    if rollout and rollout.quantization == "auto":
-        want = '"none" or a mode: samplers are measured on text'
-        _problem(found, "rollout.quantization", f'found "auto" with data.image, want {want}')
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

@@ -47,10 +47,7 @@ the final number, alone
 Tune = Literal["full", "lora", "dora"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Stored = Literal["float32", "bfloat16"]
-QuantizationMode = Literal[
-    "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4", "auto"
-]
-RefQuantization = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
+QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
 Launch = Literal["auto", "eval", "async"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -150,7 +147,6 @@ class RolloutConfig:
     group_size: int = field(default=0, validator=rules.one_of(0, 32, 64, 128))  # 0: the mode's own
     quantize_head: bool = False  # embeddings and head too
     mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
-    auto_kl_limit: float = field(default=0.01, validator=rules.above(0))  # nats a token
     launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: by the backend
     check_every: int = field(default=8, validator=rules.at_least(1))  # steps
     max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: what fits
@@ -242,7 +238,7 @@ class LossConfig:
     sync_every: int = field(default=1, validator=rules.at_least(1))
     ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
     ref_mixup: float = field(default=0.6, validator=rules.fraction(zero=False))
-    ref_quantization: RefQuantization = "none"
+    ref_quantization: QuantizationMode = "none"
     ref_storage: Storage = "packed"
 
 

@@ -156,10 +156,7 @@ def _rollout_bytes(
     compute: mx.Dtype,
     master: mx.Dtype,
 ) -> int:
-    """Bytes of a sampler's own weights: 0 if it uses the learner's.
-
-    The choice of "auto" is not known yet: a whole copy is the upper bound.
-    """
+    """Bytes of a sampler's own weights: 0 if it uses the learner's."""
     rollout = config.rollout
     if rollout.quantization == "none":
         lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
@@ -188,7 +185,7 @@ def _rollout_packing(config: Config) -> QuantMode | None:
 
 def _packing(config: Config, name: str, storage: str) -> QuantMode | None:
     """The packed format of a quantized role's weights; None: not packed."""
-    if storage != "packed" or name == "auto":
+    if storage != "packed":
         return None
     try:
         return quant_mode(name, config.rollout.group_size if name.startswith("affine") else 0)

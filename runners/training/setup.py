@@ -33,9 +33,7 @@ from runners.training.learner import Learner, build_learner
 from runners.training.notices import image_notices, setting_warnings
 from runners.training.rollouts.rollout import Collector
 from runners.training.rollouts.sampling import build_collector
-from runners.tuning.auto_quantization import resolve_quantization
 from runners.tuning.decode_settings import resolve_decoding
-from runners.tuning.quantization_choice import Trial
 from runners.tuning.row_memory import Workload
 
 Say = Callable[[str], None]
@@ -67,7 +65,6 @@ class Run:
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
     environments: Environments | None  # they answer the model's turns
-    trial: Trial | None  # the measurements of rollout.quantization = "auto"
     ranks: Ranks  # those that share the run
 
 
@@ -82,8 +79,8 @@ def build_run(
     """Everything that `train` needs, from a checked config.
 
     Rewards come first, then data, then the model, so that a misspelt name fails quickly. `say` shows the
-    current activity. `decided` holds the measurements for [rollout] of an earlier process or another rank;
-    then nothing is measured. `ranks`: those that share the run; None: this process alone.
+    current activity. `decided` holds the keys of [rollout] as an earlier process or another rank resolved
+    them. `ranks`: those that share the run; None: this process alone.
 
     Raises UserError or ConfigError, in one line, for any fault.
     """
@@ -115,14 +112,10 @@ def build_run(
     config = with_tokens(config, expected.micro_batch_tokens)
     find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
-    stream, trial = PromptStream(data.train, config.run.seed), None
+    stream = PromptStream(data.train, config.run.seed)
     decided = decided() if callable(decided) else decided
     if decided is not None:
         config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
-    if config.rollout.quantization == "auto":
-        say("measuring quantized samplers")
-        first = attrs.evolve(stream).take(config.optim.batch_size)
-        config, trial = resolve_quantization(config, loaded, [example.tokens for example in first], platform)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
     if loaded.vision is not None and not learner.role.policy.shares_prefix:
@@ -163,7 +156,6 @@ def build_run(
             *expected.notices,
             *choice,
         ),
-        trial=trial,
         ranks=ranks,
     )
 

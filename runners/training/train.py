@@ -145,8 +145,6 @@ def _train(
         keep = _make_room(held, origin, shown)
         if ranks.first:
             write_resolved(run.config)
-        if run.trial:
-            shown.table(run.trial.title, *run.trial.table())
         for notice in (*run.notices, *scarce):
             shown.note(notice)
         facts = {

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import attrs
 import mlx.core as mx
 import pytest
 
@@ -329,31 +330,25 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     assert not (copy.folder / ".lock").exists()
 
 
-def test_a_resumed_run_takes_over_what_was_measured(tmp_path, monkeypatch):
-    """What rollout.quantization = "auto" and decoding were found to be is not measured again."""
+def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
+    """The number of rows that fit into memory is not counted again."""
     import runners.training.setup
 
-    settings = [*SHORT, "rollout.quantization=auto"]
-    config = config_in(tmp_path / "b", *settings)
+    config = config_in(tmp_path / "b", *SHORT)
 
-    def resolve(config, *_):
-        import attrs
-
-        rollout = attrs.evolve(config.rollout, quantization="affine-8", storage="packed")
-        return attrs.evolve(config, rollout=rollout), None
+    def resolve(config, *_, **__):
+        rollout = attrs.evolve(config.rollout, launch="eval", max_batch=4)
+        return attrs.evolve(config, rollout=rollout), ()
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.training.setup, "resolve_quantization", resolve)
+        patch.setattr(runners.training.setup, "resolve_decoding", resolve)
         killed(config, "sampling", 3)
 
     def forbidden(*_, **__):
-        raise AssertionError("measured again")
+        raise AssertionError("decided again")
 
-    monkeypatch.setattr(runners.training.setup, "resolve_quantization", forbidden)
     monkeypatch.setattr(runners.training.setup, "resolve_decoding", forbidden)
     result = run_training(config, report=Quiet(), resume=True)
-    log = lines_of(result.folder / "training_log.jsonl")
-    assert log[1]["rollout/quantization"] == "affine-8"
     resolved = json.loads((result.folder / "config.resolved.json").read_text())["rollout"]
-    assert (resolved["quantization"], resolved["storage"]) == ("affine-8", "packed")
+    assert (resolved["launch"], resolved["max_batch"]) == ("eval", 4)
     assert mx.array_equal(result.state.step, mx.array(3))

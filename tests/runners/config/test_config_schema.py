@@ -60,7 +60,6 @@ def test_defaults_are_the_documented_ones(load):
             "group_size": 0,
             "quantize_head": False,
             "mismatch_limit": 0.5,
-            "auto_kl_limit": 0.01,
             "launch": "auto",
             "check_every": 8,
             "max_batch": 0,
@@ -166,8 +165,7 @@ def test_the_schema_names_what_the_core_has():
     assert get_args(sections.Baseline) == tuple(BASELINES)
     assert get_args(sections.Scale) == tuple(SCALES)
     assert get_args(sections.ScheduleName) == SCHEDULES
-    assert get_args(sections.RefQuantization) == ("none", *MODES)
-    assert get_args(sections.QuantizationMode) == ("none", *MODES, "auto")
+    assert get_args(sections.QuantizationMode) == ("none", *MODES)
     assert get_args(sections.Storage) == STORAGES
     assert set(attrs.fields_dict(g.LossSpec)) <= set(attrs.fields_dict(sections.LossConfig))
 

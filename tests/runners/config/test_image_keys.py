@@ -19,7 +19,6 @@ def test_images_are_off_by_default():
     [
         ("env.factory=calculator", r'env\.factory: found "calculator" with data\.image, want ""'),
         ("loss.router_aux_coef=0.1", r"loss\.router_aux_coef: found 0\.1 with data\.image, want 0\.0"),
-        ("rollout.quantization=auto", r'found "auto" with data\.image, want "none" or a mode'),
     ],
 )
 def test_what_prompts_with_images_cannot_be_together_with(override, message):
