@@ -1,6 +1,25 @@
-"""Helpers of decoding steps: a cache for one token per call, and batch sizes that shrink by halves."""
+"""Helpers of decoding steps: a cache for one token per call, positions, and batches that shrink by halves."""
 
+from collections import deque
 from collections.abc import Sequence
+
+import mlx.core as mx
+
+_shared: deque[mx.array] = deque(maxlen=4)  # of the latest steps
+
+
+def share_positions(position_b: mx.array) -> mx.array:
+    """The positions [B], as the same for all layers of a step: what follows from them is computed once.
+
+    Nobody may change the array in place, as mlx-lm's caches do with theirs.
+    """
+    _shared.append(position_b)
+    return position_b
+
+
+def are_shared(position: object) -> bool:
+    """Whether `share_positions` gave this very array, a short time ago."""
+    return any(each is position for each in _shared)
 
 
 class OneTokenCache:

@@ -19,10 +19,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from grpo_fn.backends.recomputing import recomputed
-from grpo_fn.layers import is_one_token
 
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
+_LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # 2^n is 0 and infinity
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; n · high is exact (Cody and Waite)
 
@@ -78,8 +78,8 @@ def swiglu_gradient(
 
 
 def takes_rows(x: mx.array, weight: mx.array | None) -> bool:
-    """Whether `rms_norm` is for these: with a weight, and more than one token a row."""
-    return weight is not None and on_cpu(x, weight) and not is_one_token(x)
+    """Whether `rms_norm` is for these: with a weight."""
+    return weight is not None and on_cpu(x, weight)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -93,14 +93,22 @@ def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.arra
 
 
 def _rounded(x: mx.array) -> mx.array:
-    """n in the lowest bits of a float32."""
-    return mx.clip(x, -88.1, 89.0) * _LOG2_E + _ROUNDER
+    """n in the lowest bits of a float32, bounded by -127 and 128; NaN stays NaN.
+
+    The bounds are compared after the sum: g++ makes no vector instructions of arithmetic on a bounded number,
+    as it computes the two constant results beforehand and branches to them.
+    """
+    sum_ = x * _LOG2_E + _ROUNDER
+    return mx.where(sum_ < _LEAST, _LEAST, mx.where(sum_ > _MOST, _MOST, sum_))
 
 
 def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
-    """r = x − n ln 2."""
+    """r = x − n ln 2; −1/2 where x is far below the bounds of n, so that its power is finite.
+
+    The −1/2 is computed, for the same reason as above.
+    """
     n = rounded - _ROUNDER
-    return (mx.clip(x, -88.1, 89.0) - n * _LN2_HIGH) - n * _LN2_LOW
+    return mx.maximum((x - n * _LN2_HIGH) - n * _LN2_LOW, (rounded - rounded) - 0.5)
 
 
 def _power(r: mx.array) -> mx.array:

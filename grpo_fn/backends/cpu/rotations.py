@@ -12,14 +12,20 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from grpo_fn.backends.decoding import are_shared
 from grpo_fn.layers import is_one_token
 
 
 def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
-    """Whether `rope` is for these: float32 heads [B,H,L,D] of several tokens, which turn as a whole."""
-    whole = x.ndim == 4 and x.shape[3] == dims and dims % 2 == 0
-    known = isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim <= 1)
-    return x.dtype == mx.float32 and whole and known and not is_one_token(x)
+    """Whether `rope` is for these: float32 heads [B,H,L,D] that turn as a whole.
+
+    Heads of one token: where all layers take the same positions.
+    """
+    if x.dtype != mx.float32 or x.ndim != 4 or x.shape[3] != dims or dims % 2:
+        return False
+    if is_one_token(x):
+        return isinstance(offset, int) or are_shared(offset)
+    return isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim <= 1)
 
 
 def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
@@ -31,6 +37,9 @@ def rope(x: mx.array, base: float, offset: int | mx.array) -> mx.array:
         offset: the position of the first token, one for all rows or [B].
     """
     length, width = x.shape[2:]
+    if length == 1:
+        cosine, sine = _of_a_step(cast(Any, offset), width, base)  # an array is its own key
+        return x * cosine + (x @ _exchange(width)) * sine
     positions = _positions(length)
     if not isinstance(offset, int) or offset:
         positions = positions + mx.array(offset, mx.float32).reshape(-1, 1, 1)
@@ -52,6 +61,21 @@ def _frequencies(half: int, base: float) -> tuple[mx.array, mx.array]:
     """The frequencies [1,D/2], and their negatives."""
     rates = [base ** (-j / half) for j in range(half)]
     return mx.array([rates], mx.float32), mx.array([[-rate for rate in rates]], mx.float32)
+
+
+# MLX's form of a decoding step computes powers, cosines and sines again for each layer's queries and keys.
+@functools.lru_cache(maxsize=4)
+def _of_a_step(offset: int | mx.array, width: int, base: float) -> tuple[mx.array, mx.array]:
+    """cos θ of both halves of a head, and −sin θ of the first with sin θ of the second: [B or 1,1,1,D]."""
+    angle = mx.array(offset, mx.float32).reshape(-1, 1, 1, 1) * _frequencies(width // 2, base)[0]
+    cosine, sine = mx.cos(angle), mx.sin(angle)
+    return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
+
+
+@functools.lru_cache(maxsize=4)
+def _exchange(width: int) -> mx.array:
+    """The matrix [D,D] whose product exchanges the halves of a head: one operation."""
+    return mx.roll(mx.eye(width), width // 2, 1)
 
 
 @mx.custom_function

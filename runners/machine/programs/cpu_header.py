@@ -9,6 +9,9 @@ The compiled form leaves out two parts of libstdc++ that no program uses: C++17'
 functions and the like) and the streams that <complex> includes. g++ would work through their templates again
 in each program, for half of its time. If g++'s library has another form, the header is compiled as it is.
 
+MLX asks g++ for the vector instructions that every x86-64 processor has, four numbers at a time. The compiled
+form asks for eight where this processor has AVX2: without its fused products, so that numbers stay the same.
+
 Importing this module does not import MLX.
 """
 
@@ -45,7 +48,9 @@ namespace std {{ struct no_stream {{ enum {{ failbit }}; }}; }}
 #include <complex>
 #undef ios_base
 #include "{}"
+{}
 """
+_AVX2 = '#pragma GCC target("avx2")'
 # It continues even if this process ends, and leaves a complete file or none.
 _SHELL = """\
 ( { "$@" "$PART.h" || "$@" "$PLAIN"; } && mv "$PART" "$WHOLE"
@@ -74,7 +79,7 @@ def compile_header(platform: Platform) -> Path | None:
     if not enabled("programs_ahead"):
         return None
     real = Path(compiler).resolve()
-    text = _TEXT.format(include / HEADER)
+    text = _TEXT.format(include / HEADER, _AVX2 if "avx2" in _processor_flags() else "")
     mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {text}'.encode()):08x}"
     folder = programs_folder()
     whole = folder / f"{HEADER}.gch" / mark
@@ -102,6 +107,15 @@ def _include_folder() -> Path | None:
     package = importlib.util.find_spec("mlx")
     places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
     return next((place for place in places if (place / HEADER).is_file()), None)
+
+
+def _processor_flags() -> frozenset[str]:
+    """The names of what an x86 processor can do; nothing where Linux does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split())
+    return frozenset()
 
 
 def _is_at_work(part: Path) -> bool:

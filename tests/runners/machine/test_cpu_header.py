@@ -79,6 +79,22 @@ def test_another_folder_called_mlx_does_not_hide_the_headers(tmp_path, monkeypat
 
 
 @needs_gcc
+def test_vectors_are_as_wide_as_the_processor_has_them(empty, monkeypatch):
+    """A file for each kind of processor, which asks for AVX2 only where it is there."""
+    texts = []
+    monkeypatch.setattr(
+        cpu_header.subprocess,
+        "run",
+        lambda *a, env, **k: texts.append(Path(env["PART"] + ".h").read_text()),
+    )
+    files = set()
+    for flags in (frozenset(), frozenset({"sse2", "avx2"})):
+        monkeypatch.setattr(cpu_header, "_processor_flags", lambda flags=flags: flags)
+        files.add(compile_header(CPU))
+    assert len(files) == 2 and ["avx2" in text for text in texts] == [False, True]
+
+
+@needs_gcc
 def test_two_that_begin_together_write_two_files(empty, monkeypatch):
     started = []
     monkeypatch.setattr(cpu_header.subprocess, "run", lambda *a, env, **k: started.append(env["PART"]))

@@ -119,7 +119,7 @@ def test_a_first_use_inside_of_grad_fixes_no_shape():
         assert shapes_in_grad(shape) == [shape, shape]
 
 
-@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (3, 1, 6)])
 def test_rms_norm_is_mlx_s(shape):
     """Values and all gradients, compiled or not; a row of zeros stays finite."""
     x = mx.random.normal(shape, key=mx.random.key(0))

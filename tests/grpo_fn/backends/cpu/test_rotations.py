@@ -7,6 +7,7 @@ import pytest
 
 from grpo_fn.backends import disabled, find
 from grpo_fn.backends.cpu.rotations import rope, takes_heads
+from grpo_fn.backends.decoding import share_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 
 
@@ -38,11 +39,34 @@ def test_values_and_gradients(offset, behind):
     assert np.abs(np.array(gradient) - turned(np.array(g), positions, 10000.0, back=True)).max() < bound
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["one position", "rows"])
+def test_one_token(rows):
+    """Each step has its own positions, of which cosines and sines are computed once for two layers."""
+    x, y = mx.random.normal((2, 3, 4, 1, 32), key=mx.random.key(2))
+    for position in (7, 8, 1000):
+        positions = np.array([[position], [position + 5 * rows], [position + 2 * rows]])
+        given = share_positions(mx.array(positions[:, 0])) if rows else position
+        for heads in (x, y):
+            assert takes_heads(heads, 32, given)
+            wanted = turned(np.array(heads), positions, 10000.0)
+            assert (
+                np.abs(np.array(rope(heads, 10000.0, given)) - wanted).max() < 1e-6 + 2e-7 * positions.max()
+            )
+    assert rope(x, 500.0, 7).shape == x.shape and not mx.allclose(rope(x, 500.0, 7), rope(x, 10000.0, 7))
+
+
+def test_positions_of_one_token_that_may_change_in_place_are_not_taken():
+    """mlx-lm's caches add to theirs: what was computed of them before would be another step's."""
+    heads, theirs = mx.zeros((2, 3, 1, 32)), mx.array([1, 2])
+    assert not takes_heads(heads, 32, theirs)
+    share_positions(mx.array([1, 2]))
+    assert not takes_heads(heads, 32, theirs)
+
+
 def test_what_it_takes():
-    """float32 heads of several tokens that turn whole; positions that are a number or one for each row."""
+    """float32 heads that turn whole; positions that are a number or one for each row."""
     x = mx.zeros((2, 3, 5, 32))
     assert takes_heads(x, 32, 0) and takes_heads(x, 32, mx.array([1, 2]))
-    assert not takes_heads(x[:, :, :1], 32, 0)
     assert not takes_heads(x.astype(mx.bfloat16), 32, 0)
     assert not takes_heads(x, 16, 0)
     assert not takes_heads(x[0], 32, 0)
