@@ -1,11 +1,12 @@
 """Helpers of decoding steps: a cache for one token per call, positions, and batches that shrink by halves."""
 
-from collections import deque
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import mlx.core as mx
 
-_shared: deque[mx.array] = deque(maxlen=4)  # of the latest steps
+# Of the latest steps; a thread's own, as MLX computes its arrays on a stream of that thread.
+_shared: ContextVar[tuple[mx.array, ...]] = ContextVar("shared", default=())
 
 
 def share_positions(position_b: mx.array) -> mx.array:
@@ -13,13 +14,13 @@ def share_positions(position_b: mx.array) -> mx.array:
 
     Nobody may change the array in place, as mlx-lm's caches do with theirs.
     """
-    _shared.append(position_b)
+    _shared.set((*_shared.get()[-3:], position_b))
     return position_b
 
 
 def are_shared(position: object) -> bool:
     """Whether `share_positions` gave this very array, a short time ago."""
-    return any(each is position for each in _shared)
+    return any(each is position for each in _shared.get())
 
 
 class OneTokenCache:

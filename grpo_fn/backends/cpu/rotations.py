@@ -8,6 +8,7 @@ update.
 """
 
 import functools
+import math
 from typing import Any, cast
 
 import mlx.core as mx
@@ -66,8 +67,13 @@ def _frequencies(half: int, base: float) -> tuple[mx.array, mx.array]:
 # MLX's form of a decoding step computes powers, cosines and sines again for each layer's queries and keys.
 @functools.lru_cache(maxsize=4)
 def _of_a_step(offset: int | mx.array, width: int, base: float) -> tuple[mx.array, mx.array]:
-    """cos θ of both halves of a head, and −sin θ of the first with sin θ of the second: [B or 1,1,1,D]."""
-    angle = mx.array(offset, mx.float32).reshape(-1, 1, 1, 1) * _frequencies(width // 2, base)[0]
+    """cos θ of both halves of a head, and −sin θ of the first with sin θ of the second: [D] or [B,1,1,D]."""
+    half = width // 2
+    if isinstance(offset, int):  # kept for other threads too, which cannot compute this one's arrays
+        angles = [offset * base ** (-j / half) for j in range(half)]
+        sines = [math.sin(angle) for angle in angles]
+        return mx.array([math.cos(angle) for angle in angles] * 2), mx.array([-s for s in sines] + sines)
+    angle = offset.astype(mx.float32).reshape(-1, 1, 1, 1) * _frequencies(half, base)[0]
     cosine, sine = mx.cos(angle), mx.sin(angle)
     return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
 
@@ -75,7 +81,7 @@ def _of_a_step(offset: int | mx.array, width: int, base: float) -> tuple[mx.arra
 @functools.lru_cache(maxsize=4)
 def _exchange(width: int) -> mx.array:
     """The matrix [D,D] whose product exchanges the halves of a head: one operation."""
-    return mx.roll(mx.eye(width), width // 2, 1)
+    return mx.array([[float(abs(i - j) == width // 2) for j in range(width)] for i in range(width)])
 
 
 @mx.custom_function

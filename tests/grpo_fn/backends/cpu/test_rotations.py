@@ -1,5 +1,7 @@
 """Rotary embeddings on a CPU, against NumPy in float64 and against MLX's own."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -53,6 +55,17 @@ def test_one_token(rows):
                 np.abs(np.array(rope(heads, 10000.0, given)) - wanted).max() < 1e-6 + 2e-7 * positions.max()
             )
     assert rope(x, 500.0, 7).shape == x.shape and not mx.allclose(rope(x, 500.0, 7), rope(x, 10000.0, 7))
+
+
+def test_threads_have_their_own():
+    """Tables that one thread has made serve another; positions that one shares are not another's."""
+    heads, given = mx.random.normal((2, 3, 1, 32)), share_positions(mx.array([1, 2]))
+    mx.eval(heads)
+    here = rope(heads, 10000.0, 11)  # not computed yet
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(lambda: rope(heads, 10000.0, 11).tolist()).result()
+        assert not other.submit(takes_heads, heads, 32, given).result()
+    assert here.tolist() == there and takes_heads(heads, 32, given)
 
 
 def test_positions_of_one_token_that_may_change_in_place_are_not_taken():
