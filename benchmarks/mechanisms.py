@@ -17,6 +17,7 @@ On a GPU 16 × 8 completions of 256 tokens, random weights in bfloat16:
 0.5B, 1,024      the same in micro-batches of 1,024 tokens: memory is weights, gradients, moments
 0.5B, LoRA       the same with adapters
 d20              nanochat-d20's shape, trained as a whole
+d20, 64 × 8      the same with 64 prompts: more rows than the kernel of a whole block takes
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", 
 LARGE = "2 × 2, large"
 CPU_SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
-HALF, HALF_SMALL, HALF_LORA, D20 = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20"
-GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20)
-GPU_MODELS = {**dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"), D20: "nanochat-d20"}
+HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20", "d20, 64 × 8"
+GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE)
+GPU_MODELS = {
+    **dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"),
+    **dict.fromkeys((D20, D20_WIDE), "nanochat-d20"),
+}
 STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
 
@@ -85,7 +89,7 @@ MECHANISMS = (
     Mechanism("inactive rows", ("inactive_rows",)),
     Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
-    Mechanism("norm kernels", ("rms_norm",), shapes=(D20,)),
+    Mechanism("norm kernels", ("rms_norm",), shapes=(D20, D20_WIDE)),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
@@ -110,10 +114,11 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
         if not folder.exists():
             write_folder(folder, "tiny" if quick else GPU_MODELS[shape])
         long = [] if quick else ["rollout.max_new_tokens=256", "rollout.stop=[]"]
+        wide = ["optim.batch_size=64"] if shape == D20_WIDE and not quick else []
         adapters = ["model.tune=lora"] if shape == HALF_LORA else []
         # Sides that start together would see different amounts of free memory, and choose by it.
         tokens = 1024 if shape == HALF_SMALL else 12288
-        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *adapters]
+        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *wide, *adapters]
         return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
     if not (work / "model").exists():
         write_folder(work / "model", "tiny" if quick else "qwen2-6x256")
