@@ -9,7 +9,7 @@ Linux the BLAS of `backends.cpu` has to come first.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_fn.backends.cpu.blas import Blas, load_blas
+    from grpo_fn.backends.cpu.blas import Blas, load_blas, processor_flags
     from grpo_fn.backends.cuda.programs import names as cuda_programs
     from grpo_fn.backends.mechanisms import (
         OPERATIONS,
@@ -37,6 +37,7 @@ __all__ = [
     "find",
     "load_blas",
     "number",
+    "processor_flags",
     "substituted",
 ]
 
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from grpo_fn.backends.cuda.programs import names
 
         return names
-    if name in ("Blas", "load_blas"):
+    if name in ("Blas", "load_blas", "processor_flags"):
         import grpo_fn.backends.cpu as owner
     else:
         import grpo_fn.backends.mechanisms as owner

@@ -5,22 +5,27 @@ from contextvars import ContextVar
 
 import mlx.core as mx
 
-# Of the latest steps; a thread's own, as MLX computes its arrays on a stream of that thread.
-_shared: ContextVar[tuple[mx.array, ...]] = ContextVar("shared", default=())
+# (first, own, their sum) of the latest steps; a thread's own, as MLX computes its arrays on a stream of that
+# thread.
+_shared: ContextVar[tuple[tuple[mx.array, int, mx.array], ...]] = ContextVar("shared", default=())
 
 
-def share_positions(position_b: mx.array) -> mx.array:
-    """The positions [B], as the same for all layers of a step: what follows from them is computed once.
+def shared_positions(first_b: mx.array, own: int) -> mx.array:
+    """`first_b` + `own`, positions [B], as one array for all layers of a step.
 
-    Nobody may change the array in place, as mlx-lm's caches do with theirs.
+    What follows from it is computed once. Nobody may change it in place, as mlx-lm's caches do with theirs.
     """
-    _shared.set((*_shared.get()[-3:], position_b))
+    for first, count, position_b in _shared.get():
+        if first is first_b and count == own:
+            return position_b
+    position_b = first_b + own
+    _shared.set((*_shared.get()[-3:], (first_b, own, position_b)))
     return position_b
 
 
 def are_shared(position: object) -> bool:
-    """Whether `share_positions` gave this very array, a short time ago."""
-    return any(each is position for each in _shared.get())
+    """Whether `shared_positions` gave this very array, a short time ago."""
+    return any(each is position for _, _, each in _shared.get())
 
 
 class OneTokenCache:

@@ -3,9 +3,9 @@
 Does not import MLX, because the BLAS has to come first; `find` imports the submodules.
 """
 
-from grpo_fn.backends.cpu.blas import Blas, load_blas
+from grpo_fn.backends.cpu.blas import Blas, load_blas, processor_flags
 
-__all__ = ["MECHANISMS", "NUMBERS", "Blas", "load_blas"]
+__all__ = ["MECHANISMS", "NUMBERS", "Blas", "load_blas", "processor_flags"]
 
 load_blas()
 

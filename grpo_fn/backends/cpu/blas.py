@@ -127,7 +127,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
     library.openblas_get_corename.restype = ctypes.c_char_p
     if library.openblas_get_corename() != _FALLBACK:
         return
-    flags = _processor_flags()
+    flags = processor_flags()
     kernels = next((name for name, wanted in _KERNELS if wanted <= flags), None)
     if kernels is None:  # the processor has no AVX
         return
@@ -137,7 +137,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
     del os.environ[_KERNELS_VARIABLE]
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
     """The processor's features as Linux lists them; empty if it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

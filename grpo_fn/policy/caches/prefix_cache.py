@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.composed import softmax
-from grpo_fn.backends.decoding import OneTokenCache, share_positions
+from grpo_fn.backends.decoding import OneTokenCache, shared_positions
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
@@ -39,9 +39,6 @@ class Layout:
     )
     later_turn: bool = False  # whether own places do not start right after the prompts
     shifts: tuple[int, ...] | None = None  # P: added to positions after a prompt; None: nothing
-    _latest: dict[int, mx.array] = attrs.field(
-        factory=dict, init=False
-    )  # the position after so many own places
 
     @classmethod
     def of(cls, prompt_of: list[int], lengths: list[int], shifts: Sequence[int] | None = None) -> "Layout":
@@ -62,15 +59,6 @@ class Layout:
             return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start)
         start = mx.array([lengths[p] + shifts[p] for p in prompt_of], mx.int32)
         return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start, shifts=tuple(shifts))
-
-    def position(self, own: int) -> int | mx.array:
-        """Position of the next token after so many own places; one array for all layers of a step."""
-        if isinstance(self.start, int):
-            return self.start + own
-        if own not in self._latest:
-            self._latest.clear()
-            self._latest[own] = share_positions(self.start + own)
-        return self._latest[own]
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
         """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
@@ -109,7 +97,8 @@ class PrefixCache(OneTokenCache):
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: of all rows, or [B]."""
-        return self._layout.position(self._own.offset)
+        start, own = self._layout.start, self._own.offset
+        return start + own if isinstance(start, int) else shared_positions(start, own)
 
     @property
     def state(self) -> list[mx.array]:

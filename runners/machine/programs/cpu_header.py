@@ -74,12 +74,12 @@ def compile_header(platform: Platform) -> Path | None:
     include = _include_folder()
     if platform.backend != "cpu" or sys.platform != "linux" or not compiler or include is None:
         return None
-    from grpo_fn.backends import enabled
+    from grpo_fn.backends import enabled, processor_flags
 
     if not enabled("programs_ahead"):
         return None
     real = Path(compiler).resolve()
-    text = _TEXT.format(include / HEADER, _AVX2 if "avx2" in _processor_flags() else "")
+    text = _TEXT.format(include / HEADER, _AVX2 if "avx2" in processor_flags() else "")
     mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {text}'.encode()):08x}"
     folder = programs_folder()
     whole = folder / f"{HEADER}.gch" / mark
@@ -107,15 +107,6 @@ def _include_folder() -> Path | None:
     package = importlib.util.find_spec("mlx")
     places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
     return next((place for place in places if (place / HEADER).is_file()), None)
-
-
-def _processor_flags() -> frozenset[str]:
-    """The names of what an x86 processor can do; nothing where Linux does not tell."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.split())
-    return frozenset()
 
 
 def _is_at_work(part: Path) -> bool:

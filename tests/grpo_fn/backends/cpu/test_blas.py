@@ -76,7 +76,7 @@ class OldLibrary:
 def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags, kernels, monkeypatch):
     """Those of the newest processor whose instructions it has; the environment is as before."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(blas, "_processor_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(blas, "processor_flags", lambda: set(flags.split()))
     library = OldLibrary()
     blas._choose_kernels(library)
     assert library.kernels == kernels and "OPENBLAS_CORETYPE" not in os.environ
@@ -85,7 +85,7 @@ def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags,
 def test_kernels_that_openblas_or_the_user_chose_stay(monkeypatch):
     """Nothing is chosen again."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(blas, "_processor_flags", lambda: {"avx2", "fma"})
+    monkeypatch.setattr(blas, "processor_flags", lambda: {"avx2", "fma"})
     known = OldLibrary(b"SapphireRapids")
     blas._choose_kernels(known)
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
@@ -98,7 +98,7 @@ def test_kernels_that_openblas_or_the_user_chose_stay(monkeypatch):
 @needs_blas
 def test_this_machine_s_products_use_its_instructions():
     """An x86 processor with AVX2 is not given kernels without."""
-    if "avx2" not in blas._processor_flags():
+    if "avx2" not in blas.processor_flags():
         pytest.skip("a processor without AVX2")
     code = (
         "import ctypes, grpo_fn\nlibrary = ctypes.CDLL(None)\n"

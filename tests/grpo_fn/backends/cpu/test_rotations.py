@@ -9,7 +9,7 @@ import pytest
 
 from grpo_fn.backends import disabled, find
 from grpo_fn.backends.cpu.rotations import rope, takes_heads
-from grpo_fn.backends.decoding import share_positions
+from grpo_fn.backends.decoding import shared_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 
 
@@ -47,7 +47,7 @@ def test_one_token(rows):
     x, y = mx.random.normal((2, 3, 4, 1, 32), key=mx.random.key(2))
     for position in (7, 8, 1000):
         positions = np.array([[position], [position + 5 * rows], [position + 2 * rows]])
-        given = share_positions(mx.array(positions[:, 0])) if rows else position
+        given = shared_positions(mx.array(positions[:, 0]), 0) if rows else position
         for heads in (x, y):
             assert takes_heads(heads, 32, given)
             wanted = turned(np.array(heads), positions, 10000.0)
@@ -59,7 +59,7 @@ def test_one_token(rows):
 
 def test_threads_have_their_own():
     """Tables that one thread has made serve another; positions that one shares are not another's."""
-    heads, given = mx.random.normal((2, 3, 1, 32)), share_positions(mx.array([1, 2]))
+    heads, given = mx.random.normal((2, 3, 1, 32)), shared_positions(mx.array([1, 2]), 0)
     mx.eval(heads)
     here = rope(heads, 10000.0, 11)  # not computed yet
     with ThreadPoolExecutor(1) as other:
@@ -72,7 +72,7 @@ def test_positions_of_one_token_that_may_change_in_place_are_not_taken():
     """mlx-lm's caches add to theirs: what was computed of them before would be another step's."""
     heads, theirs = mx.zeros((2, 3, 1, 32)), mx.array([1, 2])
     assert not takes_heads(heads, 32, theirs)
-    share_positions(mx.array([1, 2]))
+    shared_positions(mx.array([1, 2]), 0)
     assert not takes_heads(heads, 32, theirs)
 
 
