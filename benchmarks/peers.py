@@ -44,11 +44,18 @@ class Peer:
     overrides: tuple[str, ...] = ()  # of our config, where the side is ours
     times: float | None = None  # as fast
     peak: float | None = None  # ours over its
+    tunes: tuple[str, ...] = ("lora", "full", "quickstart")  # that it is compared on
 
 
 _CONTINUOUS = {"use_transformers_continuous_batching": True}
-# Ours with the memory that it may take bounded: smaller micro-batches, and less in flight.
-_BOUNDED = Peer("ours in 11 GB", "ours", overrides=("system.memory_limit_gb=11",))
+
+
+def _bounded(gigabytes: int, tune: str) -> Peer:
+    """Ours with the memory that it may take bounded: smaller micro-batches, and less in flight."""
+    overrides = (f"system.memory_limit_gb={gigabytes}",)
+    return Peer(f"ours in {gigabytes} GB", "ours", overrides=overrides, tunes=(tune,))
+
+
 _SAVING = Peer("TRL, checkpointing", "trl", {"gradient_checkpointing": True}, times=2.5)
 PEERS = {
     "cpu": (
@@ -58,7 +65,8 @@ PEERS = {
     "cuda": (
         Peer("TRL", "trl", times=2.5),
         _SAVING,
-        _BOUNDED,
+        _bounded(11, "full"),
+        _bounded(4, "lora"),
         Peer("TRL, continuous batching", "trl", _CONTINUOUS),
         Peer("mlx-lm-lora", "mlx-lm-lora", times=5.0),
     ),
@@ -134,7 +142,7 @@ def _found(settings: Settings, sides: Sequence[Side], judged: bool) -> list[Figu
     """The last side's figures, and those of the sides that it can be compared with."""
     last, by_title = sides[-1], {side.name: side for side in sides}
     pairs = [(sides[0], last, last.peer)] if last is not sides[0] else []
-    if last.peer is _BOUNDED and _SAVING.title in by_title:
+    if last.peer.side == "ours" and _SAVING.title in by_title:
         pairs.append((last, by_title[_SAVING.title], attrs.evolve(_SAVING, peak=1.2)))
     figures = _figures(settings, last)
     for mine, other, peer in pairs:
@@ -244,7 +252,8 @@ def main(
         write_folder(folder / "model", shape)
         write_data(folder, batch_size)
         for tune in tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])]):
-            peers = _installed(PEERS[QUICKSTART if tune == QUICKSTART else backend()], names)
+            of_backend = PEERS[QUICKSTART if tune == QUICKSTART else backend()]
+            peers = _installed([peer for peer in of_backend if tune in peer.tunes], names)
             if tune == QUICKSTART:
                 settings = _quickstart(name, overrides)
                 yield from compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
