@@ -66,14 +66,14 @@ def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, without a gradient of its own."""
-    return _gated(gate, x, *_powers(-gate))
+    return _gated(gate, x, *_powers_of_minus(gate))
 
 
 def swiglu_gradient(
     gate: mx.array, x: mx.array
 ) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
     """`swiglu`, and the function from the gradient of its value to those of gate and x."""
-    powers = _powers(-gate)
+    powers = _powers_of_minus(gate)
     return _gated(gate, x, *powers), lambda cotangent: _gated_gradient(gate, x, *powers, cotangent)
 
 
@@ -92,13 +92,15 @@ def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.arra
     return array_cv.at[mx.arange(array_cv.shape[0]), index_c].add(values_c)
 
 
-def _rounded(x: mx.array) -> mx.array:
-    """n in the lowest bits of a float32, bounded by -127 and 128; NaN stays NaN.
+def _rounded(x: mx.array, per_unit: float) -> mx.array:
+    """n of e^x in the lowest bits of a float32, bounded by -127 and 128; NaN stays NaN.
+
+    `per_unit`: log2 e, or −log2 e for e^{−x}.
 
     The bounds are compared after the sum: g++ makes no vector instructions of arithmetic on a bounded number,
     as it computes the two constant results beforehand and branches to them.
     """
-    sum_ = x * _LOG2_E + _ROUNDER
+    sum_ = x * per_unit + _ROUNDER
     return mx.where(sum_ < _LEAST, _LEAST, mx.where(sum_ > _MOST, _MOST, sum_))
 
 
@@ -138,15 +140,38 @@ def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[...
     return fused
 
 
-_fused_rounded, _fused_remainder, _fused_power = _fused(_rounded), _fused(_remainder), _fused(_power)
-_fused_scale_bits = _fused(_scale_bits, mx.int32)
+_fused_remainder, _fused_power, _fused_scale_bits = (
+    _fused(_remainder),
+    _fused(_power),
+    _fused(_scale_bits, mx.int32),
+)
+_fused_rounded = _fused(lambda x: _rounded(x, _LOG2_E))
+_fused_rounded_of_minus = _fused(lambda x: _rounded(x, -_LOG2_E))
+_fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))
 
 
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
     """Two arrays whose product is e^x: whoever multiplies them can do more in the same pass."""
     rounded = _fused_rounded(x)
     power = _fused_power(_fused_remainder(x, rounded))
-    return power, _fused_scale_bits(rounded.view(mx.int32)).view(mx.float32)
+    return power, _scale(rounded)
+
+
+def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
+    """Those of −gate, for what follows in `swiglu`.
+
+    The two views end one kernel and begin the next. Without them the chain up to SwiGLU is longer than MLX
+    makes a kernel: it would compute the constants of its second half in the first, as arrays that are read
+    with strides, and g++ makes no vector instructions of that.
+    """
+    rounded = _fused_rounded_of_minus(gate)
+    remainder = _fused_remainder_of_minus(gate, rounded)
+    return _fused_power(remainder.view(mx.int32).view(mx.float32)), _scale(rounded)
+
+
+def _scale(rounded: mx.array) -> mx.array:
+    """2^n."""
+    return _fused_scale_bits(rounded.view(mx.int32)).view(mx.float32)
 
 
 @mx.custom_function

@@ -85,6 +85,18 @@ def check_swiglu_and_its_gradient():
         assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_swiglu_at_the_ends(compiled):
+    """0 far below, gate · x far above, NaN for NaN; e^{-gate} has the bits of `exp` of -gate."""
+    found = (mx.compile(fast.swiglu) if compiled else fast.swiglu)(
+        mx.array([-1e30, -200.0, 0.0, 200.0, 1e30, mx.nan]), mx.array([2.0] * 6)
+    ).tolist()
+    assert found[:4] == [0, 0, 0, 400] and found[4] == pytest.approx(2e30) and np.isnan(found[5])
+    gate = mx.array(grid())
+    wanted = gate * 3 / (1 + fast.exp(-gate))
+    assert mx.array_equal(fast.swiglu(gate, mx.full(gate.shape, 3.0)), wanted).item()
+
+
 def test_relu2_and_its_gradient():
     """max(x, 0)² and 2 max(x, 0), where mlx.nn's is differentiated."""
     x = mx.linspace(-3, 3, 61)
@@ -103,7 +115,7 @@ def test_other_precisions_keep_their_dtype():
 def test_a_first_use_inside_of_grad_fixes_no_shape():
     """Shapes with axes of one, each for the first time while a gradient is traced: none gets another's."""
     # A function of its own, as mx.compile knows functions by identity.
-    fused = fast._fused(lambda x: (fast._rounded(x), fast._power(x)))
+    fused = fast._fused(lambda x: (fast._rounded(x, 1.0), fast._power(x)))
 
     def shapes_in_grad(shape):
         found = []
