@@ -251,9 +251,8 @@ def main(
         folder = Path(name)
         write_folder(folder / "model", shape)
         write_data(folder, batch_size)
-        for tune in tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])]):
-            of_backend = PEERS[QUICKSTART if tune == QUICKSTART else backend()]
-            peers = _installed([peer for peer in of_backend if tune in peer.tunes], names)
+        wanted = tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])])
+        for tune, peers in _compared(wanted, names).items():
             if tune == QUICKSTART:
                 settings = _quickstart(name, overrides)
                 yield from compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
@@ -293,13 +292,18 @@ def _quickstart(work: str, overrides: Sequence[str]) -> Settings:
     )
 
 
-def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:
-    """Those of these names that are installed, in the versions that the figures are for.
+def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer]]:
+    """For each case its peers of these names that are installed, in the versions that the figures are for;
+    a case without any is left out.
 
     Raises:
-        UserError: there is no such name, or none is installed.
+        UserError: there is no such name in any case, or none is installed.
     """
-    titles = [peer.title for peer in peers]
+    peers = {
+        tune: [each for each in PEERS[QUICKSTART if tune == QUICKSTART else backend()] if tune in each.tunes]
+        for tune in tunes
+    }
+    titles = list(dict.fromkeys(peer.title for of_tune in peers.values() for peer in of_tune))
     unknown = [name for name in names if name not in titles]
     if unknown:
         raise UserError(f"peer {unknown[0]!r}: wanted one of {', '.join(titles)}")
@@ -307,15 +311,14 @@ def _installed(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:
     for package, version in VERSIONS.items():
         if found[package] != version:
             say(f"{package} {version} is not here (found {found[package]}): pip install -e '.[peers]'")
-    kept = [
-        peer
-        for peer in peers
-        if (peer.side == "ours" or found[peer.side] == VERSIONS[peer.side])
-        and peer.title in (names or titles)
-    ]
-    if not kept:
+    there = {"ours", *(package for package, version in VERSIONS.items() if found[package] == version)}
+    kept = {
+        tune: [peer for peer in of_tune if peer.side in there and peer.title in (names or titles)]
+        for tune, of_tune in peers.items()
+    }
+    if not any(kept.values()):
         raise UserError("there is nothing to compare with: pip install -e '.[peers]'")
-    return kept
+    return {tune: of_tune for tune, of_tune in kept.items() if of_tune}
 
 
 def _version(package: str) -> str:

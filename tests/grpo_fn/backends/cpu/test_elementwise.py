@@ -1,5 +1,11 @@
 """The library's own exp and what is built on it, against NumPy in float64 and MLX's gradients."""
 
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -95,6 +101,27 @@ def test_swiglu_at_the_ends(compiled):
     gate = mx.array(grid())
     wanted = gate * 3 / (1 + fast.exp(-gate))
     assert mx.array_equal(fast.swiglu(gate, mx.full(gate.shape, 3.0)), wanted).item()
+
+
+COMPILED_GATE = """
+import grpo_fn, mlx.core as mx
+mx.set_default_device(mx.cpu)
+from grpo_fn.backends.cpu.elementwise import swiglu_gradient
+def gate(gate, x, cotangent):
+    value, back = swiglu_gradient(gate, x)
+    return value, *back(cotangent)
+mx.eval(mx.compile(gate)(*mx.random.normal((3, 8, 16))))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux")
+def test_no_program_of_a_compiled_gate_reads_with_strides(tmp_path):
+    """Those compute one number at a time, as MLX makes them where a chain is too long for one kernel."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", COMPILED_GATE], env=environment, check=True)
+    folder = tmp_path / "mlx" / importlib.metadata.version("mlx") / "cpu"
+    programs = [(path.name, path.read_text()) for path in folder.glob("*.cpp")]
+    assert programs and not [name for name, text in programs if "_strides[" in text]
 
 
 def test_relu2_and_its_gradient():
