@@ -18,7 +18,7 @@ from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.machine.startup import Platform, prepare
 from runners.memory.forecast import forecast
-from runners.memory.model_sizes import model_sizes
+from runners.memory.sizes import model_sizes
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "gsm8k.md"
 MODEL = "qwen2.5-0.5b"
@@ -53,7 +53,8 @@ def peak(backend: str, overrides: Sequence[str]) -> float:
     sizes = model_sizes(config, platform, stated=SHAPES[MODEL])
     # What this machine's backend does is not what the other one does.
     sizes = attrs.evolve(sizes, shares_prefix=backend == "cpu")
-    return forecast(config, platform, 1 << 50, sizes=sizes).peak.total / 1e9
+    prompt = config.data.max_prompt_length
+    return forecast(config, platform, 1 << 50, prompt=prompt, sizes=sizes).nbytes / 1e9
 
 
 def table() -> str:

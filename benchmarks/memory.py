@@ -17,8 +17,8 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
-from runners.memory.footprint import MemoryPhase
 from runners.memory.forecast import Forecast, forecast, longest_prompt
+from runners.memory.sizes import model_sizes
 from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
@@ -175,7 +175,7 @@ class Outcome:
     @property
     def error(self) -> float:
         """The forecast's, per cent of what was measured."""
-        return 100 * (self.predicted.peak.total / self.measured - 1)
+        return 100 * (self.predicted.nbytes / self.measured - 1)
 
 
 def outcome(case: Case, *, steps: int = 2) -> Outcome:
@@ -194,7 +194,8 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
             config = load_config(str(folder / "train.toml"), [f"optim.max_steps={steps}", *case.settings])
         config = config.check()
         prompt = longest_prompt(config)
-        predicted = forecast(config, platform, 1 << 40, prompt=prompt)
+        assert prompt is not None
+        predicted = forecast(config, platform, 1 << 40, prompt=prompt, sizes=model_sizes(config, platform))
         gc.collect()
         mx.clear_cache()
         before = mx.get_active_memory()
@@ -227,16 +228,16 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
-    phase: MemoryPhase = found.predicted.peak
-    largest = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
+    peak = found.predicted.peak
+    largest = sorted(found.predicted.phases[peak].items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [
         Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
         Figure(
             name=f"{name}: predicted",
-            value=phase.total / 1e6,
+            value=found.predicted.nbytes / 1e6,
             unit="MB",
-            note=f"{phase.name}: {parts}",
+            note=f"{peak}: {parts}",
         ),
         Figure(name=f"{name}: error", value=abs(found.error), unit="%", at_most=target),
     ]

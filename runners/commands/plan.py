@@ -47,10 +47,10 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
 
     from runners.memory.plan import make_plan
 
-    plan = make_plan(loaded.check(), found, as_json=as_json, ranks=ranks)
-    echo(plan.text)
-    if plan.problem:
-        raise UserError(plan.problem)
+    text, problem = make_plan(loaded.check(), found, as_json=as_json, ranks=ranks)
+    echo(text)
+    if problem:
+        raise UserError(problem)
 
 
 _BENCH_NOTES = """\

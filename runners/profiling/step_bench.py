@@ -17,7 +17,7 @@ from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory, usable_memory
 from runners.memory.forecast import forecast
-from runners.memory.model_sizes import ModelSizes, model_sizes
+from runners.memory.sizes import ModelSizes, model_sizes
 from runners.profiling.rates import MachineRates, measure_rates
 from runners.training.loop_state import LoopState
 from runners.training.setup import Run, build_run
@@ -158,7 +158,7 @@ def _expected(run: Run, sizes: ModelSizes | None, machine: startup.Platform) -> 
     longest = max(len(example.tokens) for example in run.data.train)
     total = usable_memory(run.config.system.memory_limit_gb)
     found = forecast(run.config, machine, total, prompt=longest, sizes=sizes)
-    return max(phase.total for phase in found.phases if not phase.name.startswith("evaluation"))
+    return max(nbytes for name, nbytes in found.totals.items() if name != "evaluation")
 
 
 def _learned(rollout: g.Rollout) -> float:
@@ -175,7 +175,7 @@ def _multiplied(sizes: ModelSizes) -> tuple[float, float]:
     wide = (3 if shape.gated else 2) * shape.intermediate
     block = shape.hidden * (2 * shape.queries + 2 * shape.keys + wide)
     count = shape.layers * block + shape.hidden * shape.vocabulary
-    return count, count * sizes.weights.compute
+    return count, count * sizes.compute
 
 
 def _rollout_floor(

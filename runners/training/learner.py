@@ -16,6 +16,7 @@ from runners.config.sections import OptimConfig
 from runners.data.stream import RunLength
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
+from runners.memory.forecast import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
@@ -193,18 +194,12 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Whether to share prompts. "auto" means off on a GPU: attention would need a mask array there."""
-    wish = config.system.share_prompts
-    if wish == "never" or (wish == "auto" and platform.backend != "cpu"):
-        return False
-    # mx.checkpoint would run a block again without the prompts' keys of the first run.
-    possible = can_share(loaded.module) and not config.system.grad_checkpoint
-    # Router decisions are recorded over whole rows.
-    possible = possible and not config.loss.router_aux_coef and not config.loss.router_replay
-    if wish == "always" and not possible:
+    """Whether the learner computes a group's prompt once. Raises UserError where it cannot but should."""
+    shares = shares_prompts(config, platform) and can_share(loaded.module)
+    if config.system.share_prompts == "always" and not shares:
         raise UserError(
             f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
             "plain cache of keys and values, or system.grad_checkpoint, loss.router_aux_coef or "
             'loss.router_replay is on; want "auto" or "never"'
         )
-    return possible
+    return shares

@@ -18,11 +18,12 @@ from runners.environments.environments import Environments, all_rewards, build_e
 from runners.environments.tools import check_environment_names
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
+from runners.machine.launch_modes import usual_launch
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.programs.gpu_programs import compile_ahead
 from runners.machine.startup import Platform
-from runners.memory.micro_batch import with_tokens
+from runners.memory.forecast import with_keys
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
@@ -33,8 +34,6 @@ from runners.training.learner import Learner, build_learner
 from runners.training.notices import image_notices, setting_warnings
 from runners.training.rollouts.rollout import Collector
 from runners.training.rollouts.sampling import build_collector
-from runners.tuning.decode_settings import resolve_decoding
-from runners.tuning.row_memory import Workload
 
 Say = Callable[[str], None]
 
@@ -108,30 +107,21 @@ def build_run(
     rewards = all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
-    expected = memory_outlook(config, platform, sizes, longest, ranks.count)
-    config = with_tokens(config, expected.micro_batch_tokens)
+    config, memory_key, expected = memory_outlook(config, platform, sizes, longest)
+    if config.rollout.launch == "auto":
+        config = with_keys(config, "rollout", launch=usual_launch(platform))
     find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
     stream = PromptStream(data.train, config.run.seed)
     decided = decided() if callable(decided) else decided
     if decided is not None:
-        config = attrs.evolve(config, rollout=attrs.evolve(config.rollout, **decided))
+        config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
     if loaded.vision is not None and not learner.role.policy.shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
             "which gives other numbers with this model on this machine"
-        )
-    state = learner.state
-    assert state is not None
-    choice: tuple[str, ...] = ()
-    if decided is None:
-        config, choice = resolve_decoding(
-            config,
-            Workload.of(_of_one_rank(config, ranks), learner.role.policy, state.old_params, data.train),
-            state=state,
-            platform=platform,
         )
     return Run(
         config=config,
@@ -145,7 +135,7 @@ def build_run(
         environments=environments,
         decoder=decoder,
         find_stop=find_stop,
-        memory_key=expected.key,
+        memory_key=memory_key,
         notices=(
             *data.notices,
             *image_notices(config, data.train),
@@ -153,8 +143,7 @@ def build_run(
             *uncompiled,
             *learner.notices,
             *setting_warnings(config, learner),
-            *expected.notices,
-            *choice,
+            *expected,
         ),
         ranks=ranks,
     )
@@ -176,12 +165,6 @@ def _loaded(config: Config, platform: Platform, say: Say) -> tuple[LoadedModel, 
         if programs.names:
             say("compiling GPU programs")
         return loaded, programs.wait()
-
-
-def _of_one_rank(config: Config, ranks: Ranks) -> Config:
-    """The config with one rank's number of prompts per batch step."""
-    prompts = -(-config.optim.batch_size // ranks.count)
-    return attrs.evolve(config, optim=attrs.evolve(config.optim, batch_size=prompts))
 
 
 def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: Environments | None) -> Data:

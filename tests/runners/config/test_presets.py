@@ -10,7 +10,7 @@ from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.config.sections import SHIPPED
 from runners.machine.startup import Platform
-from runners.memory import model_sizes
+from runners.memory import sizes
 from runners.memory.forecast import forecast, longest_prompt
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -89,17 +89,14 @@ def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatc
     assert "Choose it" in text.partition("[run]")[0]
     (found,) = STATED.findall(text)
 
-    def fetched(model):
-        (tmp_path / "config.json").write_text(json.dumps(SHAPES[model]))
-        return tmp_path / "config.json"
-
-    monkeypatch.setattr(model_sizes, "_fetched_config", fetched)
     config = load_config(name).check()
-    prompt, computed = longest_prompt(config), []
+    prompt, computed = longest_prompt(config) or config.data.max_prompt_length, []
     for backend in ("metal", "cpu"):
-        monkeypatch.setattr(model_sizes, "sharing_pays", lambda backend=backend: backend == "cpu")
-        plan = forecast(config, Platform(backend), 1 << 50, prompt=prompt)
-        computed.append(math.ceil(plan.peak.total / 1e8) / 10)
+        monkeypatch.setattr(sizes, "sharing_pays", lambda backend=backend: backend == "cpu")
+        platform = Platform(backend)
+        found_sizes = sizes.model_sizes(config, platform, stated=SHAPES.get(config.model.path))
+        plan = forecast(config, platform, 1 << 50, prompt=prompt, sizes=found_sizes)
+        computed.append(math.ceil(plan.nbytes / 1e8) / 10)
     assert [float(number) for number in found] == computed
 
 

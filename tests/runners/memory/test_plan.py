@@ -17,8 +17,10 @@ from runners.config.loading import load_config
 from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine import startup
-from runners.memory import forecast, plan, remedies
-from runners.memory.model_sizes import _from_config, model_sizes
+from runners.memory import plan
+from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, longest_prompt, with_keys
+from runners.memory.shapes import model_shape
+from runners.memory.sizes import _from_config, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.runs.forecasts import check_forecast
@@ -26,7 +28,7 @@ from tests.support.tiny_models import make_config, make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = startup.Platform("cpu")
+CPU, GPU = startup.Platform("cpu"), startup.Platform("metal")
 TRAIN = """
 [model]
 path = "{model}"
@@ -95,15 +97,15 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     learner = build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), CPU)
     state = learner.state
     assert state is not None
-    assert (found.weights.masters, found.weights.frozen) == (nbytes(state.params), frozen)
-    assert found.weights.moments == nbytes(state.opt_state) - 4  # the counter of updates
+    assert (found.held["weights"], found.frozen) == (nbytes(state.params), frozen)
+    assert found.held["moments"] == nbytes(state.opt_state) - 4  # the counter of updates
     own = 0 if learner.role.transform is None else nbytes(state.old_params, learner.role.policy.frozen)
-    assert found.weights.rollout == own
-    assert found.weights.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
-    assert found.weights.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
+    assert found.rollout == own
+    assert found.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
+    assert found.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
     params = state.old_params if learner.role.transform else state.params
-    assert found.weights.sampling == made_to_sample(learner.role.policy, params)
+    assert found.decoding == made_to_sample(learner.role.policy, params)
 
 
 class Peer:
@@ -175,56 +177,120 @@ def test_the_plan_is_a_table_or_json(config, tmp_path):
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
-def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
+def predict(config, total=10**12, platform=CPU):
+    """The forecast for prompts of 30 tokens."""
+    return forecast(config, platform, total, prompt=30, sizes=model_sizes(config, platform))
+
+
+def test_without_data_at_hand_the_longest_allowed_prompt_counts(config, monkeypatch):
     """A data set on the Hub is not fetched for a plan: data.max_prompt_length stands for its prompts."""
     checked = config("data.source=somebody/something", "data.max_prompt_length=77")
-    assert forecast.longest_prompt(checked) is None
-    found = forecast.forecast(checked, CPU, 10**9)
-    assert (found.prompt, found.prompt_source) == (77, "data.max_prompt_length")
+    assert longest_prompt(checked) is None
+    facts = json.loads(plan.make_plan(checked, CPU, as_json=True)[0])
+    assert (facts["prompt_tokens"], facts["prompt_tokens_from"]) == (77, "data.max_prompt_length")
+
+
+def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config):
+    """Parts of the phases, against a plain run."""
+    base, count = predict(config()), model_sizes(config(), CPU).trained
+    kl = predict(config("loss.beta=0.1"))
+    assert {kl.totals[name] - base.totals[name] for name in base.totals} == {4 * count}
+    late = predict(config("loss.sync_every=2"))
+    for name in ("rollout", "gradient", "update"):
+        assert late.phases[name]["rollout weights"] == 4 * count
+    half = predict(config("model.dtype=bfloat16"))
+    assert half.phases["gradient"]["compute copy"] == 2 * count
+    assert half.phases["gradient"]["activations"] < 0.7 * base.phases["gradient"]["activations"]
+    checkpointed = predict(config("system.grad_checkpoint=true", "system.share_prompts=never"))
+    plain = predict(config("system.share_prompts=never"))
+    assert checkpointed.phases["gradient"]["activations"] < 0.2 * plain.phases["gradient"]["activations"]
+    once, often = predict(config("optim.max_steps=2")), predict(config("optim.gradient_accumulation_steps=2"))
+    assert often.phases["gradient"]["accumulated gradients"] == 4 * count
+    assert "accumulated gradients" not in once.phases["gradient"]
 
 
 def test_a_run_with_tools_counts_rows_that_wait(config, tmp_path):
-    """Conversations have phases of their own, in training and evaluation, and take more than one turn."""
-    alone = forecast.forecast(config(), CPU, 10**9, prompt=30)
+    """Conversations hold copies of the rows' keys and values."""
     (tmp_path / "shop.py").write_text("class Shop: ...\n")
-    found = forecast.forecast(config(f'env.factory="{tmp_path}/shop.py:Shop"'), CPU, 10**9, prompt=30)
-    before, after = ({phase.name: phase.total for phase in each.phases} for each in (alone, found))
-    assert after.keys() - before.keys() == {"turns", "evaluation turns"}
-    assert after["turns"] > after["rollout"] > before["rollout"]
+    found = predict(config(f'env.factory="{tmp_path}/shop.py:Shop"'))
+    assert (
+        found.phases["rollout"]["parked rows"] > 0
+        and "parked rows" not in predict(config()).phases["rollout"]
+    )
 
 
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
-    found = forecast.forecast(checked, CPU, 40_000_000, prompt=30)
-    best = remedies.largest_batch(found, CPU)
+    best = plan.largest_batch(predict(checked, 40_000_000), CPU)
     assert best > 1
-    sizes = [
-        forecast.forecast(
-            attrs.evolve(checked, optim=attrs.evolve(checked.optim, batch_size=size)), CPU, 10**12, prompt=30
-        ).peak.total
-        for size in (best, best + 1)
-    ]
+    sizes = [predict(with_keys(checked, "optim", batch_size=size)).nbytes for size in (best, best + 1)]
     assert sizes[0] <= 40_000_000 < sizes[1]
 
 
 def test_each_remedy_that_is_named_would_do(config):
-    """A run above the memory is told keys and values, and with any one of them it fits."""
+    """A run above the memory gets keys and values, and with any one of them it fits."""
     checked = config("optim.batch_size=64", "eval.samples=4")
-    free = forecast.forecast(checked, CPU, 10**12, prompt=30)
-    totals = {phase.name: phase.total for phase in free.phases}
-    found = forecast.forecast(checked, CPU, totals["gradient"] - 1, prompt=30)
-    ways = remedies.remedies(found, CPU)
-    assert any(way.startswith("system.micro_batch_tokens = ") for way in ways)
-    assert any(way.startswith("optim.batch_size = ") for way in ways)
+    found = predict(checked, predict(checked).totals["gradient"] - 1)
+    ways = plan.remedies(found, CPU)
+    assert [way.split(" = ")[0] for way in ways if "checkpoint" not in way] == [
+        "system.micro_batch_tokens",
+        "optim.batch_size",
+    ]
     for way in ways:
         (section, key), value = way.split(" = ")[0].split("."), json.loads(way.split(" = ")[1])
-        part = attrs.evolve(getattr(checked, section), **{key: value})
-        other = forecast.forecast(attrs.evolve(checked, **{section: part}), CPU, found.total, prompt=30)
-        assert other.fits, way
+        assert predict(with_keys(checked, section, **{key: value}), found.total).fits, way
     line = plan.over_memory_line(found, CPU)
     assert line is not None and ways[0] in line and "gradient" in line and "\n" not in line
+
+
+def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
+    """Halved until the gradient leaves some of the memory, down to about a row; the config's own stays."""
+    checked = config("rollout.num_generations=8", "optim.batch_size=64")
+    wide = predict(checked, platform=GPU)
+    assert wide.config.system.micro_batch_tokens == GPU_TOKENS
+    total = int(0.7 * wide.totals["gradient"])
+    found = predict(checked, total, GPU)
+    assert found.totals["gradient"] <= ROOM_TO_LEARN * total
+    assert found.config.system.micro_batch_tokens in {GPU_TOKENS >> n for n in range(1, 9)}
+    row = 30 + checked.rollout.max_new_tokens
+    assert predict(checked, 1, GPU).config.system.micro_batch_tokens in range(row // 2, row + 1)
+    own = with_keys(checked, "system", micro_batch_tokens=77)
+    assert predict(own, 1, GPU).config.system.micro_batch_tokens == 77
+
+
+def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
+    """A bound on the rows, with a line; one group at least, and a bound of the config's own stays."""
+    checked = config("optim.batch_size=64", "rollout.max_new_tokens=1000")
+    sizes = model_sizes(checked, CPU)
+    outlook, _, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+    assert outlook.rollout.max_batch == 0 and notices == ()
+    monkeypatch.setattr(plan, "free_memory", lambda limit: 20_000_000)
+    outlook, _, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+    rows = outlook.rollout.max_batch
+    assert rows % 4 == 0 and 4 <= rows < 256
+    assert notices == (f"decoding: memory holds {rows} of 256 rows together",)
+    monkeypatch.setattr(plan, "free_memory", lambda limit: -(10**12))
+    assert plan.memory_outlook(checked, CPU, sizes, 30)[0].rollout.max_batch == 4
+    own = with_keys(checked, "rollout", max_batch=100)
+    assert plan.memory_outlook(own, CPU, sizes, 30)[0].rollout.max_batch == 100
+
+
+def test_a_shape_is_read_under_every_name():
+    """Plain names, GPT-2's, a nested text_config, experts; and what is missing is named."""
+    llama = make_config("llama", vocab_size=320, layers=2, tie=True)
+    shape = model_shape(llama)
+    assert (shape.layers, shape.vocabulary, shape.tied, shape.gated) == (2, 320, True, True)
+    old = model_shape({"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 9})
+    assert (old.layers, old.intermediate, old.keys, old.queries) == (3, 128, 32, 32)
+    assert model_shape({"model_type": "x", "text_config": llama}) == shape
+    routed = {"num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    experts = model_shape({**llama, **routed})
+    assert experts.intermediate == 5 * 32 and experts.keeps_product and not shape.keeps_product
+    assert experts.saved.intermediate == shape.saved.intermediate + 1
+    with pytest.raises(KeyError, match="vocab_size"):
+        model_shape({name: value for name, value in llama.items() if name != "vocab_size"})
 
 
 def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, tmp_path, monkeypatch):
@@ -243,23 +309,23 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, tmp
 
 def test_lora_is_named_where_it_would_fit(config):
     """Full training above the memory, adapters within it."""
-    found = forecast.forecast(config("model.lora.rank=1"), CPU, 300_000, prompt=10)
-    assert found.floor > 300_000
-    line = plan.too_large_line(found)
+    checked = config("model.lora.rank=1")
+    sizes = model_sizes(checked, CPU)
+    line = plan.too_large_line(checked, CPU, 300_000, sizes)
     assert line is not None and 'model.tune = "lora" needs' in line
-    assert plan.too_large_line(attrs.evolve(found, total=found.floor)) is None
+    assert plan.too_large_line(checked, CPU, predict(checked).floor, sizes) is None
 
 
 def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
     sizes = model_sizes(config(), CPU)
     tight = config("system.memory_limit_gb=0.005")
-    told = plan.memory_outlook(tight, CPU, sizes, 30)
-    assert len(told.notices) == 1 and told.notices[0].startswith("memory: the run is expected to take")
-    assert plan.memory_outlook(config(), CPU, sizes, 30).notices == ()
+    _, key, notices = plan.memory_outlook(tight, CPU, sizes, 30)
+    assert notices[0].startswith("memory: the run is expected to take") and key == "rollout.max_batch"
+    assert plan.memory_outlook(config(), CPU, sizes, 30)[2] == ()
     broken = attrs.evolve(tight, model=attrs.evolve(tight.model, path="/nowhere/at/all"))
     reason = plan.sizes_if_it_can_fit(broken, CPU)
-    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30).notices == (reason,)
+    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[2] == (reason,)
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():

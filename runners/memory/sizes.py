@@ -1,11 +1,11 @@
-"""The size of a model without its weights: the module is built, but nothing in it is computed.
+"""The bytes of a config's model in all its roles. The module is built, but nothing in it is computed.
 
 MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import mlx.nn as nn
 
 from grpo_fn.learner import can_share
 from grpo_fn.policy import (
-    QuantMode,
     decode_weights_bytes,
     patch_layers,
     quant_mode,
@@ -31,22 +30,54 @@ from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
-from runners.memory.footprint import WeightSizes
-from runners.memory.passes import ModelShape, model_shape
+from runners.memory.shapes import FLOAT, ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import custom_loader, load_module
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class ModelSizes:
-    """A model as a config uses it."""
+    """A model as a config uses it; bytes unless stated otherwise."""
 
     shape: ModelShape
-    weights: WeightSizes
     shares_prompts: bool  # whether a group's prompt can be computed once in the learner
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
+    trained: int  # number of trained parameters
+    embedding: int  # of these, the embedding's
+    master: int  # of one master weight, which the optimizer changes
+    compute: int  # of a number in the computation
+    moment: int  # of a number in one of the optimizer's two moments
+    frozen: int  # parameters that are not trained
+    vision: int  # a vision tower, which is not trained either
+    rollout: int  # a sampler with its own weights (quantized, or older)
+    reference: int  # a reference (beta > 0)
+    decoding: int  # weights that are made for each rollout: `decode_weights`
+    ranks: int = 1  # number of ranks of the run
+    sharded: bool = False  # whether masters and moments are split over the ranks
+
+    @property
+    def held(self) -> dict[str, float]:
+        """What is in memory in every phase, by name."""
+        masters, part = self.trained * self.master, self.ranks if self.sharded else 1
+        return {
+            "weights": self.trained * self.compute + masters // part if self.sharded else masters,
+            "frozen weights": self.frozen,
+            "vision tower": self.vision,
+            "moments": 2 * self.trained * self.moment // part,
+            "reference weights": self.reference,
+        }
+
+    @property
+    def copy(self) -> int:
+        """The weights' copy in the compute dtype, 0 if the masters have that dtype."""
+        return 0 if self.sharded or self.compute == self.master else self.trained * self.compute
+
+    @property
+    def gradients(self) -> int:
+        """One set of accumulated gradients."""
+        return self.trained * FLOAT
 
 
 def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | None = None) -> ModelSizes:
@@ -58,37 +89,41 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
 
     Raises UserError as `load_model` does, for faults that show without the weights.
     """
-    settings = config.model
+    settings, rollout, loss = config.model, config.rollout, config.loss
     module, stated = _unloaded(settings, config.folders) if stated is None else (_from_config(stated), stated)
     shape = _shape(stated, settings.path)
     compute = choose_dtype(settings.dtype, platform, module)
-    master = getattr(mx, settings.master)
     if settings.tune != "full":
         new_adapters(module, settings.tune, settings.lora, config.run.seed)
     patch_layers(module)
     trained, frozen = split_leaves(module)
-    embeddings = [
-        leaf.size for leaf in trained.values() if shape.vocabulary in leaf.shape[:1] and leaf.ndim == 2
-    ]
-    # Prompts with images are always kept once.
-    shares = (sharing_pays() or bool(config.data.image)) and shares_prefix(module)
-    packing = _rollout_packing(config)
+    count = sum(leaf.size for leaf in trained.values())
+    master = getattr(mx, settings.master).size
+    lags = loss.sync_every > config.optim.gradient_accumulation_steps
+    embeddings = [x.size for x in trained.values() if x.ndim == 2 and x.shape[0] == shape.vocabulary]
+
+    def role(name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
+        return unquantized if name == "none" else _role_bytes(config, module, leaves, compute, name, storage)
+
+    packed = rollout.quantization != "none" and rollout.storage == "packed"
     return ModelSizes(
         shape=shape,
-        weights=WeightSizes(
-            trained=sum(leaf.size for leaf in trained.values()),
-            master=master.size,
-            compute=compute.size,
-            moment=getattr(mx, config.optim.moments).size,
-            frozen=sum(_held(leaf, compute) for leaf in frozen.values()),
-            vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
-            rollout=_rollout_bytes(config, module, trained, frozen, compute, master),
-            reference=_reference_bytes(config, module, trained, compute, master),
-            embedding=max(embeddings, default=0),
-            sampling=0 if packing else decode_weights_bytes(module, compute),
-        ),
         shares_prompts=can_share(module),
-        shares_prefix=shares,
+        # Prompts with images are always kept once.
+        shares_prefix=(sharing_pays() or bool(config.data.image)) and shares_prefix(module),
+        trained=count,
+        embedding=max(embeddings, default=0),
+        master=master,
+        compute=compute.size,
+        moment=getattr(mx, config.optim.moments).size,
+        frozen=sum(
+            leaf.size * compute.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
+            for leaf in frozen.values()
+        ),
+        vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
+        rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
+        reference=role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0,
+        decoding=0 if packed else decode_weights_bytes(module, compute),
     )
 
 
@@ -97,19 +132,14 @@ def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, custom_loader=loader is not None)
         return load_module(folder, settings.trust_remote_code, loader)
-    stated = read_config(_fetched_config(path).parent)
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(f'model.path = "{path}"'), hub_or_cache():
+        stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
         return _from_config(stated), stated
     except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         raise UserError(f"{path}: the model cannot be built: {first_lines(str(error))}") from error
-
-
-def _fetched_config(name: str) -> Path:
-    """config.json of a model on the Hub, from the cache or fetched."""
-    from huggingface_hub import hf_hub_download
-
-    with hub_errors(f'model.path = "{name}"'), hub_or_cache():
-        return Path(hf_hub_download(name, "config.json"))
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:
@@ -143,66 +173,28 @@ def _shape(stated: dict[str, Any], path: str) -> ModelShape:
         raise UserError(f"{path}: config.json describes no model ({first_lines(str(error))})") from error
 
 
-def _held(leaf: mx.array, dtype: mx.Dtype) -> int:
-    """Bytes of a leaf that is not trained: in the compute dtype if it is floating, else unchanged."""
-    return leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
-
-
-def _rollout_bytes(
+def _role_bytes(
     config: Config,
     module: nn.Module,
-    trained: dict[str, mx.array],
-    frozen: dict[str, mx.array],
-    compute: mx.Dtype,
-    master: mx.Dtype,
+    leaves: Mapping[str, mx.array],
+    dtype: mx.Dtype,
+    quantization: str,
+    storage: str,
 ) -> int:
-    """Bytes of a sampler's own weights: 0 if it uses the learner's."""
-    rollout = config.rollout
-    if rollout.quantization == "none":
-        lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
-        return sum(leaf.size for leaf in trained.values()) * master.size if lags else 0
-    return _role_bytes(config, module, {**trained, **frozen}, compute, _rollout_packing(config))
-
-
-def _reference_bytes(
-    config: Config, module: nn.Module, trained: dict[str, mx.array], compute: mx.Dtype, master: mx.Dtype
-) -> int:
-    """Bytes of the reference's own weights: 0 if it has none."""
-    loss = config.loss
-    if not loss.beta:
-        return 0
-    if loss.ref_quantization == "none":
-        return sum(leaf.size for leaf in trained.values()) * master.size
-    return _role_bytes(
-        config, module, trained, compute, _packing(config, loss.ref_quantization, loss.ref_storage)
-    )
-
-
-def _rollout_packing(config: Config) -> QuantMode | None:
-    rollout = config.rollout
-    return _packing(config, rollout.quantization, rollout.storage) if rollout.quantization != "none" else None
-
-
-def _packing(config: Config, name: str, storage: str) -> QuantMode | None:
-    """The packed format of a quantized role's weights; None: not packed."""
+    """A quantized role's own weights: packed, or rounded and unpacked again."""
     if storage != "packed":
-        return None
+        return sum(leaf.size for leaf in leaves.values()) * dtype.size
     try:
-        return quant_mode(name, config.rollout.group_size if name.startswith("affine") else 0)
+        group = config.rollout.group_size if quantization.startswith("affine") else 0
+        mode = quant_mode(quantization, group)
     except ValueError as error:
         raise UserError(f"{config.where('rollout.group_size')}: {error}") from error
-
-
-def _role_bytes(
-    config: Config, module: nn.Module, leaves: dict[str, mx.array], dtype: mx.Dtype, mode: QuantMode | None
-) -> int:
     head = config.rollout.quantize_head
     rounded = {f"{path}.weight" for path, layer in module.named_modules() if quantizable(path, layer, head)}
-    return sum(_packed(leaf, dtype, mode if name in rounded else None) for name, leaf in leaves.items())
 
+    def nbytes(name: str, leaf: mx.array) -> int:
+        if name not in rounded or leaf.shape[-1] % mode.group_size:
+            return leaf.size * dtype.size
+        return sum(part.nbytes for part in quantize(mx.zeros(leaf.shape, dtype), mode).values())  # lazy
 
-def _packed(leaf: mx.array, dtype: mx.Dtype, mode: QuantMode | None) -> int:
-    if mode is None or leaf.shape[-1] % mode.group_size:
-        return leaf.size * dtype.size
-    # Lazy: only its shapes are looked at.
-    return sum(part.nbytes for part in quantize(mx.zeros(leaf.shape, dtype), mode).values())
+    return sum(nbytes(name, leaf) for name, leaf in leaves.items())

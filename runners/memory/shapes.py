@@ -1,0 +1,141 @@
+"""The arrays of a decoder's forward and backward pass, as counts that were measured and shapes.
+
+What the backward pass saves of a block, in numbers per position, follows from the block's algebra:
+
+    hidden        4   the block's input, the sum in its middle; of each: normalised, and scaled by the norm
+    intermediate  2   gate and up; with experts or another gate than silu the gated product too
+    queries     1.5   queries after rotation, and what attention returns, where it is another array
+    keys          4   keys after rotation and values, and the layouts of both that products need
+    scores        1   the probabilities
+
+The buffers of operations in flight come in addition. MLX's CPU backend submits up to 100 operations ahead of
+the current one. GPUs keep less of both, so that the sums are upper bounds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from grpo_fn.backends import number
+from grpo_fn.learner import chunk_rows
+
+FLOAT = 4  # bytes of float32
+
+
+@attrs.frozen
+class Counts:
+    """Numbers of arrays of each kind per position; `precise` of the hidden ones are always float32."""
+
+    hidden: float
+    intermediate: float
+    queries: float
+    keys: float
+    scores: float
+    precise: float = 0
+
+
+SAVED = Counts(hidden=4, intermediate=2, queries=1.5, keys=4, scores=1, precise=2)
+CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
+# Measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
+BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
+PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that its activations depend on."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # width for one token: with experts, the sum over those that the token uses
+    heads: int
+    queries: int  # numbers in a position's queries
+    keys: int  # numbers in a position's keys, and in its values
+    vocabulary: int
+    tied: bool  # the head's weights are the embedding's
+    keeps_product: bool = False  # the backward pass saves the input of the MLP's last layer
+    gated: bool = False  # the MLP is silu(gate) · x
+
+    @property
+    def saved(self) -> Counts:
+        """The arrays that one block saves for the backward pass."""
+        more = self.keeps_product + (number("gate_arrays") if self.gated else 0)
+        return attrs.evolve(SAVED, intermediate=SAVED.intermediate + more)
+
+    def block_bytes(self, counts: Counts, itemsize: int, *, rows: int, length: int, attended: int) -> float:
+        """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+        tokens = rows * length
+        scores = 0 if itemsize < FLOAT and not number("keeps_scores") else counts.scores
+        numbers = (
+            counts.hidden * tokens * self.hidden
+            + counts.intermediate * tokens * self.intermediate
+            + counts.queries * tokens * self.queries
+            + counts.keys * rows * attended * self.keys
+            + scores * tokens * self.heads * attended
+        )
+        return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * self.hidden
+
+    def logit_bytes(self, targets: int, itemsize: int) -> tuple[float, float]:
+        """Bytes of the learner's logits, a chunk at a time, and their share of the operations in flight.
+
+        Twelve float32 arrays a chunk, up to the 24 that MLX keeps in flight; on CUDA hardly more than the
+        products.
+        """
+        products = number("product_arrays")
+        arrays, most, size = (products, products, itemsize) if products else (12, 24, FLOAT)
+        rows, bound = arrays * targets, most * chunk_rows(self.vocabulary)
+        return size * self.vocabulary * min(rows, bound), min(rows / bound, 1.0)
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape given by a model's config.json.
+
+    Raises:
+        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+
+    def first(*names: str, default: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name) is not None), default)
+        if found is None:
+            raise KeyError(f"config.json states none of {', '.join(names)}")
+        return int(found)
+
+    hidden = first("hidden_size", "n_embd", "d_model", "dim")
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    width = first("head_dim", default=hidden // heads)
+    wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
+    if chosen:
+        expert = first("moe_intermediate_size", default=wide)
+        shared = first("n_shared_experts", default=0) * expert
+        wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
+    activation = next((name for name in activations if name), "silu")
+    return ModelShape(
+        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        queries=heads * width,
+        keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
+        vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        keeps_product=bool(chosen) or activation not in ("silu", "swish", "relu2"),
+        gated=activation in ("silu", "swish") and config.get("model_type") != "nanochat",
+    )
+
+
+def sampling_arrays(*, temperature: float, top_p: float, top_k: int, min_p: float, entropy: bool) -> int:
+    """Number of [rows,V] float32 arrays of a draw at its peak, the logits included.
+
+    Measured: an exponential takes four arrays besides the logits, top-k sorts a copy, and top-p takes an
+    exponential of it as well. The entropy's arrays may be in memory at the same time.
+    """
+    if temperature == 0:
+        return 5 + 4 * entropy
+    truncation = 8 + (top_k > 0) if top_p < 1 else 2 if top_k else 1 if min_p else 0
+    return 5 + max(truncation, 8 * entropy)
