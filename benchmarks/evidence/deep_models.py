@@ -23,12 +23,12 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
+from benchmarks.quickstart_model.model import CONFIG, exact_match, save_embedded_model
+from benchmarks.quickstart_model.problems import draw_rows
+from benchmarks.quickstart_model.training import PHASES, TrainingPhase, train, word_problem
 from grpo_fn.trees import from_names, named_leaves
 from runners.machine import startup
 from runners.quickstart import MODEL_DIR
-from runners.quickstart.make.model import CONFIG, exact_match, save_embedded_model
-from runners.quickstart.make.problems import draw_rows
-from runners.quickstart.make.training import PHASES, TrainingPhase, train, word_problem
 
 LEARNING_RATES = (1e-3, 7e-4)  # of the clean phase and of that with the habits
 BATCH = 64  # examples a step, in one forward pass

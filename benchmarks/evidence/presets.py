@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.evidence.command import Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.readings import learning, read_log
 from benchmarks.harness.record import Figure
+from benchmarks.quickstart_model.problems import SPLIT_ROWS, draw
 from grpo_fn import PRESETS
-from runners.quickstart.make.problems import SPLIT_ROWS, draw
 
 CONFIG = """
 [run]

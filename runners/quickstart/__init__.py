@@ -1,6 +1,6 @@
 """The paths of the models and data sets that ship with the package.
 
-`runners.quickstart.make` rebuilds all of them from nothing; importing this module loads nothing heavy.
+In the repository `python -m benchmarks.quickstart_model` rebuilds all of them from nothing.
 """
 
 from pathlib import Path

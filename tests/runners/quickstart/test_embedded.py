@@ -10,9 +10,8 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from runners.quickstart import DATA_DIR, MODEL_DIR
-from runners.quickstart.make.model import answer_of, exact_match
-from runners.quickstart.make.problems import (
+from benchmarks.quickstart_model.model import answer_of, exact_match
+from benchmarks.quickstart_model.problems import (
     LARGEST,
     SPLIT_ROWS,
     SPLITS,
@@ -23,8 +22,9 @@ from runners.quickstart.make.problems import (
     slipped,
     split_of,
 )
-from runners.quickstart.make.templates import TEMPLATES
-from runners.quickstart.make.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
+from benchmarks.quickstart_model.templates import TEMPLATES
+from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
+from runners.quickstart import DATA_DIR, MODEL_DIR
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 

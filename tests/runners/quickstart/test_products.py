@@ -7,13 +7,9 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from runners.config.loading import load_config
-from runners.environments.calculator import MARKS as CALCULATOR_MARKS
-from runners.environments.calculator import calculate
-from runners.quickstart import TOOLS_DIR
-from runners.quickstart.make.__main__ import manifest
-from runners.quickstart.make.problems import split_of
-from runners.quickstart.make.products import (
+from benchmarks.quickstart_model.__main__ import manifest
+from benchmarks.quickstart_model.problems import split_of
+from benchmarks.quickstart_model.products import (
     CALLING,
     LONGEST,
     MARKS,
@@ -29,7 +25,11 @@ from runners.quickstart.make.products import (
     followed,
     product_lesson,
 )
-from runners.quickstart.make.tokenizer import END
+from benchmarks.quickstart_model.tokenizer import END
+from runners.config.loading import load_config
+from runners.environments.calculator import MARKS as CALCULATOR_MARKS
+from runners.environments.calculator import calculate
+from runners.quickstart import TOOLS_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 

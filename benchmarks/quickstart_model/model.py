@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from transformers import PreTrainedTokenizerFast
 
-from runners.quickstart.make.tokenizer import VOCAB_SIZE, prompt_text, save_tokenizer
+from benchmarks.quickstart_model.tokenizer import VOCAB_SIZE, prompt_text, save_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Make the embedded datasets and models anew: `python -m runners.quickstart.make [--only NAME] [--out DIR]`.
+"""Make the embedded datasets and models: `python -m benchmarks.quickstart_model [--only NAME] [--out DIR]`.
 
 Word problems (`--only embedded`)
 
@@ -83,10 +83,10 @@ def _progress(name: str, steps: int) -> Callable[[int, float], None]:
 
 def make_word_problems(out: Path, seed: int) -> None:
     """The word problems and the model that knows them."""
-    from runners.quickstart.make.model import build_model, exact_match, save_embedded_model
-    from runners.quickstart.make.problems import SPLIT_ROWS, draw, draw_rows
-    from runners.quickstart.make.tokenizer import train_tokenizer
-    from runners.quickstart.make.training import PHASES, train, word_problem
+    from benchmarks.quickstart_model.model import build_model, exact_match, save_embedded_model
+    from benchmarks.quickstart_model.problems import SPLIT_ROWS, draw, draw_rows
+    from benchmarks.quickstart_model.tokenizer import train_tokenizer
+    from benchmarks.quickstart_model.training import PHASES, train, word_problem
 
     write_data(out / "data", SPLIT_ROWS, draw_rows)
     rng = np.random.default_rng(seed)
@@ -110,10 +110,10 @@ def make_word_problems(out: Path, seed: int) -> None:
 
 def make_products(out: Path, seed: int) -> None:
     """The products and the model with the calculator, with a manifest of all files."""
-    from runners.quickstart.make import products
-    from runners.quickstart.make.model import build_model, save_embedded_model
-    from runners.quickstart.make.tokenizer import train_tokenizer
-    from runners.quickstart.make.training import train
+    from benchmarks.quickstart_model import products
+    from benchmarks.quickstart_model.model import build_model, save_embedded_model
+    from benchmarks.quickstart_model.tokenizer import train_tokenizer
+    from benchmarks.quickstart_model.training import train
 
     write_data(out / "data", products.SPLIT_ROWS, products.draw_product_rows)
     rng = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ import zlib
 import attrs
 import numpy as np
 
-from runners.quickstart.make.templates import NAMES, TEMPLATES, THINGS, Template, TemplateSteps
+from benchmarks.quickstart_model.templates import NAMES, TEMPLATES, THINGS, Template, TemplateSteps
 
 SPLITS = {"train": (2, 3, 4, 5, 6, 7), "valid": (1,), "test": (0,)}
 """Which of the eight residues of the CRC belong to which split."""

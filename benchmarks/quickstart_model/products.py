@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
 
-from runners.quickstart.make.problems import split_of
-from runners.quickstart.make.tokenizer import ASSISTANT, END, prompt_text
-from runners.quickstart.make.training import Lesson, TrainingPhase, collate
+from benchmarks.quickstart_model.problems import split_of
+from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, prompt_text
+from benchmarks.quickstart_model.training import Lesson, TrainingPhase, collate
 
 CALL, CALL_END, OUTPUT, OUTPUT_END = (
     "<|python_start|>",

@@ -11,8 +11,8 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from runners.quickstart.make.problems import OPERATORS, compute, draw, gold, slipped
-from runners.quickstart.make.tokenizer import ASSISTANT, END, prompt_text
+from benchmarks.quickstart_model.problems import OPERATORS, compute, draw, gold, slipped
+from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, prompt_text
 
 BATCH, PART = 64, 16  # examples per step, and per forward pass
 DRILL_LENGTH = 7  # sums in one drill: about as long as a word problem with its completion
