@@ -1,4 +1,4 @@
-"""The conditions of `stop.when`, such as "kl > 0.5 for 20", and the metrics that they may name."""
+"""The conditions of `stop.when`, such as "kl > 0.5 for 20"."""
 
 from __future__ import annotations
 
@@ -11,76 +11,7 @@ import attrs
 
 from runners.config.sections import judge_of
 from runners.errors import nearest
-
-METRICS = (
-    "em",
-    "reward",
-    "reward_std",
-    "frac_reward_zero_std",
-    "length_penalty",
-    "loss",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "learning_rate",
-    "bad_updates",
-    "update",
-    "batch_step",
-    "epoch",
-    "num_tokens",
-    "step_time",
-    "tokens_per_second",
-    "tokens_per_second/step",
-    "time/rollout",
-    "time/reward",
-    "time/learner",
-    "time/update",
-    "time/sync",
-    "time/checkpoint",
-    "time/rest",
-    "time/eval",
-    "time/elapsed",
-    "memory/active_gb",
-    "memory/peak_gb",
-    "memory/swap_gb",
-    "tools/call_frequency",
-    "tools/failure_frequency",
-    "tools/timeouts",
-    "tools/cut_observations",
-    "turns/mean",
-    "turns/max",
-    "experts/max_load",
-    "experts/unused",
-    "experts/balance",
-    "eval/success",
-    "eval/reward",
-    "eval/turns",
-    "eval/tool_calls",
-    "eval/failed_calls",
-    "completions/mean_length",
-    "completions/min_length",
-    "completions/max_length",
-    "completions/clipped_ratio",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/region_mean",
-    "cispo_clip_ratio",
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean",
-    "sampling/importance_sampling_ratio/max",
-    "sampling/kl",
-    "sampling/effective_sample_size",
-    "sampling/masked_fraction",
-    "ratio/min",
-    "ratio/mean",
-    "ratio/max",
-    "dynamic_sampling/resampled_groups",
-    "dynamic_sampling/tokens_per_used_token",
-)
-"""Numbers that a condition may name, besides judges' and `rewards/NAME/mean` and `rewards/NAME/std`."""
-
+from runners.metrics import COMPARABLE
 
 JUDGE_METRICS = (
     "requests",
@@ -156,7 +87,7 @@ def unknown_metric(metric: str, rewards: Iterable[str]) -> str | None:
         f"judge/{judge}/{part}" for name in rewards if (judge := judge_of(name)) for part in JUDGE_METRICS
     ]
     known = [
-        *METRICS,
+        *COMPARABLE,
         *judged,
         *(f"rewards/{name}/{part}" for name in sorted(names) for part in ("mean", "std")),
     ]

@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 
-from runners.config.conditions import METRICS
 from runners.errors import show
+from runners.metrics import METRICS
 
 _OWN_GROUPS = {"rewards", "rollout", *(name.partition("/")[0] for name in METRICS if "/" in name)}
-_OWN = {"em_subset", "update_skipped", "nonfinite", *METRICS}
+_OWN = {*METRICS}
 
 
 @attrs.frozen

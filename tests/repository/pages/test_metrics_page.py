@@ -1,5 +1,6 @@
-"""docs/metrics.md: its names are those that real runs log, no more and no fewer."""
+"""runners/metrics.py has the names that real runs log, no more and no fewer; docs/metrics.md its lines."""
 
+import importlib.util
 import json
 import re
 
@@ -7,21 +8,15 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from runners.config.conditions import METRICS
 from runners.config.loading import load_config
+from runners.metrics import METRICS
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.pages import ROOT, codes, tables
+from tests.support.pages import ROOT
 from tests.support.resuming import LETTERS
 from tests.support.tiny_runs import BY_LETTERS, small
 
-ROWS = {
-    codes(row[0])[0]: row[1:]
-    for table in tables(ROOT / "docs" / "metrics.md")
-    if table.header[0] == "name"
-    for row in table.rows
-}
-# Together these log every name that the page has.
+# Together these log every name of the table.
 RUNS = {
     "a reference, a reward per completion": ["loss.beta=0.1", "loss.preset=grpo"],
     "cispo, with a length penalty": ["loss.preset=cispo", "loss.overlong={buffer=4, penalty=0.5}"],
@@ -47,8 +42,8 @@ def logged(folder, name, overrides):
     return {re.sub(r"^rewards/[^/]+/", "rewards/{name}/", key) for key in names}
 
 
-def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
-    """Four runs and one whose gradient is NaN log exactly the names of the page's tables."""
+def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
+    """Four runs and one whose gradient is NaN log exactly the names of the table."""
     found = set()
     for number, overrides in enumerate(RUNS.values()):
         found |= logged(tmp_path, f"run{number}", overrides)
@@ -62,7 +57,7 @@ def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
 
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
-    assert found - {*ROWS} == set(), "logged, and not on the page"
+    assert found - {*METRICS} == set(), "logged, and not in the table"
     # Conversations have theirs, and models with experts: see test_train.py and test_experts.py of
     # tests/runners/training.
     played = (
@@ -75,15 +70,16 @@ def test_the_page_has_the_names_that_runs_log(tmp_path, monkeypatch):
         "eval/tool_calls",
         "eval/failed",
     )
-    rare = {name for name in ROWS if name.startswith(played)} | {"memory/swap_gb"}
-    assert {*ROWS} - found - rare == set(), "on the page, and never logged"
+    rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb"}
+    assert {*METRICS} - found - rare == set(), "in the table, and never logged"
 
 
-def test_the_page_has_what_a_condition_may_name():
-    """All of METRICS, for `stop.when`."""
-    assert {*METRICS} - {*ROWS} == set()
-
-
-def test_every_row_is_filled_in():
-    """Each has a unit, a meaning, what is normal, and a dash or advice."""
-    assert [name for name, row in ROWS.items() if len(row) != 4 or not all(row) or len(row[1]) < 9] == []
+def test_every_line_is_filled_in_and_the_page_has_it():
+    """Each has a unit, a meaning, what is normal, and a dash or advice; the page is up to date."""
+    short = [m.name for m in METRICS.values() if not all(attrs.astuple(m)) or len(m.meaning) < 9]
+    assert short == []
+    page = ROOT / "docs" / "metrics.md"
+    spec = importlib.util.spec_from_file_location("written", ROOT / "docs" / "manual" / "written.py")
+    written = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(written)
+    assert written.rendered(page.name, page.read_text()) == page.read_text()

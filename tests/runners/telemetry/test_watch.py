@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.conditions import METRICS, Condition, unknown_metric
+from runners.config.conditions import Condition, unknown_metric
 from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
 from runners.errors import UserError
@@ -207,4 +207,3 @@ def test_unknown_metrics_get_the_nearest():
     assert unknown_metric("entrpy", rewards) == "entropy"
     assert unknown_metric("rewards/brevty/mean", rewards) == "rewards/brevity/mean"
     assert unknown_metric("zzzzzz", rewards) == ""
-    assert len(set(METRICS)) == len(METRICS)

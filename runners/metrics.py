@@ -1,0 +1,145 @@
+"""Every metric that a run logs: the one table that docs/metrics.md, `stop.when` and the report read.
+
+A new metric is one line here, and the line of code that puts it into an update's dict. The columns are the
+name in training_log.jsonl, the unit, what it is, what is normal, and what to do otherwise. A heading starts
+with "#".
+"""
+
+from __future__ import annotations
+
+import attrs
+
+_TABLE = """
+# Place in the run
+update | count | updates of the optimizer so far; 0 is before training | rises by 1 | –
+batch_step | count | rollouts so far | `optim.gradient_accumulation_steps` times `update`, or less with `optim.num_iterations` or `optim.minibatches` | –
+epoch | passes | how far the run is in its training data | rises to `optim.num_epochs`, unless `optim.max_steps` ends it before | –
+num_tokens | tokens | completion tokens sampled so far, including those that were not used | rises | –
+
+# Success
+em | share, 0 to 1 | exact match: held-out problems whose greedy completion has the right answer | rises over many updates. With 200 problems an uncertainty of ±0.07 is normal (95 %, at 0.5) | compare runs with `grpo eval`, which gives intervals. If `reward` rises and `em` does not, a reward can be earned without being right: read `completions.jsonl`
+em_subset | problems | how many problems `em` was measured on | `eval.samples` or all that are held out | –
+
+# Rewards
+reward | your rewards' | mean over completions of what the advantage is computed from: the weighted sum, and the length penalty | rises, with noise from update to update | flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, easier prompts. Falling: a lower learning rate
+reward_std | your rewards' | spread (standard deviation) of `reward` in a group, mean over groups | above 0, falls slowly as the model gets better | 0 means that nothing is learned: see the next row
+frac_reward_zero_std | share | groups whose completions all got one reward; they teach nothing | below 0.5 at the start; near 1 at the end of the quickstart, whose problems become easy | near 1 early: prompts of other difficulty, a higher `rollout.temperature`, more `rollout.num_generations`, `loss.dynamic_sampling = true`
+rewards/{name}/mean | your reward's | mean of one reward function, before its weight | rises for what you care about | one rises and the others fall: change `reward.weights`, or look for a way to cheat in `completions.jsonl`
+rewards/{name}/std | your reward's | its spread over all completions of the update | above 0 | 0: the function gives everything the same value; `grpo check` shows why
+length_penalty | your rewards' | mean of the penalty on long completions (`loss.overlong`), a part of `reward` | 0 to a small negative number | strongly negative: completions run into the limit; raise `rollout.max_new_tokens`
+
+# Completions
+completions/mean_length | tokens | length of completions | steady, or changes slowly | grows without a better `em`: a length penalty, or `loss.preset = "dr_grpo"`. Falls to a few tokens: a reward pays for short texts
+completions/min_length | tokens | the shortest | above 1 | 1: completions that end at once; look at them in `completions.jsonl`
+completions/max_length | tokens | the longest | below `rollout.max_new_tokens` | –
+completions/clipped_ratio | share | completions that were cut off at `rollout.max_new_tokens` | below 0.1 | a larger limit, `rollout.stop`, or `loss.mask_truncated_completions = true`
+dynamic_sampling/resampled_groups | groups | groups that were replaced because all their rewards were equal | below the number of prompts in a batch step | many in every step: prompts of other difficulty
+dynamic_sampling/tokens_per_used_token | ratio | sampled tokens for each token that is learned from | 1 to 3 | higher: most sampling is thrown away; prompts of other difficulty, or a lower `loss.max_resample`
+
+# Turns and tools
+tools/call_frequency | calls | calls of tools in a completion, the mean | above 0 once the model has found the tools | show the form of a call in the system prompt, or reward one
+tools/failure_frequency | share | calls that raised, timed out or named no tool | falls | read the observations in completions.jsonl: the model sees the same
+tools/timeouts | count | calls that took longer than `env.timeout` | 0 | a slow service, or a timeout that is too short
+tools/cut_observations | count | observations longer than `env.max_observation_tokens` | 0, or few | return less text, or raise the limit
+turns/mean | turns | turns of a completion, the mean | below `env.max_turns` | conversations that never end: look at what ends them
+turns/max | turns | the longest conversation | at most `env.max_turns` | –
+eval/success | share, 0 to 1 | with [env], held-out episodes that succeed: the environment's own reward is 1 or more; without `get_reward`, the answer is the gold one | rises over many updates | compare runs with `grpo eval`, which gives intervals
+eval/reward | the environment's own | mean of `get_reward` over held-out episodes | rises | as for `eval/success`
+eval/turns | turns | mean over held-out episodes | as in training | –
+eval/tool_calls | calls | mean over held-out episodes | as in training | –
+eval/failed_calls | calls | mean over held-out episodes of calls that raised, or named no tool | falls | read the conversations in the [report](report.md)
+
+# The learner
+loss | – | the value whose gradient is taken | near 0, of either sign: with one update a rollout, positive and negative advantages cancel. It does not show progress | `null`: see `update_skipped`
+grad_norm | – | length of the gradient before it is cut to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group had a spread | grows tenfold and stays: a lower `optim.learning_rate`
+learning_rate | – | the optimizer's rate at this update | follows `optim.schedule` | –
+entropy | nats a token | how undecided the model is, mean over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become equal; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: the model falls apart; a lower learning rate
+kl | nats a token | estimate of the KL from the policy to the starting model; only with `loss.beta` above 0 | rises slowly from 0 | above 1: a lower `optim.learning_rate` or a higher `loss.beta`
+update_skipped | true | this update changed nothing, since its numbers were not finite | is not there | a lower `optim.learning_rate`; [faults](faults.md#numbers-that-are-not-finite)
+bad_updates | count | such updates so far | is not there | the same
+
+# Experts
+experts/max_load | ratio | tokens of the expert with most of them, over the mean of its layer: the largest of all layers | 1.5 to 4; few tokens make it larger | rises over many updates: the router collapses; `loss.router_aux_coef = 0.001`, or adapters that leave the router alone
+experts/unused | share | experts that no token chose, mean over layers | 0 with many tokens; with few tokens and many experts well above | rises over many updates: the same
+experts/balance | – | the value that `loss.router_aux_coef` multiplies: 1 if the load is even, at most experts / experts per token | 1 to 1.5 | rises over many updates: the same
+
+# Clipping and ratios
+clip_ratio/low_mean | share | tokens with a ratio below 1 − `loss.epsilon_low` and a negative advantage | 0 with one update a rollout, else below 0.2 for token ratios | higher: a lower `optim.learning_rate`, fewer `optim.num_iterations` or `optim.minibatches`
+clip_ratio/high_mean | share | tokens with a ratio above 1 + `loss.epsilon_high` and a positive advantage | the same | the same
+clip_ratio/region_mean | share | both together | the same. GSPO's narrow range clips more | the same
+cispo_clip_ratio | share | with `loss.preset = "cispo"` in place of the three: tokens whose weight is capped | below 0.1 | the same
+ratio/min | ratio | the smallest | 1 with one update a rollout | near 0 or above 10 in single tokens is harmless when `ratio/mean` stays near 1
+ratio/mean | ratio | the mean of all tokens | 0.9 to 1.1 | a lower `optim.learning_rate`, a smaller `loss.sync_every`
+ratio/max | ratio | the largest | 1 with one update a rollout | as `ratio/min`
+
+# Sampler against learner
+sampling/sampling_logp_difference/mean | nats | mean difference of a token's log-probability, without its sign | about 1e-6 in float32, 1e-3 to 0.02 in bfloat16, up to 0.1 with quantized rollouts or truncated sampling | more bits for `rollout.quantization`; above `rollout.mismatch_limit` a run leaves quantization by itself
+sampling/sampling_logp_difference/max | nats | the largest | single tokens may differ by 1 or more in bfloat16 | only if the mean is high too
+sampling/importance_sampling_ratio/min | ratio | learner's probability of a token divided by the sampler's: the smallest | 1 in float32 | `loss.correction = "token_truncate"`
+sampling/importance_sampling_ratio/mean | ratio | the mean of all tokens | 0.95 to 1.05 | the same
+sampling/importance_sampling_ratio/max | ratio | the largest | 1 in float32, a few in bfloat16 | the same
+sampling/kl | nats a token | estimate of the KL from the sampler to the learner | below 0.001 | above 0.01: a correction, or more bits
+sampling/effective_sample_size | share | how many of the tokens count, if each is weighted by its ratio | above 0.95 | the same
+sampling/masked_fraction | share | tokens that `loss.correction` dropped | 0 without a correction, else below 0.05 | a wider `loss.correction_range` or `loss.sequence_range`, or more bits
+rollout/quantization | text | the format that the sampler's weights have; only with `rollout.quantization` | the one that was asked for | –
+rollout/fallback | text | why the run went back to full precision | is not there | [quantization](quantization.md)
+
+# Time and memory
+step_time | seconds | from one update to the next, without evaluations; the sum of the parts below but `time/eval` | steady; the first is longer, since it compiles | look at which part grew
+tokens_per_second | tokens/s | sampled tokens over `time/rollout` | steady; falls as completions get longer | falls by half at equal lengths: look at `memory/swap_gb`, and for other programs
+tokens_per_second/step | tokens/s | sampled tokens over `step_time`: the rate of the whole | below `tokens_per_second` | far below it: the largest of the parts below says why
+time/rollout | seconds | sampling, for all batch steps of the update | the largest part for long completions | `rollout.quantization`, a larger `rollout.max_batch`
+time/reward | seconds | the reward functions | below a tenth of `step_time` | make slow rewards `async`; [rewards](rewards.md)
+time/learner | seconds | log-probabilities and gradients | grows with tokens and parameters | without `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens` on a GPU
+time/update | seconds | the optimizer's step | small beside the rollout | training fewer weights, with `model.tune = "lora"`
+time/sync | seconds | making the sampler's weights from the learner's | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`
+time/checkpoint | seconds | how long training waited for a checkpoint | near 0: it is written during the next rollout | a slow disk, or too little memory to keep two sets of weights
+time/elapsed | seconds | since the run began, including time before a resume | rises | –
+time/rest | seconds | time in no other part: logs, batches, the display | near 0 | a slow disk, if completions are logged
+time/eval | seconds | one evaluation | – | fewer `eval.samples`, a larger `eval.every`
+memory/active_gb | 10⁹ bytes | what MLX holds now | steady | rises from update to update: a reward keeps arrays
+memory/peak_gb | 10⁹ bytes | the most that MLX has held since the run's start | below 90 % of the memory | [memory](memory.md) names the keys that lower it
+memory/swap_gb | 10⁹ bytes | what the whole system has moved to the disk | near 0 | everything becomes slow: a smaller batch; see [memory](memory.md)
+nonfinite | names | metrics of this line that were NaN or infinite, which JSON cannot hold | is not there | a reward that gave no value at all has a mean of NaN; else see `update_skipped`
+"""
+_NO_NUMBERS = ("text", "true", "names")  # units of what a condition cannot compare
+
+
+@attrs.frozen
+class Metric:
+    """A line of the table."""
+
+    section: str  # the heading above it
+    name: str  # {name}: a reward's or a judge's
+    unit: str
+    meaning: str
+    normal: str
+    otherwise: str
+
+
+def _read(table: str) -> dict[str, Metric]:
+    section, found = "", {}
+    for line in filter(None, table.splitlines()):
+        if line.startswith("# "):
+            section = line.removeprefix("# ")
+        else:
+            metric = Metric(section, *(cell.strip() for cell in line.split(" | ")))
+            found[metric.name] = metric
+    return found
+
+
+METRICS = _read(_TABLE)
+"""name -> Metric, in the order of the page."""
+
+COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)
+"""Names that a condition of `stop.when` may use, besides `rewards/NAME/mean`, `rewards/NAME/std` and judges'."""
+
+
+def tables() -> dict[str, str]:
+    """The Markdown table of each section, for docs/metrics.md."""
+    found: dict[str, list[str]] = {}
+    for metric in METRICS.values():
+        row = (f"`{metric.name}`", metric.unit, metric.meaning, metric.normal, metric.otherwise)
+        head = ["| name | unit | what it is | normal | if not |", "|---|---|---|---|---|"]
+        found.setdefault(metric.section, head).append(f"| {' | '.join(row)} |")
+    return {section: "\n".join(rows) for section, rows in found.items()}
