@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
 
 _LARGEST = 1 << 20  # bytes of an answer
+_MOST_TOKENS = 1 << 53  # of an answer
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # temporary faults
 _HOPELESS = {401, 403, 404, 405}  # the same for every request
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds before another try
@@ -202,7 +203,7 @@ async def _bounded(response: Response) -> bytes | None:
 def _retry_after(response: Response) -> float:
     """The seconds that the server asks for, within bounds; 0 if it gives none."""
     try:
-        return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT)
+        return min(max(0.0, float(response.headers.get("retry-after", 0))), _LONGEST_WAIT)  # NaN: 0
     except ValueError:  # a date
         return 0.0
 
@@ -213,12 +214,15 @@ def _reply(content: bytes, seconds: float) -> Reply | Failure:
         choice = answer["choices"][0]
         text = choice["message"].get("content")
         usage = answer.get("usage") or {}
-        tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        tokens = [max(int(usage.get(name) or 0), 0) for name in ("prompt_tokens", "completion_tokens")]
+        str(text).encode()  # a lone surrogate is a ValueError
+        if max(tokens) > _MOST_TOKENS:
+            raise ValueError
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return Failure(
             "got an answer that is not of the API's form", show(content[:200].decode("utf-8", "replace"))
         )
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
         return Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}")
-    return Reply(text, max(tokens[0], 0), max(tokens[1], 0), seconds)
+    return Reply(text, *tokens, seconds)

@@ -11,9 +11,9 @@ import attrs
 
 from runners.errors import show
 
-_MOST = 100_000  # characters at the end of an answer that are read
+_MOST = 10_000  # characters at the end of an answer that are read: a custom pattern may be quadratic
 _THOUGHT_END = "</think>"
-_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = r"(?>[-+]?(?:\d+(?:\.\d*)?|\.\d+))"  # atomic: no second try with fewer digits
 _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
 _ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
 _RANKING = re.compile(r"\branking\b[\s*_`\"]*[:=]([^\n]*)", re.IGNORECASE)

@@ -1,5 +1,6 @@
 """A judge behind a real socket: what is asked, how often, how many at a time, and what faults become."""
 
+import math
 import os
 import subprocess
 import sys
@@ -96,9 +97,11 @@ def test_a_fault_that_passes_is_tried_again():
     """429 and 500, with what the server asks to wait; the answer then counts."""
 
     def moody(_, number):
-        return [(429, {"error": {"message": "slow"}}, {"Retry-After": "0.01"}), (500, "oops"), "SCORE: 8"][
-            number - 1
-        ]
+        return [
+            (429, {"error": {"message": "slow"}}, {"Retry-After": "0.01"}),
+            (500, "oops", {"Retry-After": "nan"}),
+            "SCORE: 8",
+        ][number - 1]
 
     with answering(moody) as (url, asked):
         scores = score(judge(url, retries=2), ["a"])
@@ -141,11 +144,24 @@ def test_faults_are_no_reward_and_one_line(answer, said):
             score(judge(url, "raise"), ["a", "b"])
 
 
-def test_what_fails_is_not_kept_and_hurts_nobody_else():
-    """One bad answer among good ones: NaN there alone; it is asked again the next time."""
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "hm",
+        "SCORE: 5 \ud800",
+        *(
+            completion("SCORE: 5", usage={"prompt_tokens": count, "completion_tokens": 1})
+            for count in (1 << 63, math.inf, math.nan, "many", [1])
+        ),
+        "SCORE: " + "9" * 90_000 + ".9.9",
+    ],
+    ids=range(8),
+)
+def test_an_odd_answer_has_no_reward_and_the_others_do(odd):
+    """NaN there alone; it is not cached, but asked again the next time."""
 
     def answer(body, _):
-        return "hm" if "odd one" in body["messages"][0]["content"] else "SCORE: 5"
+        return odd if "odd one" in body["messages"][0]["content"] else "SCORE: 5"
 
     with answering(answer) as (url, asked):
         for _ in range(2):
