@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 OUT_OF_MEMORY = 9  # the exit code of a `main` that raised MemoryError
 _POLL = 0.02  # seconds between readings of the child's memory
 _PATIENCE = 30.0  # seconds that a child may take in addition to ten times its computing time
+_ENDED = 0  # in place of a call's number: the process that answers was ended
 _MEGABYTE = 1_000_000
 # Not every system limits a process's address space: on others the parent checks the memory.
 _CAN_LIMIT = sys.platform == "linux"
@@ -35,10 +42,8 @@ def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> En
     `main` calls `limit` after its imports: from then on it may compute for `seconds` and use `memory`
     bytes. If the system cannot limit the memory, this process watches it.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*sys.argv[1:])"
     process = subprocess.Popen(
-        # -P: imports nothing from the current folder that this process would not import itself.
-        [sys.executable, "-P", "-c", code, *arguments],
+        python_command(f"from {module} import main; main(*sys.argv[1:])", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # a failing Rust library writes a backtrace there
@@ -60,6 +65,114 @@ def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> En
     elif process.returncode in (-signal.SIGABRT, OUT_OF_MEMORY):
         over = "memory"  # Rust and C++ abort where Python has an exception
     return Ending(lines, process.returncode, over)
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """The command of a new Python that runs `code` and imports from where this one does."""
+    # -P: imports nothing from the current folder that this process would not import itself.
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}", *arguments]
+
+
+class BoundedFunction:
+    """`package.module:function` in a process that is kept; each call has limits of time and memory.
+
+    Arguments and results are plain values. A call that exceeds a limit, raises or ends its process returns
+    None. Limits: `seconds` of computing, and `memory` bytes where the system limits an address space. Threads
+    take turns; a forked child has a process of its own.
+    """
+
+    def __init__(self, name: str, *, seconds: float, memory: int) -> None:
+        """No process is started before `start` or the first call."""
+        self._arguments = (name, str(seconds), str(memory))
+        self._patience = _PATIENCE + 10 * seconds
+        self._lock, self._number = threading.Lock(), 0  # of calls
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def start(self) -> Connection:
+        """Starts the process if there is none; the function's module is imported while this one goes on."""
+        if self._connection is None:
+            self._connection, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    python_command(f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+        return self._connection
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's result; None: there is none within the limits."""
+        with self._lock:
+            self._number += 1
+            try:
+                connection = self.start()
+                connection.send((self._number, arguments))
+                while connection.poll(self._patience):
+                    number, found = connection.recv()
+                    if number in (self._number, _ENDED):  # after an _ENDED an earlier call's may come late
+                        return found
+            except (EOFError, OSError):
+                pass  # the process was ended from outside
+            except BaseException:  # an interrupt, maybe amid a message
+                self.close()
+                raise
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Ends the process; the next call starts another."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._connection = self._process = None
+
+    def _forget(self) -> None:
+        """In a forked child: the process belongs to the parent."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._process.returncode = 0  # nothing to wait for
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._process = None
+
+
+def serve(name: str, seconds: str, memory: str) -> None:
+    """In the child: forks a process that answers, and another wherever a limit has ended that one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    connection = Connection(os.dup(0))
+    module, _, function = name.partition(":")
+    target = getattr(importlib.import_module(module), function)
+    while True:
+        child = os.fork()
+        if child == 0:
+            _answer(connection, target, float(seconds), int(memory))
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return  # the caller has closed its end
+        connection.send((_ENDED, None))
+
+
+def _answer(connection: Connection, target: Callable[..., Any], seconds: float, memory: int) -> None:
+    limit(seconds, memory)
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            number, arguments = connection.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            found = target(*arguments)
+        except BaseException:
+            found = None
+        signal.setitimer(signal.ITIMER_PROF, 0)  # not amid an answer
+        connection.send((number, found))
 
 
 def limit(seconds: float, memory: int) -> None:

@@ -45,6 +45,19 @@ class Stopped(KeyboardInterrupt):
         self.advice = ""  # a line on how to continue
 
 
+# A forked child, such as a reward's pool of workers, calls these, latest first, so that its signals act as
+# before the run.
+restored_in_forks: list[Callable[[], None]] = []
+
+
+def _restore_all() -> None:
+    while restored_in_forks:
+        restored_in_forks.pop()()
+
+
+os.register_at_fork(after_in_child=_restore_all)
+
+
 class Interrupts:
     """Within the `with` block the first SIGINT sets `stopped`, and a second one raises KeyboardInterrupt.
 
@@ -66,9 +79,15 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self.signals}
+            restored_in_forks.append(self._restore)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._restore in restored_in_forks:
+            restored_in_forks.remove(self._restore)
+            self._restore()
+
+    def _restore(self) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)  # pyright: ignore[reportArgumentType]
 
@@ -105,11 +124,10 @@ class StopSignals(Interrupts):
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before:
-            signal.set_wakeup_fd(self._wakeup)
-            self._close(self._writer)  # ends the thread
-        super().__exit__(kind, error, trace)
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        self._close(self._writer)  # ends the thread
+        super()._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runners.errors import UserError, error_line, text_of
-from runners.machine.signals import Stopped
+from runners.machine.signals import Stopped, restored_in_forks
 from runners.ranks.connection import connect, introduce
 from runners.ranks.messages import RankMessage
 from runners.ranks.rank_place import RankPlace
@@ -59,6 +59,7 @@ class Ranks:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._handlers[number] = signal.signal(number, self._receive)
+                restored_in_forks.append(self._restore)
             self.hosts = introduce(self._wire, self.number, self.count)
 
     @property
@@ -196,8 +197,7 @@ class Ranks:
             yield
             self.meet("the end")
             self._part()
-            for number, before in self._handlers.items():
-                signal.signal(number, before)
+            self._restore()
         except BaseException as error:
             if not self._over:
                 error = self._tell(error)
@@ -237,6 +237,12 @@ class Ranks:
         if self._wire:
             reported = error and not isinstance(error, RankError | KeyboardInterrupt)
             self._wire.write(ENDED, error_line(error) if error and reported else "")
+
+    def _restore(self) -> None:
+        if self._restore in restored_in_forks:
+            restored_in_forks.remove(self._restore)
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that comes before the run's own handlers, or the launcher's SIGTERM to all ranks

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import functools
-import logging
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from runners.errors import UserError
 from runners.machine import install_hints
+from runners.machine.bounded_process import BoundedFunction
 from runners.rewards.builtin import answer_text, extract_answer
 from runners.rewards.calls import is_async
 
@@ -32,7 +33,7 @@ def _checked_by(check: Callable[[], Any]) -> Callable[[RewardFunction], RewardFu
     return mark
 
 
-@_checked_by(lambda: _math_verify())
+@_checked_by(lambda: _math_process())
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
     """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
@@ -40,20 +41,15 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
     expressions that simplify to one another (math-verify, extra `math`). The answer is the text in the last
     <answer>…</answer>, or else what math-verify finds in the whole text.
 
-    Its only time limit is `reward.timeout`. Raises UserError without math-verify.
+    A policy writes texts such as 9^(9^9): each completion has 2 s of computing and 512 MB in a process that
+    is kept for this, and gets None beyond. Raises UserError without math-verify.
     """
-    parse, verify = _math_verify()
-    golds = [_expression(parse, None if gold is None else str(gold)) for gold in answer]
-    found: Rewards = []
-    for completion, gold in zip(completions, golds, strict=True):
-        if not gold:
-            found.append(None)
-            continue
-        text = answer_text(completion)
-        tagged = extract_answer(text)
-        given = parse(text, parsing_timeout=None) if tagged is None else _expression(parse, tagged)
-        found.append(float(bool(given) and verify(gold, given, timeout_seconds=None)))
-    return found
+    compare = _math_process()
+    texts = [answer_text(completion) for completion in completions]
+    return [
+        None if gold is None else compare(str(gold), extract_answer(text), text)
+        for text, gold in zip(texts, answer, strict=True)
+    ]
 
 
 def regex_reward(
@@ -136,21 +132,12 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     return call_async if is_async(reward) else call
 
 
-def _expression(parse: Callable[..., list], text: str | None) -> list:
-    """math-verify's expressions in a bare answer; empty if there are none."""
-    if text is None:
-        return []
-    # It reads expressions such as (x+1)^2 completely only if they are marked as mathematics.
-    marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-    return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)
+_compare = BoundedFunction("runners.rewards.mathematics:compare", seconds=2.0, memory=512_000_000)
 
 
-def _math_verify() -> tuple[Callable[..., list], Callable[..., bool]]:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}") from error
-    # Its own limits need signals, which only a main thread has; each call would say that they are off.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return parse, verify
+def _math_process() -> BoundedFunction:
+    """The process that compares, started: it takes a second or two to import."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}")
+    _compare.start()
+    return _compare

@@ -1,10 +1,14 @@
 """Rewards to build on: mathematics by math-verify, patterns, lengths; all as the config names them."""
 
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from runners.errors import UserError
+from runners.rewards import library
 from runners.rewards.library import length_reward, math_verify_reward, overlong_reward, regex_reward
 from runners.rewards.scoring import Scorer, resolve_rewards
 
@@ -51,6 +55,42 @@ def test_mathematics_under_the_scorer_s_time_limit(capfd):
     scores = Scorer(rewards, timeout=60.0).score(texts, [[]] * 2, {"answer": ["1/2", "1/2"]})
     assert scores.problems == [] and scores.values_kb.tolist() == [[1.0, 0.0]]
     assert rewards[0].name == "math_verify_reward" and "imeout" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("2", r"So it is \boxed{99999999^{99999999}}."),
+        ("99999999^{99999999}", tagged("2")),
+        ("2", tagged("(" + "10^" * 9 + "10)!")),
+    ],
+)
+def test_a_text_that_takes_for_ever_has_no_reward_and_the_others_theirs(gold, text):
+    """Big integers keep the GIL, so that no thread's time limit would fire; what follows is unharmed."""
+    rewards = math_verify_reward(completions(tagged("3"), text, tagged("0.5")), ["3", gold, "1/2"])
+    assert rewards == [1.0, None, 1.0]
+
+
+def test_the_process_that_compares_may_be_ended_and_forks_have_their_own():
+    """One call has no reward; a forked child neither reads the parent's answers nor ends its process."""
+    half = (completions(tagged("0.5")), ["1/2"])
+    assert math_verify_reward(*half) == [1.0]
+    child = os.fork()
+    if child == 0:
+        os._exit(math_verify_reward(*half) != [1.0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert math_verify_reward(*half) == [1.0]
+    os.kill(answering(library._compare._process.pid), signal.SIGKILL)
+    rewards = math_verify_reward(completions(tagged("7"), tagged("0.5"), tagged("7")), ["7", "1/2", "8"])
+    assert rewards[0] in (None, 1.0) and rewards[1:] == [1.0, 0.0], "no answer is taken for another's"
+    library._compare.close()
+    assert math_verify_reward(*half) == [1.0]
+
+
+def answering(parent):
+    """The process that the process of comparisons has forked."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.split()
+    return next(int(pid) for pid, of in zip(found[::2], found[1::2], strict=True) if int(of) == parent)
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):

@@ -1,0 +1,36 @@
+"""Compares two texts as mathematics, in a process of its own (`library.math_verify_reward`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import math_verify
+
+# Its own limits need signals of a main thread. They are off, and each call would say so.
+parse = functools.partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+verify = functools.partial(math_verify.verify, timeout_seconds=None)
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+def compare(gold: str, answer: str | None, text: str) -> float | None:
+    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no mathematics.
+
+    With `answer` None it is what math-verify finds in the whole text.
+    """
+    wanted = _expression(gold)
+    if not wanted:
+        return None
+    given = parse(text) if answer is None else _expression(answer)
+    return float(bool(given) and verify(wanted, given))
+
+
+def _expression(text: str) -> list:
+    """The expressions in a bare answer; empty if there are none."""
+    # It reads expressions such as (x+1)^2 completely only if they are marked as mathematics.
+    marked = text if "$" in text or "\\boxed" in text else f"${text}$"
+    return parse(marked) or parse(text)
+
+
+compare("1/2", "0.5", "")  # fills caches that the processes forked from this one inherit
