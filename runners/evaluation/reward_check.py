@@ -82,7 +82,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     stated = read_json(path / "config.json")
-    tokenizer = load_tokenizer(path, stated, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     processor = processor_of(config.data, path, stated)
     ends = tuple(sorted(tokenizer.eos_token_ids))
     environments = build_environments(

@@ -134,7 +134,7 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
         raise UserError(
             f"{where}: {heads[0]} has the shape {list(head.shape)}, want [labels, {_width(module)}]"
         )
-    tokenizer = load_tokenizer(path, stated)
+    tokenizer = load_tokenizer(path)
     module.eval()
     module.freeze()
     if mx.default_device() == mx.cpu:

@@ -145,7 +145,7 @@ def longest_prompt(config: Config) -> int | None:
         return None
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     stated = read_json(folder / "config.json")
-    tokenizer = load_tokenizer(folder, stated, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     train, _ = load_rows(config.data, config.folders)
     processor = processor_of(config.data, folder, stated)
     examples, _ = build_examples(train, config.data, tokenizer, processor=processor)

@@ -16,8 +16,8 @@ from runners.files.durable import load_arrays
 from runners.files.json_files import read_json
 from runners.files.links import check_links
 from runners.files.tensor_header import check_header
-from runners.models.adapter_settings import check_settings
 from runners.models.base_digest import base_digest
+from runners.models.json_keys import check_adapter_config
 from runners.models.model_reader import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -63,7 +63,7 @@ def check_adapters(folder: Path) -> None:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: {name} is missing; wanted a folder of adapters as mlx-lm writes them")
     check_header(folder / ADAPTERS)
-    check_settings(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+    check_adapter_config(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
 
 
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:

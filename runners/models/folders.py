@@ -10,6 +10,7 @@ from runners.errors import UserError
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.files.json_files import read_json
 from runners.files.links import check_links, check_weight_map
+from runners.models.json_keys import check_config, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
@@ -76,14 +77,10 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     if "config.json" not in names:
         raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
     stated = read_json(folder / "config.json")
-    if custom_loader:
-        _check_tokenizer(folder, names)
-        return
-    if "model_type" not in stated:
-        raise UserError(
-            f"{folder}/config.json: the key model_type is missing; mlx-lm chooses the model by it"
-        )
-    _check_weights(folder, names)
+    check_config(stated, folder / "config.json", custom_loader=custom_loader)
+    end_ids(folder)
+    if not custom_loader:
+        _check_weights(folder, names)
     _check_tokenizer(folder, names)
 
 
@@ -103,10 +100,12 @@ def tokenizer_pickle(folder: Path) -> Path | None:
 def read_config(folder: Path) -> dict:
     """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
 
-    Raises UserError if the file cannot be read, or if mlx-lm would compute something else.
+    Raises UserError if the file cannot be read, as `check_config` does, or if mlx-lm would compute something
+    else.
     """
     file = folder / "config.json"
     stated = read_json(file)
+    check_config(stated, file)
     try:
         return with_rope_keys(stated)
     except UserError as error:

@@ -11,17 +11,16 @@ import mlx.nn as nn
 
 from grpo_fn.trees import named_leaves
 from runners.config.user_functions import resolve_function
-from runners.errors import UserError, error_line, first_lines, is_out_of_memory, show
+from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
 from runners.files.tensor_header import check_header
 from runners.models.folders import read_config, tokenizer_pickle
+from runners.models.json_keys import end_ids
 from runners.models.rope_keys import rope_notices, with_rope_keys
 from runners.tokenization.tokenizer_check import check_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-_MAX_LAYERS = 10_000
 
 Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 
@@ -34,7 +33,7 @@ def read_model(
     Raises UserError for all faults of the files that `load_model` refuses.
     """
     module, config = load_module(path, trust_remote_code, loader)
-    tokenizer = load_tokenizer(path, config, trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code)
     notices = check_vocabulary_size(tokenizer, vocabulary_rows(module, config), path)
     notices += rope_notices(config) if loader is None else ()
     _check_floating(module, path)
@@ -63,7 +62,7 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
         return _by_loader(path, loader)
     from mlx_lm import utils
 
-    _check_layers(read_config(path), path)
+    read_config(path)  # checked before mlx-lm reads it
     for file in sorted(path.glob("model*.safetensors")):
         check_header(file)
     try:
@@ -95,15 +94,7 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
     return module, config
 
 
-def _check_layers(config: dict, path: Path) -> None:
-    # Modules are built layer by layer before weights are checked: a billion layers would never end.
-    for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers"):
-        count = config.get(name)
-        if isinstance(count, int) and count > _MAX_LAYERS:
-            raise UserError(f"{path}/config.json: {name} is {show(count)}, wanted {_MAX_LAYERS:,} at most")
-
-
-def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) -> TokenizerWrapper:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrapper:
     """The tokenizer of a checked folder, nanochat's or transformers'. Raises UserError if it cannot be
     loaded, or if its first use takes more time or memory than a real tokenizer needs."""
     pickled = tokenizer_pickle(path)
@@ -111,16 +102,13 @@ def load_tokenizer(path: Path, config: dict, trust_remote_code: bool = False) ->
     if pickled is not None:
         from runners.tokenization.tiktoken_tokenizer import load_tiktoken
 
-        stated = config.get("eos_token_id")
-        return load_tiktoken(
-            pickled, stated if isinstance(stated, list) else [] if stated is None else [stated]
-        )
+        return load_tiktoken(pickled, end_ids(path) or [])
     from mlx_lm import utils
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.
     custom_code = {"trust_remote_code": trust_remote_code}
     try:
-        return utils.load_tokenizer(path, custom_code, eos_token_ids=config.get("eos_token_id"))
+        return utils.load_tokenizer(path, custom_code, eos_token_ids=end_ids(path))
     except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
         raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
 
@@ -132,7 +120,7 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
         for _, layer in module.named_modules()
         if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding)
     ]
-    stated = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    stated = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if stated in rows or not rows:
         return int(stated or 0)
     return max(rows)

@@ -115,7 +115,6 @@ class Templates(Target):
         from tests.support.tiny_models import make_model_folder
 
         self.model = make_model_folder(folder / "model", layers=1, chat_template=False)
-        self.config = json.loads((self.model / "config.json").read_text())
 
     def inputs(self) -> st.SearchStrategy[Any]:
         from tests.support.tiny_models import CHAT_TEMPLATE
@@ -137,7 +136,7 @@ class Templates(Target):
         from runners.models.model_reader import load_tokenizer
 
         (self.model / "chat_template.jinja").write_bytes(value)
-        tokenizer = load_tokenizer(self.model, self.config)
+        tokenizer = load_tokenizer(self.model)
         for messages in TALKS:
             text, tokens = render(tokenizer, messages)
             assert tokens and len(text) < 1 << 21

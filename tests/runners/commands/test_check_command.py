@@ -84,8 +84,8 @@ def test_a_missing_chat_template_is_mentioned(check, tmp_path):
 
 def test_nanochat_s_turns_are_a_chat_template(tmp_path):
     """A tokenizer.pkl with the marks for turns has one; without them prompts are plain text."""
-    turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"), {})
-    plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))), {})
+    turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"))
+    plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))))
     assert template_notices(turns) == [] and len(template_notices(plain)) == 1
 
 

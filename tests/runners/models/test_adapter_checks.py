@@ -72,16 +72,16 @@ def test_a_folder_that_is_not_there_is_a_line(base, command):
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("scale", "x", 'lora_parameters.scale: found "x", wanted a finite number'),
-        ("scale", float("nan"), "lora_parameters.scale: found nan, wanted a finite number"),
-        ("scale", float("inf"), "lora_parameters.scale: found inf, wanted a finite number"),
-        ("scale", True, "lora_parameters.scale: found true, wanted a finite number"),
-        pytest.param("scale", 10**400, "lora_parameters.scale: found an integer of 1329 bits", id="huge"),
-        ("scale", None, "lora_parameters.scale: found nothing, wanted a finite number"),
-        ("rank", 2.0, "lora_parameters.rank: found 2.0, wanted a whole number from 1 on"),
-        ("rank", 0, "lora_parameters.rank: found 0, wanted a whole number from 1 on"),
-        ("dropout", 1.0, "lora_parameters.dropout: found 1.0, wanted a number from 0 to below 1"),
-        ("keys", "q_proj", 'lora_parameters.keys: found "q_proj", wanted a list of layers'),
+        ("scale", "x", 'lora_parameters.scale: expected a finite number, found "x"'),
+        ("scale", float("nan"), "lora_parameters.scale: expected a finite number, found nan"),
+        ("scale", float("inf"), "lora_parameters.scale: expected a finite number, found inf"),
+        ("scale", True, "lora_parameters.scale: expected a finite number, found true"),
+        pytest.param("scale", 10**400, "expected a finite number, found an integer of 1329 bits", id="huge"),
+        ("scale", None, "lora_parameters.scale: expected a finite number, found nothing"),
+        ("rank", 2.0, "lora_parameters.rank: expected a whole number from 1 on, found 2.0"),
+        ("rank", 0, "lora_parameters.rank: expected a whole number from 1 on, found 0"),
+        ("dropout", 1.0, "lora_parameters.dropout: expected a number from 0 to below 1, found 1.0"),
+        ("keys", "q_proj", "lora_parameters.keys: expected a list of layers' names, found"),
     ],
 )
 def test_numbers_that_mlx_lm_cannot_compute_with(base, adapter, key, value, line):
@@ -95,10 +95,10 @@ def test_numbers_that_mlx_lm_cannot_compute_with(base, adapter, key, value, line
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"fine_tune_type": "lorra"}, 'found "lorra", wanted one of lora, dora, full; did you mean lora'),
-        ({"lora_parameters": [1]}, "lora_parameters: found [1], wanted a JSON object"),
-        ({"num_layers": None}, "num_layers: found nothing, wanted a number of layers, or -1 for all"),
-        ({"num_layers": "2"}, 'num_layers: found "2", wanted a number of layers'),
+        ({"fine_tune_type": "lorra"}, 'expected one of lora, dora, full, found "lorra"'),
+        ({"lora_parameters": [1]}, "lora_parameters: expected a JSON object with rank, scale and dropout"),
+        ({"num_layers": None}, "num_layers: expected a number of layers, or -1 for all, found nothing"),
+        ({"num_layers": "2"}, 'num_layers: expected a number of layers, or -1 for all, found "2"'),
     ],
 )
 def test_settings_of_another_kind(base, adapter, changes, line):

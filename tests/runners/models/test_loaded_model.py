@@ -153,7 +153,7 @@ def test_a_missing_file_is_named(folder, name, message):
     [
         ("config.json", "{", "config.json: cannot be read as JSON"),
         ("config.json", "[]", "found list, wanted a JSON object"),
-        ("config.json", "{}", "model_type is missing"),
+        ("config.json", "{}", "model_type: expected a text, found nothing"),
         ("config.json", '{"model_type": "nosuch"}', "Model type nosuch not supported"),
         ("config.json", '{"model_type": "llama"}', "the model cannot be loaded: .*missing"),
         ("tokenizer.json", '{"version": "1.0"}', "the tokenizer cannot be loaded"),
@@ -228,6 +228,45 @@ def test_end_tokens_come_from_both_configs(folder):
     """generation_config.json adds its own; a chat model ends with either."""
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert load(folder).eos_ids == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "value", ["<|end|>", ["4"], [4, None], [[4]], -1, 2**31, 4.0, True, {"a": 1}, float("nan")], ids=repr
+)
+def test_end_tokens_are_token_ids(folder, name, value):
+    """Anything else is refused before the model is loaded, in whichever file it stands."""
+    stated = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(stated | {"eos_token_id": value}))
+    with pytest.raises(UserError, match=f"{name}: eos_token_id: expected token ids, found "):
+        load(folder)
+
+
+def test_end_tokens_that_are_not_stated_or_too_large(folder):
+    """null and an empty list leave it to config.json; an id beyond the embedding is refused."""
+    for value, ends in (("null", (2,)), ("[]", (2,)), ("0", (0, 2))):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+        assert load(folder).eos_ids == ends
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2147483647}')
+    with pytest.raises(UserError, match="the end-of-text id 2147483647, the model's embedding only"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("vocab_size", "512"), ("text_config", [1]), ("text_config", {"vocab_size": 5.5})),
+        *(("num_hidden_layers", 10**9), ("quantization", 4), ("quantization", {"bits": "4"})),
+        *(("rope_scaling", [1]), ("rope_scaling", "linear"), ("tie_word_embeddings", "no"), ("dtype", 16)),
+        ("model_type", 5),
+    ],
+)
+def test_a_key_of_another_type_is_named(folder, key, value):
+    """Every key of config.json that is read, here or by mlx-lm, has one type."""
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {key: value}))
+    with pytest.raises(UserError, match=f"config.json: {key}[a-z_.]*: expected .*, found "):
+        load(folder)
 
 
 def test_a_model_without_end_token_is_told_of(folder):

@@ -98,7 +98,7 @@ def test_the_commands_take_the_loader(folder):
     assert done.exit_code == 0 and "exact match" in done.output, done.output
     for missing in (("generate", "wide", "hi"), ("check", "train.toml", "--set", "model.loader=")):
         done = grpo(*missing)
-        assert done.exit_code == 2 and "model_type is missing" in done.stderr, done.output
+        assert done.exit_code == 2 and "model_type: expected a text" in done.stderr, done.output
     assert grpo("check", "train.toml").exit_code == 0
 
 

@@ -190,7 +190,7 @@ def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
     state = {**fuzz._STATE, "pat_str": r"((a+)+)+(?!a)b|."}
     (folder / "tokenizer.pkl").write_bytes(fuzz._pickled(state, 4))
     with pytest.raises(UserError, match="the tokenizer fails on a text: Regex error"):
-        load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+        load_tokenizer(folder)
 
 
 def test_a_bad_template_does_not_hide_the_tokenizer(folder):
@@ -313,7 +313,7 @@ def test_long_prompts_are_not_tokenized():
 def test_a_template_that_renders_to_nothing(folder):
     """An empty prompt has no token to go on from."""
     changed(folder / "tokenizer_config.json", chat_template="{% if false %}x{% endif %}")
-    tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+    tokenizer = load_tokenizer(folder)
     with pytest.raises(UserError, match=r"model: the chat template renders to nothing"):
         render(tokenizer, ({"role": "user", "content": "hi"},), "<reasoning>")
 
