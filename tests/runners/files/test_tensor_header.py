@@ -1,6 +1,7 @@
 """Headers of safetensors files: what MLX would take amiss is refused before it reads."""
 
 import json
+import os
 import struct
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ DTYPES = (
 )
 
 
-def written(path, header, body=b"\0" * 64):
+def written(path, header, body=b"\0" * 16):
     """A file with a header given as JSON or as bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + body)
@@ -48,44 +49,28 @@ def test_what_mlx_writes_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    "header",
     [
-        (entry(shape=[65536] * 4, data_offsets=[0, 0]), "0 bytes, but its shape"),  # 2^64 elements
-        (entry(shape=[-2, -2]), "wanted a list of int32 numbers"),
-        (entry(shape=[2**32 + 4]), "wanted a list of int32 numbers"),
-        (entry(shape=[2.0, 2]), "wanted a list of int32 numbers"),
-        (entry(shape=[True, 4]), "wanted a list of int32 numbers"),
-        (entry(shape="4"), "wanted a list of int32 numbers"),
-        (entry(shape=[5]), "has 16 bytes, but its shape [5] in F32 takes 20"),
-        (entry(data_offsets=[16, 0]), "lies from byte 16 to 0"),
-        (entry(data_offsets=[-16, 0]), "wanted [begin, end]"),
-        (entry(data_offsets=[0, 16, 32]), "wanted [begin, end]"),
-        (entry(data_offsets=[56, 72]), "lies from byte 56 to 72 of 64"),
-        (entry(data_offsets=[2**63, 2**63 + 16]), "lies from byte"),
-        (entry(dtype="F4"), 'the dtype "F4", which MLX does not know'),
-        (entry(dtype=["F32"]), "which MLX does not know"),
-        ({"a": "x"}, 'is described by "x"'),
-        ({"a": {"dtype": "F32"}}, "wanted dtype, shape and data_offsets"),
-        ([], "its header is list"),
-        (b"{", "its header is no JSON"),
-        (b"\xff\xfe", "its header is no JSON"),
-        (b"[" * 100_000, "its header is no JSON"),
+        *(entry(shape=shape) for shape in ([-2, -2], [2**32 + 4], [2.0, 2], [True, 4], "4", [5])),
+        entry(shape=[65536] * 4, data_offsets=[0, 0]),  # 2^64 elements
+        entry(shape=[2**31, 0], data_offsets=[0, 0]),  # beyond MLX's shapes
+        *(entry(data_offsets=at) for at in ([16, 0], [-16, 0], [0, 16, 32], [56, 72], [2**63, 2**63 + 16])),
+        *(entry(dtype=dtype) for dtype in ("X4", ["F32"])),
+        *({"a": "x"}, {"a": {"dtype": "F32"}}), [], b"{", b"\xff\xfe", b"[" * 100_000,
     ],
     ids=lambda part: str(part)[:50],
-)
-def test_a_header_that_lies_is_refused(tmp_path, header, message):
-    """One line with the tensor and what is wrong with it."""
-    with pytest.raises(UserError) as caught:
-        check_header(written(tmp_path / "x.safetensors", header))
-    text = str(caught.value)
-    assert message in text and "x.safetensors: cannot be read as safetensors: " in text and "\n" not in text
+)  # fmt: skip
+def test_a_header_that_lies_is_refused(tmp_path, header):
+    """One line that names the file, whatever is wrong with the header."""
+    body = b"" if isinstance(header, dict) and "[0, 0]" in str(header) else b"\0" * 16
+    with pytest.raises(UserError, match=r"x.safetensors: cannot be read as safetensors: [^\n]+$"):
+        check_header(written(tmp_path / "x.safetensors", header, body))
 
 
-@pytest.mark.parametrize("content", [b"", b"\1\0\0", b"\xff" * 8 + b"{}", struct.pack("<Q", 3) + b"{}"])
-def test_a_file_without_a_whole_header_is_refused(tmp_path, content):
-    """Empty, shorter than the length's eight bytes, or than the header they promise."""
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(UserError, match="its header would have"):
-        check_header(tmp_path / "x")
-    with pytest.raises(UserError, match="No such file"):
-        check_header(tmp_path / "none")
+def test_what_is_no_file_is_refused(tmp_path):
+    """A short file, a folder, nothing, and a named pipe, which would wait for its other end."""
+    (tmp_path / "short").write_bytes(b"\0" * 7)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("short", "", "none", "pipe"):
+        with pytest.raises(UserError, match="cannot be read as safetensors"):
+            check_header(tmp_path / name)

@@ -158,7 +158,7 @@ def test_a_missing_file_is_named(folder, name, message):
         ("config.json", '{"model_type": "llama"}', "the model cannot be loaded: .*missing"),
         ("tokenizer.json", '{"version": "1.0"}', "the tokenizer cannot be loaded"),
         ("model.safetensors", "", "the file is empty"),
-        ("model.safetensors", "not a tensor file", "cannot be read as safetensors: its header would"),
+        ("model.safetensors", "not a tensor file", "cannot be read as safetensors: "),
         (
             "model.safetensors.index.json",
             '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}',
@@ -178,7 +178,7 @@ def test_weights_cut_off_are_refused(folder):
     """A copy that stopped half-way is no model."""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model.safetensors: .* lies from byte .* the file is cut off"):
+    with pytest.raises(UserError, match=r"model.safetensors: .*is the file cut off"):
         load(folder)
 
 
