@@ -19,6 +19,7 @@ from runners.data.prompts import (
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.row_images import image_folder, with_image_bytes
 from runners.data.transforms import Transform, custom_transform, transformed
+from runners.data.value_text import widened
 from runners.errors import UserError, did_you_mean, error_line, listed, show
 from runners.files.hub import hub_or_cache
 from runners.images.image_files import image_fault
@@ -149,8 +150,9 @@ def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
     try:
         with hub_or_cache():
             found = with_image_bytes(datasets.load_dataset(config.source, name, split=split), config.image)
+        types = {name: getattr(kind, "dtype", "") for name, kind in found.features.items()}
         place = f"{config.source} ({split}), row"
-        return [RawRow(f"{place} {number}", dict(row)) for number, row in enumerate(found, 1)]  # type: ignore[arg-type]
+        return [RawRow(f"{place} {number}", widened(dict(row), types)) for number, row in enumerate(found, 1)]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         raise UserError(f"{_hub_place(config, split, key, error)}: {error_line(error)}") from error
 

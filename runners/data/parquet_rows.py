@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 from pyarrow.compute import call_function
 
+from runners.data.value_text import widened
 from runners.errors import UserError, first_line
 
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
@@ -35,12 +36,13 @@ def parquet_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+    types = dict(zip(table.schema.names, table.schema.types, strict=True))
     try:
         rows = table.to_pylist()
     except _UNFIT:
         yield from (_row(table.slice(number, 1)) for number in range(table.num_rows))
     else:
-        yield from ((values, "") for values in rows)
+        yield from ((widened(values, types), "") for values in rows)
 
 
 def _row(table: Any) -> tuple[dict[str, Any], str]:

@@ -1,14 +1,15 @@
 """From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
 from runners.data.row_images import row_images, with_image_parts
+from runners.data.value_text import value_text, without_exponent
 from runners.errors import UserError, error_line, show
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
@@ -151,15 +152,18 @@ def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[st
 def gold_answer(value: object) -> str | None:
     """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None: no answer.
 
-    Texts and numbers can be answers; NaN, true and false, lists and objects cannot.
+    Texts and numbers can be answers; NaN, true and false, lists and objects cannot. A number, also one that
+    is a text with an exponent, is written in plain decimals.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+    if isinstance(value, bool) or not isinstance(value, str | Real | Decimal):
         return None
-    if isinstance(value, float) and not math.isfinite(value):
+    try:
+        text = value_text(value)
+    except ValueError:  # an integer of thousands of digits
         return None
-    if isinstance(value, Decimal) and not value.is_finite():
+    if not isinstance(value, str) and not text.lstrip("-")[:1].isdigit():  # nan, inf
         return None
-    return str(value).rpartition(GOLD_MARK)[2].strip() or None
+    return without_exponent(text.rpartition(GOLD_MARK)[2].strip()) or None
 
 
 def render(

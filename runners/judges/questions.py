@@ -9,6 +9,7 @@ from typing import Any
 
 from runners.config.judge_checks import PLACEHOLDER, placeholders
 from runners.config.sections import JudgeConfig
+from runners.data.value_text import value_text
 
 SCORE_PROMPT = """\
 Judge one response to a task.
@@ -101,7 +102,7 @@ def _task(conversation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+    return "" if value is None else value_text(value)
 
 
 def _sendable(text: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from runners.data.value_text import value_text
+
 Completions = Sequence[Sequence[dict[str, str]]]
 
 CORRECT = 2.0
@@ -27,8 +29,8 @@ REASONING, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
 
 _JUNCTION = re.compile(r"</reasoning>\s*<answer>")
-# Real numbers are never longer; the bound keeps exact arithmetic on a policy's text cheap.
-_MAX_NUMBER_CHARACTERS = 100
+# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
+_MAX_NUMBER_CHARACTERS = 400
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
 _GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
 _CURRENCY = r"[$€£¥₹]"
@@ -70,7 +72,7 @@ def parse_number(text: str) -> Fraction | None:
 
     Refused: a unit *word* (``18 dollars``, ``12 million``, ``5 cents``: the word can change the value),
     several numbers, wrong groups (``1,23``), mixed numbers (``1 1/2``), a zero denominator, digits other than
-    0–9, ``nan`` and ``inf``, anything over 100 characters.
+    0–9, ``nan`` and ``inf``, anything over 400 characters.
     """
     text = text.strip()
     if len(text) > _MAX_NUMBER_CHARACTERS:
@@ -93,11 +95,11 @@ def parse_number(text: str) -> Fraction | None:
 def numbers_equal(a: object, b: object) -> bool:
     """Whether two answers agree: exactly as numbers if both are numbers, else as stripped text.
 
-    Each may be a text or a value whose ``str`` is meant (an int or float column). None agrees with nothing.
+    Each may be a text or a number (of an int or float column). None agrees with nothing.
     """
     if a is None or b is None:
         return False
-    text_a, text_b = str(a), str(b)
+    text_a, text_b = value_text(a), value_text(b)
     x, y = parse_number(text_a), parse_number(text_b)
     if x is not None and y is not None:
         return x == y

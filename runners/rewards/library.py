@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from runners.data.value_text import value_text
 from runners.errors import UserError
 from runners.machine import install_hints
 from runners.machine.bounded_process import BoundedFunction
@@ -47,7 +48,7 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
     compare = _math_process()
     texts = [answer_text(completion) for completion in completions]
     return [
-        None if gold is None else compare(str(gold), extract_answer(text), text)
+        None if gold is None else compare(value_text(gold), extract_answer(text), text)
         for text, gold in zip(texts, answer, strict=True)
     ]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from runners.data.value_text import value_text
 from runners.errors import show
 from runners.metrics import METRICS
 
@@ -87,4 +88,4 @@ def _plain(value: Any) -> Any:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    return str.__str__(value if isinstance(value, str) else str(value))
+    return str.__str__(value if isinstance(value, str) else value_text(value))

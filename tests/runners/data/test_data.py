@@ -365,7 +365,22 @@ def test_hub_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, "0"),
         (0.5, "0.5"),
         (10**400, f"1{'0' * 400}"),  # more than a float holds
-        (Decimal("1e400"), "1E+400"),
+        (Decimal("1e400"), f"1{'0' * 400}"),
+        (Decimal("3.10"), "3.10"),
+        (0.00005, "0.00005"),
+        (-1.5e-7, "-0.00000015"),
+        (1e16, "1" + "0" * 16),
+        (18.0, "18"),
+        (-0.0, "0"),
+        (5e-324, f"0.{'0' * 323}5"),
+        (Decimal("5E-7"), "0.0000005"),
+        (np.float32(0.1), "0.1"),
+        (np.int64(7), "7"),
+        ("Tiny.\n#### 5e-05", "0.00005"),  # as pandas writes a column of floats into CSV
+        ("5e-05 m", "5e-05 m"),
+        ("5e9999", "5e9999"),
+        (np.bool_(True), None),
+        (np.float64("nan"), None),
         (Decimal("sNaN"), None),
         (Decimal("Infinity"), None),
         (float("inf"), None),
@@ -375,8 +390,22 @@ def test_hub_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gold_answer(field: object, gold: str | None) -> None:
-    """The text after the last mark, else the whole field; nothing where nothing stands there."""
+    """The text after the last mark, else the whole field, numbers as plain decimals; else nothing."""
     assert gold_answer(field) == gold
+
+
+@pytest.mark.usefixtures("in_reach")
+def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
+    answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())
+    table = pyarrow.table({"question": ["a"] * 3, "answer": answers, "half": answers.cast(pyarrow.float16())})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    hub = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
+    for source in (tmp_path / "rows.parquet", "a/b"):
+        rows = [*load(source, on_bad_row="skip", eval_split="train")[0], *load(source, on_bad_row="skip")[1]]
+        assert [row["answer"] for row in rows][:1] == [0.1] and rows[-1]["answer"] == 5e-5
+        assert rows[0]["half"] == 0.1
 
 
 @given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 1000))

@@ -47,8 +47,12 @@ def test_a_prompt_of_ones_own():
         system_prompt="You mark.", prompt='{question}|{completion}|{answer}|{unit}|{"a": {{x}}}', criteria=""
     )
     assert judge_columns(settings) == ("answer", "unit")
-    found = messages_for(settings, CONVERSATION, ["{answer}\ud800"], {"answer": 12, "unit": None})
+    found = messages_for(settings, CONVERSATION, ["{answer}\ud800"], {"answer": 12.0, "unit": None})
     assert found == [
         {"role": "system", "content": "You mark."},
         {"role": "user", "content": 'What is {low}?|{answer}?|12||{"a": {{x}}}'},
     ]
+    settings = JudgeConfig(prompt="{tolerance} {bounds} {completion}", criteria="")
+    assert asked(settings, ["x"], tolerance=5e-5, bounds=[-1e-7, 1e16, "a"]) == (
+        "0.00005 [-0.0000001, 10000000000000000, 'a'] x"
+    )

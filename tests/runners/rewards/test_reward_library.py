@@ -39,6 +39,8 @@ def tagged(answer):
         ("18", tagged("no idea"), 0.0),
         (r"\{1, 2\}", tagged(r"\{2, 1\}"), 1.0),
         ("(1, 2)", tagged("(2, 1)"), 0.0),
+        (5e-5, tagged(r"5 \times 10^{-5}"), 1.0),
+        (1e16, tagged("10000000000000000"), 1.0),
         (None, tagged("1"), None),
         ("", tagged("1"), None),
     ],
