@@ -18,6 +18,8 @@ On a GPU 16 × 8 completions of 256 tokens, random weights in bfloat16:
 0.5B, LoRA       the same with adapters
 d20              nanochat-d20's shape, trained as a whole
 d20, 64 × 8      the same with 64 prompts: more rows than the kernel of a whole block takes
+real             the pretrained model in the folder GRPO_REAL_MODEL, whose completions end where it ends them
+real, LoRA       the same with adapters
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ LARGE = "2 × 2, large"
 CPU_SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
 HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20", "d20, 64 × 8"
-GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE)
+REAL, REAL_LORA = "real", "real, LoRA"
+GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE, REAL, REAL_LORA)
 GPU_MODELS = {
     **dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"),
     **dict.fromkeys((D20, D20_WIDE), "nanochat-d20"),
@@ -73,24 +76,24 @@ class Mechanism:
 ELEMENTWISE = ("exp", "sigmoid", "logsumexp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
 ELEMENTWISE += ("add_at",)
 MECHANISMS = (
-    Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF)),
-    Mechanism("row compaction", ("row_compaction",)),
+    Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF, REAL)),
+    Mechanism("row compaction", ("row_compaction",), shapes=(*TWO, REAL)),
     Mechanism("decode kernel", ("kernel_steps",), shapes=(HALF,)),
-    Mechanism("decoder blocks", ("decode_blocks",), shapes=(HALF, D20)),
-    Mechanism("draw kernel", ("draw",), shapes=(HALF, D20)),
-    Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA)),
+    Mechanism("decoder blocks", ("decode_blocks",), shapes=(HALF, D20, REAL)),
+    Mechanism("draw kernel", ("draw",), shapes=(HALF, D20, REAL)),
+    Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA, REAL_LORA)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
     Mechanism("log-probs in chunks", ("logit_chunks",)),
-    Mechanism("log-prob kernels", ("row_logprobs", "row_gradients"), shapes=(HALF, D20)),
-    Mechanism("head at completions", ("counted_positions",), shapes=(*TWO, HALF)),
+    Mechanism("log-prob kernels", ("row_logprobs", "row_gradients"), shapes=(HALF, D20, REAL)),
+    Mechanism("head at completions", ("counted_positions",), shapes=(*TWO, HALF, REAL)),
     Mechanism("shared prompts of the learner", overrides=("system.share_prompts=never",)),
     Mechanism("micro-batches", overrides=("system.micro_batch_tokens=1000000",)),
     Mechanism("inactive rows", ("inactive_rows",)),
-    Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF)),
+    Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF, REAL)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("norm kernels", ("rms_norm",), shapes=(D20, D20_WIDE)),
-    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL)),
+    Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL, REAL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
     Mechanism("attention in few products", ("attention",)),
@@ -120,6 +123,14 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
         tokens = 1024 if shape == HALF_SMALL else 12288
         chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *wide, *adapters]
         return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
+    if shape in (REAL, REAL_LORA):
+        adapters = ["model.tune=lora"] if shape == REAL_LORA else []
+        real = [f"model.path={os.environ['GRPO_REAL_MODEL']}", "rollout.stop=[]"]
+        real += ["data.source=embedded", "data.max_samples=64"]
+        long = [] if quick else ["rollout.max_new_tokens=256", "system.micro_batch_tokens=12288"]
+        return step_side.Side(
+            config=str(work / "train.toml"), overrides=[*common, *real, *long, *adapters], disable=[]
+        )
     if not (work / "model").exists():
         write_folder(work / "model", "tiny" if quick else "qwen2-6x256")
     if shape == LARGE:
@@ -266,6 +277,10 @@ def _processes(
 @click.option("--repeats", default=0, help="Pairs of steps [3].")
 def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
     """Each mechanism alone: a real run's step with everything on, against everything but this one."""
+    default = GPU_SHAPES if backend() == "cuda" else CPU_SHAPES
+    if not os.environ.get("GRPO_REAL_MODEL") and {REAL, REAL_LORA} & {*(shapes or default)}:
+        say("real: skipped, as GRPO_REAL_MODEL names no folder")
+        shapes = [shape for shape in shapes or default if shape not in (REAL, REAL_LORA)]
     for name in names:
         if name not in TITLES:
             known = f"wanted one of {', '.join(TITLES)}{did_you_mean(name, TITLES)}"
@@ -275,7 +290,7 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
         chosen = [mechanism for mechanism in chosen if mechanism.title == "merged adapters"]
     return measure(
         chosen,
-        shapes or (GPU_SHAPES if backend() == "cuda" else CPU_SHAPES),
+        shapes or default,
         repeats or (1 if quick else 3),
         quick,
     )

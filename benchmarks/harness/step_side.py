@@ -67,13 +67,14 @@ class HostCopy:
 def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
     """0 or 1 by a completion's letters; all are right that answer questions which begin with an easy word.
 
-    Those are a quarter of 16 questions of `benchmarks.peers.write_data`.
+    Those are a quarter of 16 questions of `benchmarks.peers.write_data`, and none of other data.
     """
     from benchmarks.peers import WORDS
 
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        easy = min(WORDS, key=str(prompt).index) in WORDS[:2]
+        found = [word for word in WORDS if word in str(prompt)]
+        easy = bool(found) and min(found, key=str(prompt).index) in WORDS[:2]
         scores.append(1.0 if easy else float(sum(map(ord, str(completion))) % 2))
     return scores
 
