@@ -13,7 +13,8 @@ from runners.checkpoints.manifest import Damaged, check_manifest
 from runners.checkpoints.run_folder import interrupted, run_file_in
 from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
 from runners.checkpoints.state_files import STATE_FILE
-from runners.config.loading import RESOLVED, Config
+from runners.config.loading import Config
+from runners.config.recorded import recorded_in
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.data.prompts import Example
 from runners.errors import UserError, show
@@ -130,8 +131,7 @@ def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
 
 def _resolved(origin: Origin) -> dict[str, Any]:
     """The config.resolved.json of the run that a checkpoint belongs to, flat; {} where there is none."""
-    file = origin.folder.parent / RESOLVED
-    return _flat(read_json(file)) if file.is_file() else {}
+    return _flat(recorded_in(origin.folder.parent).values)
 
 
 def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -17,8 +16,9 @@ import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.checkpoints.run_folder import LOCK, LOGS, interrupted
 from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
 from runners.config.loading import RESOLVED
+from runners.config.recorded import Recorded, recorded_in
 from runners.errors import UserError
-from runners.files.json_files import read_json
+from runners.files.json_files import finite_number, read_lines, whole_number
 
 DEPTH = 4  # a run's name may be a path
 State = Literal["running", "finished", "interrupted", "stopped"]
@@ -50,26 +50,26 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
-    config = _table(folder / RESOLVED)
+    config = recorded_in(folder)
     state = _state(folder)
     update = batch_step = 0
     scores: list[float] = []
     reward, seconds = None, 0.0
-    for line in _lines(folder / LOGS[0]):
-        step = _count(line.get("update"))
+    for line in read_lines(folder / LOGS[0]):
+        step = whole_number(line.get("update"))
         if "em" in line and "step_time" not in line:
-            scores += [em] if (em := _number(line["em"])) is not None else []
-            seconds += _number(line.get("time/eval")) or 0.0
+            scores += [em] if (em := finite_number(line["em"])) is not None else []
+            seconds += finite_number(line.get("time/eval")) or 0.0
         else:
             # With log.every above 1 a line also counts for the updates before it.
-            seconds += (_number(line.get("step_time")) or 0.0) * max(step - update, 1)
-            reward = _number(line.get("reward"))
-        update, batch_step = max(update, step), max(batch_step, _count(line.get("batch_step")))
+            seconds += (finite_number(line.get("step_time")) or 0.0) * max(step - update, 1)
+            reward = finite_number(line.get("reward"))
+        update, batch_step = max(update, step), max(batch_step, whole_number(line.get("batch_step")))
     return RunSummary(
         folder=str(folder),
         state=state,
         update=update,
-        batch_steps=_count(_part(config, "optim", "max_steps")) or None,
+        batch_steps=whole_number(config.get("optim", "max_steps")) or None,
         batch_step=batch_step,
         first_em=scores[0] if scores else None,
         last_em=scores[-1] if scores else None,
@@ -114,15 +114,15 @@ def _is_locked(file: Path) -> bool:
     return False
 
 
-def _advice(folder: Path, state: State, config: Mapping[str, Any]) -> str:
+def _advice(folder: Path, state: State, config: Recorded) -> str:
     if state == "running":
         return ""
     if state == "finished":
         return shlex.join(["grpo", "chat", str(folder)])
     resolved = str(folder / RESOLVED)
     command = ["grpo-run", resolved]
-    output, name = _part(config, "run", "output_dir"), _part(config, "run", "name")
-    if isinstance(output, str) and isinstance(name, str) and Path(output, name).resolve() != folder.resolve():
+    output, name = config.get("run", "output_dir"), config.get("run", "name")
+    if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.
         command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]
     return shlex.join([*command, "--resume"] if state == "interrupted" else command)
@@ -138,35 +138,3 @@ def _changed(folder: Path) -> float:
 
 def _states(folder: Path) -> list[Path]:
     return [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with file.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                with suppress(ValueError, RecursionError):
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        yield found
-    except OSError:  # a run without this log, or whose folder is gone by now
-        return
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except UserError:  # a damaged folder is still listed
-        return {}
-
-
-def _part(config: Mapping[str, Any], section: str, key: str) -> Any:
-    table = config.get(section)
-    return table.get(key) if isinstance(table, Mapping) else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

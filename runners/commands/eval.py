@@ -169,7 +169,9 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
         )
     name, prompt = next(iter(found.items()))
     echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
-    return load_config(None, [*prompt.overrides(), *_overrides(values)])
+    return load_config(
+        None, _overrides(values), recorded=prompt.sections(), label=f"{name}: grpo_prompt.json"
+    )
 
 
 def _measure_all(

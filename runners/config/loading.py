@@ -119,45 +119,41 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = {
-    "run": sections.RunConfig,
-    "model": sections.ModelConfig,
-    "data": sections.DataConfig,
-    "rollout": sections.RolloutConfig,
-    "reward": sections.RewardConfig,
-    "judge": sections.JudgeConfig,
-    "loss": sections.LossConfig,
-    "optim": sections.OptimConfig,
-    "env": sections.EnvConfig,
-    "eval": sections.EvalConfig,
-    "checkpoint": sections.CheckpointConfig,
-    "log": sections.LogConfig,
-    "watch": sections.WatchConfig,
-    "stop": sections.StopConfig,
-    "system": sections.SystemConfig,
+    field.name: sections.JudgeConfig if field.name == "judge" else field.type
+    for field in attrs.fields(attrs.resolve_types(Config))
+    if field.name not in ("notices", "settings")
 }
 NAMED = ("judge",)
 """Sections that are tables of tables, each with a name that the user chooses."""
 
 
-def load_config(config: str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    config: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    recorded: Mapping[str, Mapping[str, Any]] | None = None,
+    label: str = "--set",
+) -> Config:
     """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
 
-    It may also be a run's config.resolved.json. None means the defaults with the overrides.
+    It may also be a run's config.resolved.json. None means the defaults with the overrides; then `recorded`
+    may give values by section and key, which messages call `label`.
 
     Relative paths in it are looked up in the current folder first, then beside the file.
 
     Raises:
         ConfigError: one line for every fault: file, key, what was found, what is wanted, nearest spelling.
     """
-    found = read_settings(None if config is None else str(config), KEYS)
+    found = Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
+    for section, table in (recorded or {}).items():
+        found.put((section,), table, f"{label}: {section}")
     for override in overrides:
         apply_override(found, override, KEYS)
     built = {}
     if not found.problems or found.values:
         ordered = [name for name in found.values if name in SECTIONS]
         for name in [*ordered, *(name for name in SECTIONS if name not in ordered)]:
-            build = _build_named if name in NAMED else _build
-            built[name] = build(SECTIONS[name], found.values.get(name, {}), (name,), found)
+            built[name] = _build(name, found.values.get(name, {}), found)
         built = checks.check_sections(built, found)
     if found.problems:
         raise ConfigError(found.problems)
@@ -220,59 +216,59 @@ def _check_reference(config: Config, beta: float) -> None:
         raise ConfigError(problems)
 
 
-def _build(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
-    """A section from its raw table; None if it has faults, which are added to `found.problems`."""
+def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
+    """The possible values of a section's known keys; other keys are faults in `found.problems`."""
+    if name not in NAMED:
+        return _values(SECTIONS[name], raw, (name,), found)
+    if not isinstance(raw, Mapping):
+        found.problems.append(f"{found.where((name,))}: found {show(raw)}, want tables [{name}.NAME]")
+        return {}
+    built = {}
+    for each, table in raw.items():
+        path = (name, each)
+        if not NAME.fullmatch(each):
+            want = "a name of letters, digits, - and _"
+            found.problems.append(f"{found.where(path)}: found the name {show(each)}, want {want}")
+        elif not isinstance(table, Mapping) and each in attrs.fields_dict(SECTIONS[name]):
+            want = f"a table, each with a name of its own; want [{name}.NAME]"
+            found.problems.append(f"{found.where(path)}: found {show(table)}, want {want}")
+        else:
+            built[each] = _values(SECTIONS[name], table, path, found)
+    return built
+
+
+def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         found.problems.append(f"{found.where(path)}: found {show(raw)}, want a table")
-        return None
-    before = len(found.problems)
-    fields = attrs.fields_dict(kind)
-    values = {}
+        return {}
+    fields, values = attrs.fields_dict(kind), {}
     for key, value in raw.items():
         if key not in fields:
             hint = key_hint((*path, key), KEYS)
             found.problems.append(f"{found.where((*path, key))}: unknown key{hint}")
-            continue
-        nested = _table_kind(fields[key].type)
-        if nested:
-            values[key] = _build(nested, value, (*path, key), found)
-            continue
-        try:
-            values[key] = rules.structure(value, fields[key].type)
-            check = fields[key].validator
-            if check is not None:
-                check(None, fields[key], values[key])
-        except rules.Mismatch as error:
-            found.problems.append(f"{found.where((*path, key))}: {error.reason(value)}")
-    for name, field in fields.items():
-        if field.default is attrs.NOTHING and name not in raw:
-            want = f"{rules.wanted(field.type)}: {checks.WANTED_MODEL}"  # the one key without a default
-            found.problems.append(f"{found.where((*path, name))}: missing, want {want}")
-    return kind(**values) if len(found.problems) == before else None
-
-
-def _build_named(kind: Any, raw: Any, path: KeyPath, found: Settings) -> Any:
-    """The tables of a section by name; None if one has faults."""
-    if not isinstance(raw, Mapping):
-        found.problems.append(f"{found.where(path)}: found {show(raw)}, want tables [{path[0]}.NAME]")
-        return None
-    before = len(found.problems)
-    built = {}
-    for name, table in raw.items():
-        if not NAME.fullmatch(name):
-            want = "a name of letters, digits, - and _"
-            found.problems.append(f"{found.where((*path, name))}: found the name {show(name)}, want {want}")
-        elif not isinstance(table, Mapping):
-            where = found.where((*path, name))
-            hint = (
-                f", each with a name of its own; want [{path[0]}.NAME]"
-                if name in attrs.fields_dict(kind)
-                else ""
-            )
-            found.problems.append(f"{where}: found {show(table)}, want a table{hint}")
+        elif nested := _table_kind(fields[key].type):
+            values[key] = _values(nested, value, (*path, key), found)
         else:
-            built[name] = _build(kind, table, (*path, name), found)
-    return built if len(found.problems) == before else None
+            try:
+                rules.check(value, fields[key])
+                values[key] = value
+            except rules.Mismatch as error:
+                found.problems.append(f"{found.where((*path, key))}: {error.reason(value)}")
+    return values
+
+
+def _build(name: str, raw: Any, found: Settings) -> Any:
+    """A section from its raw table; None if it has faults, which are added to `found.problems`."""
+    before, kind = len(found.problems), SECTIONS[name]
+    values = section_values(name, raw, found)
+    if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
+        want = f"a string: {checks.WANTED_MODEL}"
+        found.problems.append(f"{found.where((name, 'path'))}: missing, want {want}")
+    if len(found.problems) > before:
+        return None
+    if name in NAMED:
+        return {each: rules.structure(table, kind) for each, table in values.items()}
+    return rules.structure(values, kind)
 
 
 def _plain(section: Any) -> dict[str, Any]:

@@ -20,8 +20,11 @@ from runners.errors import ConfigError, did_you_mean, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 17
 MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty
+
+# Keys with so many parts: tomllib's time and memory grow with their square.
+_DOTTED = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){16}""")
 
 KeyPath = tuple[str, ...]
 ANY_NAME = "*"
@@ -68,17 +71,15 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
 
 
-def read_settings(config: str | None, kinds: Mapping[KeyPath, Any]) -> Settings:
-    """The values of a config file, of a packaged preset named `config`, or (None) of nothing at all.
+def read_settings(config: str, kinds: Mapping[KeyPath, Any]) -> Settings:
+    """The values of a config file, or of a packaged preset named `config`.
 
     A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `kinds` has all keys.
     Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
-    if config is None:
-        return Settings(label="--set", folder=Path())
     sections = list(dict.fromkeys(known[0] for known in kinds))
     path, label = _locate(config)
-    table = _parse(path, label)
+    table = parse(path, label)
     settings = Settings(label=label, folder=path.parent)
     flat = {key: value for key, value in table.items() if key in flat_keys.FLAT_KEYS}
     nested = {key: value for key, value in table.items() if key in sections}
@@ -166,7 +167,11 @@ def _locate(config: str) -> tuple[Path, str]:
     raise ConfigError([f"{config}: no such file or preset{hint}"])
 
 
-def _parse(path: Path, label: str) -> dict[str, Any]:
+def parse(path: Path, label: str) -> dict[str, Any]:
+    """The tables of a file, JSON if its name ends in .json, else TOML; `label` names it in messages.
+
+    Raises ConfigError, in bounded time, if it cannot be read, or is larger than a config may be.
+    """
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -182,6 +187,9 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
             [f"{label}:{line}: found the byte 0x{data[error.start]:02x}, want UTF-8 text"]
         ) from error
     kind = "JSON" if path.suffix == ".json" else "TOML"
+    if kind == "TOML" and (dotted := _DOTTED.search(text)):
+        line = text.count("\n", 0, dotted.start()) + 1
+        raise ConfigError([f"{label}:{line}: expected a key of the config, found one with too many dots"])
     try:
         table = _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:

@@ -182,6 +182,14 @@ def structure(value: object, kind: Any) -> Any:
     return _converter.structure(value, kind)
 
 
+def check(value: object, field: attrs.Attribute) -> Any:
+    """`value` as a field has it. Raises Mismatch if its type or its validator does not take it."""
+    found = structure(value, field.type)
+    if field.validator is not None:
+        field.validator(None, field, found)
+    return found
+
+
 def _structure_bool(value: object, kind: Any) -> bool:
     if not isinstance(value, bool):
         raise Mismatch(value, wanted(kind))
@@ -214,8 +222,7 @@ def _structure_str(value: object, kind: Any) -> str:
 
 def _structure_tuple(value: object, kind: Any) -> tuple:
     arguments = get_args(kind)
-    length_fits = isinstance(value, list) and (arguments[-1] is ... or len(value) == len(arguments))
-    if not isinstance(value, list) or not length_fits:
+    if not isinstance(value, list) or (arguments[-1] is not ... and len(value) != len(arguments)):
         raise Mismatch(value, wanted(kind))
     try:
         return tuple(structure(item, arguments[0]) for item in value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
+from runners.config.recorded import recorded_in
 from runners.conversion.convert import QuantizationOptions, pack_model, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
@@ -118,8 +120,11 @@ def export(
     if quantization.wanted:
         module, config = pack_model(module, config, quantization)
     facts = run_facts(source.folder)
-    if prompt is None and facts is not None:  # a run from before this file was written
-        prompt = PromptSettings.of(facts.config)
+    for notice in facts.notices if facts else ():
+        note(notice)
+    if prompt is None and facts is not None:
+        with suppress(KeyError):  # the run recorded something else
+            prompt = PromptSettings.of(facts.config)
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
         copy_companions(source.model, temporary)
@@ -183,8 +188,7 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
 
 def _trained(folder: Path) -> str:
     """The model that a run's final/ or checkpoint was trained from, as its config names it."""
-    resolved = folder.resolve().parent / "config.resolved.json"
-    return str(read_json(resolved).get("model", {}).get("path", "")) if resolved.is_file() else ""
+    return recorded_in(folder.resolve().parent).get("model", "path") or ""
 
 
 def _hub_name(name: str) -> str:

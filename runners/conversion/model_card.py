@@ -5,7 +5,6 @@ It shows a run's config and results, and nothing of the machine: no folder, no h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from statistics import fmean
@@ -14,9 +13,11 @@ from typing import Any
 import attrs
 
 import runners
+from runners.config.loading import RESOLVED
+from runners.config.recorded import read_recorded
 from runners.config.sections import SHIPPED
-from runners.errors import UserError, spell, spell_tables
-from runners.files.json_files import read_json
+from runners.errors import spell, spell_tables
+from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
@@ -31,6 +32,7 @@ _KEYS_OF_THE_MACHINE = (
     ("rollout", "max_batch"),
 )
 _PATHS = (("model", "path"), ("model", "loader"), ("data", "source"), ("data", "transform"))
+_NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
 
@@ -41,37 +43,44 @@ class RunFacts:
     config: Mapping[str, Mapping[str, Any]]  # config.resolved.json without keys about the machine
     evaluations: Sequence[Mapping[str, Any]]  # the log's lines with exact match
     updates: Sequence[Mapping[str, Any]]  # the log's other lines
+    notices: Sequence[str] = ()
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run.
+    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run, or to one
+    that does not tell what was trained on what.
 
     For a checkpoint only events up to its step count. Raises UserError for files that cannot be read.
     """
     run = model.resolve().parent
-    if not (run / "config.resolved.json").is_file():
+    if not (run / RESOLVED).is_file():
         return None
-    lines = _log(run / "training_log.jsonl")
+    recorded = read_recorded(run / RESOLVED)
+    if any(recorded.get(section, key) is None for section, key in _NEEDED):
+        return None
+    lines = list(read_lines(run / "training_log.jsonl"))
     if (model / "trainer_state.json").is_file():
         loop = read_json(model / "trainer_state.json").get("loop")
-        last = loop.get("update") if isinstance(loop, dict) else None
-        lines = [line for line in lines if isinstance(last, int) and line.get("update", 0) <= last]
+        last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0
+        lines = [line for line in lines if whole_number(line.get("update")) <= last]
     return RunFacts(
-        config=shareable(read_json(run / "config.resolved.json")),
-        evaluations=[line for line in lines if isinstance(line.get("em"), int | float)],
+        config=shareable(recorded.values),
+        notices=recorded.notices,
+        evaluations=[line for line in lines if finite_number(line.get("em")) is not None],
         updates=[line for line in lines if "em" not in line],
     )
 
 
-def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
+def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """A resolved config without keys about the machine, and with names in place of paths."""
     result = {name: dict(table) for name, table in config.items() if name not in _OF_THE_MACHINE}
     for section, key in _KEYS_OF_THE_MACHINE:
-        result[section].pop(key, None)
+        result.get(section, {}).pop(key, None)
     for section, key in _PATHS:
-        if result[section].get(key):
+        if result.get(section, {}).get(key):
             result[section][key] = _name(result[section][key])
-    result["reward"]["functions"] = [_name(name) for name in result["reward"]["functions"]]
+    if functions := result.get("reward", {}).get("functions"):
+        result["reward"]["functions"] = [_name(name) for name in functions]
     return result
 
 
@@ -104,19 +113,6 @@ def model_card(
         parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
     parts.append(_use(title, prompt, plain_mlx))
     return "\n".join(part for part in parts if part)
-
-
-def _log(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    lines = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            try:
-                lines.append(dict(json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{file}, line {number}: cannot be read as JSON ({error})") from error
-    return lines
 
 
 def _name(text: str) -> str:
@@ -163,18 +159,18 @@ def _results(facts: RunFacts) -> list[str]:
     rows = []
     if facts.evaluations:
         first, last = facts.evaluations[0], facts.evaluations[-1]
-        problems = f"exact match, {last.get('em_subset', '?')} held-out problems"
+        problems = f"exact match, {whole_number(last.get('em_subset')) or '?'} held-out problems"
         before = f"{first['em']:.1%}" if first.get("update") == 0 else "–"
         rows.append((problems, before, f"{last['em']:.1%}"))
     many = max(len(facts.updates) // _SHARE, 1)
     for name, key in (("reward", "reward"), ("completion length, tokens", "completions/mean_length")):
-        values = [float(line[key]) for line in facts.updates if isinstance(line.get(key), int | float)]
-        if values:
+        found = (finite_number(line.get(key)) for line in facts.updates)
+        if values := [value for value in found if value is not None]:
             rows.append((name, f"{fmean(values[:many]):.4g}", f"{fmean(values[-many:]):.4g}"))
     if not rows:
         return []
     table = ["| | before | after |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-    updates = facts.updates[-1].get("update", len(facts.updates)) if facts.updates else 0
+    updates = whole_number(facts.updates[-1].get("update")) if facts.updates else 0
     note = f"{updates} updates; reward and length are means over the first and the last {many} of them.\n"
     return ["## Results\n", "\n".join(table) + "\n", note if facts.updates else ""]
 

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from runners.config.loading import Config, load_config
+from runners.config.recorded import read_recorded
 from runners.config.sections import CALCULATOR, REWARD_NAMES, judge_of
-from runners.errors import UserError, show, spell
-from runners.files.json_files import read_json
+from runners.errors import UserError, show
 from runners.inference.tool_options import run_of
 
-# Keys of a config that change the numbers of an evaluation.
-_MEASURED: dict[str, tuple[str, ...]] = {
+# What is taken of a run's config: no code, no address, no path but the data's.
+_TAKEN: dict[str, tuple[str, ...]] = {
     "data": (
         "source", "name", "split", "eval_split", "question", "answer", "prompt", "system_prompt", "nudge",
-        "chat_template_kwargs", "max_prompt_length", "on_bad_row",
+        "chat_template_kwargs", "max_prompt_length", "on_bad_row", "image", "image_folder",
+        "image_max_pixels",
     ),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
     "reward": ("functions", "weights"),
-    "env": ("factory", "tools", "max_turns", "max_tool_calls", "max_observation_tokens", "on_error"),
+    "env": (
+        "factory", "tools", "max_turns", "max_tool_calls", "max_observation_tokens", "on_error", "timeout",
+        "workers", "schedule",
+    ),
     "eval": ("samples", "max_new_tokens"),
 }  # fmt: skip
+_NOT_COMPARED = ("image_folder", "timeout", "workers", "schedule")
 
 
 def config_of_runs(
@@ -50,54 +54,50 @@ def config_of_runs(
 
 
 def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> Config:
-    content = read_json(file)
+    recorded = read_recorded(file)
+    for notice in recorded.notices:
+        note(notice)
     given = {override.partition("=")[0].strip() for override in overrides}
-    reward = content.get("reward", {})
-    names, weights = _list(reward, "functions"), _list(reward, "weights")
-    kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
-    if len(kept) < len(names) and "reward.functions" not in given:
-        functions = [names[i] for i in kept] or ["correctness_reward_func"]
-        taken = [weights[i] for i in kept] if len(weights) == len(names) else []
-        overrides = [f"reward.functions={spell(functions)}", f"reward.weights={spell(taken)}", *overrides]
-        own = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
-        note(
-            f"{file}: rewards left out, as code runs only if you name the config: {own}; --config {file} "
-            "runs them"
-        )
-    config = load_config(str(file), overrides)
-    env = config.env
-    code = {
-        "reward.functions": [name for name in config.reward.functions if name not in REWARD_NAMES],
-        "data.transform": config.data.transform,
-        "model.loader": config.model.loader,
-        "env.factory": "" if env.factory == CALCULATOR else env.factory,
-        "env.tools": list(env.tools),
-    }
-    if judges := [name for name in config.reward.functions if judge_of(name) is not None]:
+    values = recorded.only(_TAKEN)
+    reward = values.get("reward", {})
+    names, weights = reward.get("functions", []), reward.get("weights", [])
+    code = {key: recorded.get(*key.split(".")) for key in ("data.transform", "model.loader", "env.tools")}
+    if (factory := recorded.get("env", "factory")) != CALCULATOR:
+        code["env.factory"] = factory
+    if judges := [name for name in names if judge_of(name) is not None and "reward.functions" not in given]:
         # Its table has the address to which texts and a key would be sent.
         raise UserError(
             f"{file}: {show(judges)} asks a judge, which needs you to name the config: --config {file}"
         )
     for key, named in code.items():
-        if named and key not in given:
+        if not named:
+            continue
+        if key not in given:
             raise UserError(
                 f"{file}: {key} = {show(named)} is code, which runs only if you name the config: "
                 f"--config {file}"
             )
-    return config
-
-
-def _list(table: Any, key: str) -> list[Any]:
-    found = table.get(key) if isinstance(table, dict) else None
-    return found if isinstance(found, list) else []
+        section, _, name = key.partition(".")
+        values.get(section, {}).pop(name, None)
+    kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
+    if len(kept) < len(names):
+        reward["functions"] = [names[i] for i in kept] or ["correctness_reward_func"]
+        reward["weights"] = [weights[i] for i in kept] if len(weights) == len(names) else []
+        if "reward.functions" not in given:
+            own = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
+            note(
+                f"{file}: rewards left out, as code runs only if you name the config: {own}; --config {file} "
+                "runs them"
+            )
+    return load_config(None, overrides, recorded=values, label=str(file))
 
 
 def _check_same(first: Path, one: Config, second: Path, other: Config) -> None:
     """Raises UserError, with the first key that differs, unless two runs are measured in the same way."""
     was, now = one.to_dict(), other.to_dict()
-    for section, keys in _MEASURED.items():
+    for section, keys in _TAKEN.items():
         for key in keys:
-            if was[section][key] != now[section][key]:
+            if key not in _NOT_COMPARED and was[section][key] != now[section][key]:
                 raise UserError(
                     f"the runs differ in {section}.{key} ({show(was[section][key])} in {first}, "
                     f"{show(now[section][key])} in {second}); --config says what both models are measured by"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from runners.errors import UserError
 
@@ -17,3 +21,34 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
     return content
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of JSON lines; none without the file.
+
+    Lines that are none are skipped: a run may be writing there.
+    """
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                with suppress(ValueError, RecursionError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        yield found
+    except OSError:  # a run without this file, or whose folder is gone by now
+        return
+
+
+def finite_number(value: Any) -> float | None:
+    """A value of such a file as a finite number; None if it is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that float64 cannot hold
+        return None
+
+
+def whole_number(value: Any) -> int:
+    """A value of such a file as a count; 0 if it is none."""
+    return value if type(value) is int and 0 < value < 2**63 else 0

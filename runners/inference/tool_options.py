@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 
 from runners.config.loading import RESOLVED, load_config
-from runners.config.sections import CALCULATOR, DataConfig, EnvConfig
+from runners.config.recorded import read_recorded
+from runners.config.sections import CALCULATOR, EMBEDDED, DataConfig, EnvConfig
 from runners.environments.environments import Environments, build_environments
-from runners.errors import UserError, spell
-from runners.files.json_files import read_json
+from runners.errors import UserError, show, spell
 from runners.inference.inference_model import InferenceModel
 from runners.tokenization.text import TextDecoder
 
@@ -67,25 +67,21 @@ def run_of(model: str) -> Path | None:
 
 def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:
     """[env] of a run's folder, which is untrusted: without code."""
-    found = read_json(file).get("env")
-    if not isinstance(found, dict):
-        return EnvConfig()
-    code = [*([found.get("factory")] if found.get("factory") else []), *_list(found.get("tools"))]
-    if code and code != [CALCULATOR]:
+    recorded = read_recorded(file)
+    for notice in recorded.notices:
+        note(notice)
+    env = dict(recorded.values.get("env", {}))
+    factory, tools = env.pop("factory", ""), env.pop("tools", [])
+    code = [*([factory] if factory else []), *tools]
+    if code == [CALCULATOR]:
+        note(f"tools as in the run ({file}): env.factory = {spell(factory)}")
+        env["factory"] = CALCULATOR
+    elif code:
         note(
             f"{file}: its tools are left out, as code runs only if you name the config: "
-            f"{', '.join(map(spell, code))}; --config {file} runs them"
+            f"{', '.join(map(show, code))}; --config {file} runs them"
         )
-        found = {name: value for name, value in found.items() if name not in ("factory", "tools")}
-    lines = [f"env.{name}={spell(value)}" for name, value in found.items()]
-    env = load_config(None, ["model.path=embedded", *lines]).env
-    if env.factory:
-        note(f"tools as in the run ({file}): env.factory = {spell(env.factory)}")
-    return env
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return load_config(None, recorded={"model": {"path": EMBEDDED}, "env": env}, label=str(file)).env
 
 
 def build_tools(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import RESOLVED, SECTIONS
+from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.files.json_files import read_json
 from runners.report.line_files import LineFile
 from runners.report.page_json import plain_number
 
@@ -25,7 +25,7 @@ class RunRecord:
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet. UserError if the folder holds no run."""
         self.folder = find_run(folder)
-        self.config: dict[str, Any] = {}
+        self.config: Mapping[str, Mapping[str, Any]] = {}
         self._metrics, self._events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
         self.columns: dict[str, list[Any]] = {}  # of the metrics' lines: name -> one entry a line
         self.lines = 0
@@ -41,7 +41,7 @@ class RunRecord:
         """Reads new content; returns whether there was any."""
         before = (self.generation, self.lines, len(self.events))
         if not self.config:
-            self.config = _config(self.folder / RESOLVED)
+            self.config = recorded_in(self.folder).values
         if self._metrics.restarted():
             self.columns, self.lines, self.nonfinite = {}, 0, []
         if self._events.restarted():
@@ -54,8 +54,7 @@ class RunRecord:
     @property
     def name(self) -> str:
         """The run's name; the folder's name if the config has none."""
-        found = self.config.get("run", {})
-        return str(found.get("name") or self.folder.name) if isinstance(found, dict) else self.folder.name
+        return self.config.get("run", {}).get("name") or self.folder.name
 
     @property
     def bad_lines(self) -> int:
@@ -200,13 +199,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except UserError:  # being replaced, or missing: the log can be shown without it
-        return {}
 
 
 def _texts(value: Any) -> dict[str, str]:

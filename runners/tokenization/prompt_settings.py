@@ -17,7 +17,7 @@ from attrs import field
 
 import runners
 from runners.config import rules
-from runners.errors import UserError, did_you_mean, show, spell
+from runners.errors import UserError, did_you_mean, show
 from runners.files.json_files import read_json
 from runners.files.links import check_links
 
@@ -52,17 +52,19 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From the sections of a resolved config, as `Config.to_dict` gives them."""
+        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
         values = {
             name: config[section][name]
-            for section, name in _places()
+            for section, names in _SECTIONS.items()
+            for name in names
             if name in config[section] or name not in _LATER  # a run from before the key
         }
         return cls(**{**values, "stop": tuple(values["stop"])})
 
-    def overrides(self) -> list[str]:
-        """The same as `section.key=value` lines for `load_config`."""
-        return [f"{section}.{name}={spell(getattr(self, name))}" for section, name in _places()]
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The same by section and key, in JSON's types, for `load_config`."""
+        values = attrs.asdict(self) | {"stop": list(self.stop)}
+        return {section: {name: values[name] for name in names} for section, names in _SECTIONS.items()}
 
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
@@ -103,9 +105,7 @@ def read_prompt(folder: Path) -> PromptSettings | None:
         if name not in content:
             raise UserError(f"{file}: {name}: missing, wanted {rules.wanted(known.type)}")
         try:
-            values[name] = rules.structure(content[name], known.type)
-            if known.validator is not None:
-                known.validator(None, known, values[name])
+            values[name] = rules.check(content[name], known)
         except rules.Mismatch as error:
             raise UserError(f"{file}: {name}: {error.reason(content[name])}") from error
     texts = {name: "".join(values[name]) for name in ("system_prompt", "nudge", "stop")}
@@ -114,11 +114,6 @@ def read_prompt(folder: Path) -> PromptSettings | None:
         if not _is_text(text):
             raise UserError(f"{file}: {name}: holds half of a surrogate pair, which no tokenizer can read")
     return PromptSettings(**values)
-
-
-def _places() -> list[tuple[str, str]]:
-    """(section, key) of each field."""
-    return [(section, name) for section, names in _SECTIONS.items() for name in names]
 
 
 def _is_text(text: str) -> bool:

@@ -266,7 +266,7 @@ class Prompt(Target):
         (self.folder / "grpo_prompt.json").write_bytes(value)
         found = read_prompt(self.folder)
         assert found is not None
-        found.overrides()
+        found.sections()
 
     def warm(self) -> None:
         from runners.config.loading import load_config

@@ -62,11 +62,11 @@ def grpo(tmp_path, monkeypatch):
 
 
 def test_what_is_written_is_read(tmp_path):
-    """Every field, through a file and through a config's overrides."""
+    """Every field, through a file and through a config's sections."""
     assert read_prompt(tmp_path) is None
     write_prompt(tmp_path, SETTINGS)
     assert read_prompt(tmp_path) == SETTINGS
-    config = load_config("quickstart", SETTINGS.overrides())
+    config = load_config(None, recorded=SETTINGS.sections() | {"model": {"path": "embedded"}})
     assert PromptSettings.of(config.to_dict()) == SETTINGS
 
 

@@ -1,0 +1,70 @@
+"""The settings that a run has recorded in its folder. The file is untrusted, like the folder.
+
+Only the config's own keys with possible values are taken, as values. Anything else in the file does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from runners.config.loading import RESOLVED, SECTIONS, section_values
+from runners.config.reading import Settings, parse
+from runners.errors import UserError, one_line
+from runners.files.links import check_links
+
+
+@attrs.frozen
+class Recorded:
+    """A run's config.resolved.json: values by section and key, in JSON's types."""
+
+    file: Path
+    values: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    faults: tuple[str, ...] = ()  # a line for every key that is unknown or has an impossible value
+
+    def get(self, section: str, key: str) -> Any:
+        """The value of a key; None if it is not recorded."""
+        return self.values.get(section, {}).get(key)
+
+    def only(self, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+        """The values of these keys."""
+        return {
+            section: {key: table[key] for key in names if key in table}
+            for section, names in keys.items()
+            if (table := self.values.get(section))
+        }
+
+    @property
+    def notices(self) -> list[str]:
+        """A line that entries of the file are not used; none if all are."""
+        more = f"this and {len(self.faults) - 1} more are" if len(self.faults) > 1 else "it is"
+        return [one_line(f"{fault}; {more} not used", {}) for fault in self.faults[:1]]
+
+
+def read_recorded(file: Path) -> Recorded:
+    """The settings in a run's config.resolved.json.
+
+    Raises UserError if it is a link that leads out of its folder, or cannot be read as a JSON object.
+    """
+    check_links(file.parent, [file])
+    if not file.is_file():
+        raise UserError(f"{file}: expected a file, found none")
+    found = Settings(label=str(file), folder=Path())
+    values = {}
+    for name, table in parse(file, str(file)).items():
+        if name in SECTIONS:
+            values[name] = section_values(name, table, found)
+        else:
+            found.problems.append(f"{file}: {name}: unknown key")
+    return Recorded(file, values, tuple(found.problems))
+
+
+def recorded_in(folder: Path) -> Recorded:
+    """The settings of the run in a folder; none if they cannot be read."""
+    try:
+        return read_recorded(folder / RESOLVED)
+    except (UserError, OSError):  # damaged, being replaced, or from before such files
+        return Recorded(folder / RESOLVED)

@@ -1,0 +1,116 @@
+"""Foreign runs: of a recorded config only known keys with possible values are used, as values; never code."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.recorded import read_recorded
+from runners.errors import UserError
+from tests.support.tiny_models import make_model_folder
+
+EVIL = """
+open({canary!r}, "w").close()
+def tool(x: int) -> int:
+    '''Doubles.
+
+    Args:
+        x: A number.
+    '''
+    return 2 * x
+"""
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path, monkeypatch):
+    """A run's folder with a model, and a file whose import leaves `ran` behind."""
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "run/final", layers=1)
+    (tmp_path / "run/evil.py").write_text(EVIL.format(canary=str(tmp_path / "ran")))
+    return tmp_path / "run"
+
+
+def near_misses(file):
+    """Contents whose keys or values are nearly right, as texts; `file` is code."""
+    tools, function = json.dumps([str(file)]), json.dumps(f"{file}:tool")
+    escaped = tools.replace('"', '\\"')
+    for key in (
+        "tools ",
+        " tools",
+        "Tools",
+        "env.tools",
+        "tools\\u0000",
+        '\\"tools\\"',
+        "tools\\n",
+        "__proto__",
+    ):
+        yield f'{{"env": {{"{key}": {tools}}}}}'
+    for key in ("factory ", "factory\\t", "FACTORY", "ｆactory"):
+        yield f'{{"env": {{"{key}": {function}}}}}'
+    yield f'{{"env": {{"tools={escaped} #": 1}}}}'
+    yield f'{{"env": {{"max_turns=1\\ntools={escaped} #": 1}}}}'
+    yield f'{{"env ": {{"tools": {tools}}}, "env.tools": {tools}, "--set": "env.tools={escaped}"}}'
+    yield f'{{"env": {{"tools": []}}, "env": {{"tools": {tools}}}}}'
+    yield f'{{"env": {{"tools": {{"0": {tools}}}, "factory": [{function}]}}}}'
+    yield f'{{"env": [{{"tools": {tools}}}], "reward": {{"functions ": [{function}]}}}}'
+    yield f'{{"model": {{"loader ": {function}, "path": "embedded", "trust_remote_code": 1}}}}'
+    yield '{"env": {"max_turns": NaN, "timeout": Infinity, "workers": 1' + "0" * 400 + "}}"
+    yield '{"env": ' + "[" * 300 + "]" * 300 + "}"
+    yield '{"env": {"max_turns": "8", "max_tool_calls": true, "on_error": "run", "schedule": null}}'
+
+
+def command(name, run):
+    """`grpo name` on the run, in this process."""
+    few = {
+        "generate": ["hi", "--max-tokens", 1],
+        "chat": ["--max-tokens", 1],
+        "eval": ["--data", "embedded", "--samples", 1, "--max-tokens", 1],
+        "export": ["--out", "exported", "--force"],
+    }
+    arguments = [name, run.parent if name == "runs" else run, *few.get(name, [])]
+    return CliRunner().invoke(cli.main, list(map(str, arguments)), input="hi\n")
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "eval", "export", "report", "runs"])
+def test_nearly_right_keys_run_nothing(run, tmp_path, name):
+    """No code runs, and there is no traceback; a command that acts by the file says what it does not use."""
+    for content in near_misses(run / "evil.py"):
+        (run / "config.resolved.json").write_text(content)
+        result = command(name, run)
+        assert result.exit_code == 0 or isinstance(result.exception, SystemExit), (content, result.exc_info)
+        assert not (tmp_path / "ran").exists(), content
+        if name in ("generate", "chat", "eval"):
+            assert "config.resolved.json" in result.stderr, (content, result.stderr)
+
+
+def test_the_code_would_run_if_it_were_named(run, tmp_path):
+    """So that the test above can fail."""
+    (run / "config.resolved.json").write_text("{}")
+    result = CliRunner().invoke(
+        cli.main, ["generate", str(run), "hi", "--max-tokens", "1", "--tools", str(run / "evil.py")]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "ran").exists()
+
+
+def test_known_keys_with_possible_values_are_taken(run):
+    """In JSON's types; every other entry is a fault, and one line says so."""
+    (run / "config.resolved.json").write_text(
+        json.dumps({"env": {"max_turns": 3, "workers": 0, "x\n": 1}, "y": 2, "data": {"nudge": "N"}})
+    )
+    found = read_recorded(run / "config.resolved.json")
+    assert found.values == {"env": {"max_turns": 3}, "data": {"nudge": "N"}}
+    assert found.get("env", "max_turns") == 3 and found.get("optim", "betas") is None
+    assert len(found.faults) == 3
+    (line,) = found.notices
+    assert line.endswith("; this and 2 more are not used") and line.isprintable()
+
+
+def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
+    """The file lies in the run's folder itself."""
+    file, secret = run / "config.resolved.json", tmp_path / "secret.json"
+    secret.write_text("{}")
+    file.symlink_to(secret)
+    with pytest.raises(UserError, match="leads out of the folder"):
+        read_recorded(file)
