@@ -26,6 +26,8 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.policy.quantized_role import quantized_role
+from grpo_fn.prng import fold_in_rows
+from grpo_fn.rollout import draw, draw_bits
 from grpo_fn.trees import Tree, map_arrays, named_leaves
 
 KINDS = ("random", "trained")
@@ -139,10 +141,10 @@ def make_rollout(policy: g.Policy, generations: int) -> Compiled:
     def rollout(params: Tree, text_pt: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         z_nv = mx.repeat(policy.logits(params, text_pt), generations, axis=0).reshape(-1, SYMBOLS)
         rows = z_nv.shape[0]
-        keys_n2 = g.fold_in(mx.broadcast_to(key[None], (rows, 2)), mx.arange(rows))
-        tokens_n, logp_n = g.sample(z_nv, keys_n2)
+        keys_n2 = fold_in_rows(mx.broadcast_to(key[None], (rows, 2)), mx.arange(rows))
+        drawn = draw(z_nv, draw_bits(keys_n2, 0, 1)[0], g.Sampling())
         shape = (-1, text_pt.shape[1])
-        return tokens_n.reshape(shape), logp_n.reshape(shape)
+        return drawn["tokens"].reshape(shape), drawn["logp"].reshape(shape)
 
     return compiled(rollout)
 
@@ -227,7 +229,7 @@ def train(policy: g.Policy, params: Tree, rollout: str, form: str, size: Size) -
     skipped = []
     for number in range(size.updates):
         text_pt = draw_text(rng, size.prompts, size.tokens)
-        key = g.fold_in(state.key[None], mx.array([number]))[0]
+        key = g.fold_in(state.key, number)
         grads, said = gradient(state.params, text_pt, *draw(state.old_params, text_pt, key))
         state, stats = update(attrs.evolve(state, accum_grads=grads, accum_weight=mx.array(1.0)))
         state = g.sync_old(state, transform)

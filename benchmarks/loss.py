@@ -14,6 +14,7 @@ from benchmarks.harness.machine import rates
 from benchmarks.harness.measure import interleaved
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from grpo_fn.algorithm import LossArrays, loss_sum
+from grpo_fn.compile import Compiled
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.machine.startup import prepare
 from runners.models.loaded_model import load_model
@@ -44,7 +45,7 @@ def make_batch(rows: int, length: int, vocabulary: int) -> g.Batch:
     return batch
 
 
-def loss_call(batch: g.Batch, spec: g.LossSpec) -> tuple[Callable[[], Any], g.Compiled]:
+def loss_call(batch: g.Batch, spec: g.LossSpec) -> tuple[Callable[[], Any], Compiled]:
     """Sum, statistics and gradient in the log-probs, compiled: all that follows them in the learner."""
     assert batch.old_logp_bt is not None
     logp_bt = batch.old_logp_bt + 0.1 * mx.random.normal(batch.old_logp_bt.shape, key=mx.random.key(1))

@@ -61,9 +61,8 @@ class Role:
             self.policy,
             self.params,
             [prompt],
+            g.Sampling(num_generations=rows, max_new_tokens=tokens),
             key=mx.random.key(0),
-            num_generations=rows,
-            max_new_tokens=tokens,
             decoding=g.Decoding(**as_a_run()),
         )
 

@@ -127,9 +127,8 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
                 policy,
                 state.old_params,
                 prompts[rank::count],
+                g.Sampling(num_generations=case.generations, max_new_tokens=case.new),
                 key=mx.random.key(number),
-                num_generations=case.generations,
-                max_new_tokens=case.new,
                 prompt_numbers=range(rank, len(prompts), count),
             )
             g.materialize(rollout)

@@ -20,6 +20,7 @@ from benchmarks.harness.measure import Timing, interleaved, peak_bytes
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.rooflines import Work, decode_seconds
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
+from grpo_fn.backends import disabled
 from runners.machine.launch_modes import launch_keywords
 
 CPU_CASES = {
@@ -156,9 +157,15 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
     def find_stop(tokens: Sequence[int], start: int) -> int | None:
         return early if len(tokens) >= early and tuple(tokens[:early]) in ending else None
 
+    call = ours(policy, prompts, case, find_stop=find_stop)
+
+    def without() -> g.Rollout:
+        with disabled("row_compaction"):
+            return call()
+
     calls = {
-        "with": ours(policy, prompts, case, find_stop=find_stop),
-        "without": ours(policy, prompts, case, find_stop=find_stop, compact=False),
+        "with": call,
+        "without": without,
     }
     tokens = sum(map(len, calls["with"]().completions()))
     # Among short beginnings two may be alike: then a row ends early that was not meant to.

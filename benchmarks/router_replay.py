@@ -19,6 +19,7 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
 from grpo_fn.learner import chosen_experts
 from grpo_fn.policy import quantized_role
+from grpo_fn.trees import on_host
 
 EXPERTS = (8, 32)
 MODES = ("affine-8", "affine-4", "affine-3")
@@ -34,15 +35,13 @@ def apart(experts: int, mode: str, seed: int, prompts: int) -> dict[str, float]:
     role = quantized_role(policy, mode, group_size=GROUP_SIZE)
     low = role.transform(policy.params)
     key = mx.random.key(seed)
-    starts = mx.random.randint(0, VOCABULARY, (prompts, 4), key=key).tolist()
+    starts = on_host(mx.random.randint(0, VOCABULARY, (prompts, 4), key=key))
     rollout = g.generate(
         role.policy,
         low,
-        starts,  # pyright: ignore[reportArgumentType]
+        starts,
+        g.Sampling(num_generations=GENERATIONS, max_new_tokens=TOKENS, eos_ids=()),
         key=key,
-        num_generations=GENERATIONS,
-        max_new_tokens=TOKENS,
-        eos_ids=(),
     )
     batch = g.make_batch(rollout, mx.zeros((prompts, GENERATIONS)))
     theirs = chosen_experts(role.policy, low, batch)

@@ -18,9 +18,9 @@ from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
 from grpo_fn.policy import plain_caches
-from grpo_fn.rollout import Respond
+from grpo_fn.rollout import FindStop, Respond
 from grpo_fn.rollout.extend import SharedPromptRows
-from grpo_fn.rollout.prefill import prefill_once
+from grpo_fn.rollout.prefill import prefill_once, result_of
 from runners.environments.call_pool import CallPool
 
 SLEEP = 0.1  # seconds of a call
@@ -55,7 +55,7 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
     tokens_be = mx.array(given, mx.int32)
 
     with policy.sampling(policy.params) as model:
-        _, prompt_caches = prefill_once(policy, model, [prompt])
+        _, prompt_caches = result_of(prefill_once(policy, model, [prompt]))
         extender = SharedPromptRows(policy, model, prompt_caches, [case.prompt], rows)
         for n in range(case.turn):
             mx.eval(extender.first(tokens_be[:, n % case.given]))
@@ -69,7 +69,7 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
 
         def extended() -> Any:
             parked()
-            return extender.resume(dict(zip(rows, given, strict=True)))[0][2]
+            return result_of(extender.resume(dict(zip(rows, given, strict=True))))[0][2]
 
         def alone() -> Any:
             return policy.split.backbone(model)(tokens_be, cache=plain_caches(model))
@@ -110,14 +110,13 @@ def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
     def find_stop(tokens: Sequence[int], start: int) -> int | None:
         return case.turn if len(tokens) >= case.turn else None
 
-    def call(new: int, **options: Any) -> Callable[[], Any]:
+    def call(new: int, find_stop: FindStop | None = None, **options: Any) -> Callable[[], Any]:
         return lambda: g.generate(
             policy,
             policy.params,
             prompts,
+            g.Sampling(num_generations=case.rows, max_new_tokens=new, find_stop=find_stop),
             key=mx.random.key(0),
-            num_generations=case.rows,
-            max_new_tokens=new,
             **options,
         )
 
@@ -172,10 +171,12 @@ def sleeping(case: Case, policy: g.Policy) -> list[Figure]:
             policy,
             policy.params,
             make_prompts(1, case.prompt, vocabulary_of(policy.module)),
+            g.Sampling(
+                num_generations=case.rows,
+                max_new_tokens=case.turn,
+                find_stop=lambda tokens, start: 4 if len(tokens) >= 4 else None,
+            ),
             key=mx.random.key(0),
-            num_generations=case.rows,
-            max_new_tokens=case.turn,
-            find_stop=lambda tokens, start: 4 if len(tokens) >= 4 else None,
             replies=replies,
         )
         waits.append(replies.waited)

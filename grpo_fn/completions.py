@@ -27,6 +27,7 @@ class Rollout:
     vocabulary: int | None = None  # all token ids are below it (set by `generate`); None: not known
     sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them
     images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
+    version_b: mx.array | None = None  # int32: the version of the weights that drew each row; None: not known
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, including the end token, on the host."""
@@ -41,21 +42,19 @@ class Rollout:
         return [row[:length] for row, length in zip(on_host(self.sampled_bt), lengths, strict=True)]
 
 
+_ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt", "version_b")
+
+
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     """The rollout of some of the prompts, in the order given."""
     size = rollout.num_generations
     index = mx.array([p * size + g for p in groups for g in range(size)], mx.int32)
-    entropy_bt, sampled_bt = rollout.entropy_bt, rollout.sampled_bt
+    rows = {name: getattr(rollout, name) for name in _ROWS}
     return attrs.evolve(
         rollout,
         prompts=tuple(rollout.prompts[p] for p in groups),
-        tokens_bt=rollout.tokens_bt[index],
-        lengths_b=rollout.lengths_b[index],
-        logp_bt=rollout.logp_bt[index],
-        finished_b=rollout.finished_b[index],
-        entropy_bt=None if entropy_bt is None else entropy_bt[index],
-        sampled_bt=None if sampled_bt is None else sampled_bt[index],
         images=None if rollout.images is None else tuple(rollout.images[p] for p in groups),
+        **{name: None if array is None else array[index] for name, array in rows.items()},
     )
 
 
@@ -68,29 +67,30 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     kinds = {(part.num_generations, part.entropy_bt is None) for part in parts}
     if len(kinds) != 1:
         raise ValueError(
-            f"wanted rollouts of one (num_generations, without entropies), found {sorted(kinds)}"
+            f"expected rollouts of one (num_generations, without entropies), found {sorted(kinds)}"
         )
     if len(parts) == 1:
         return parts[0]
+    if any(part.sampled_bt is not None for part in parts):
+        parts = [attrs.evolve(part, sampled_bt=_sampled(part)) for part in parts]
     width = max(part.tokens_bt.shape[1] for part in parts)
 
-    def joined(columns: Sequence[mx.array]) -> mx.array:
-        return mx.concatenate([mx.pad(c, [(0, 0), (0, width - c.shape[1])]) for c in columns])
+    def joined(name: str) -> mx.array | None:
+        arrays = [getattr(part, name) for part in parts]
+        if any(array is None for array in arrays):
+            return None
+        missing = [width - array.shape[1] if array.ndim == 2 else 0 for array in arrays]
+        return mx.concatenate(
+            [mx.pad(a, [(0, 0), (0, more)]) if more else a for a, more in zip(arrays, missing, strict=True)]
+        )
 
     bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
-    with_given = any(part.sampled_bt is not None for part in parts)
-    entropies = [part.entropy_bt for part in parts if part.entropy_bt is not None]
-    return Rollout(
+    return attrs.evolve(
+        parts[0],
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
-        num_generations=parts[0].num_generations,
-        tokens_bt=joined([part.tokens_bt for part in parts]),
-        lengths_b=mx.concatenate([part.lengths_b for part in parts]),
-        logp_bt=joined([part.logp_bt for part in parts]),
-        finished_b=mx.concatenate([part.finished_b for part in parts]),
-        entropy_bt=joined(entropies) if entropies else None,
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
-        sampled_bt=joined([_sampled(part) for part in parts]) if with_given else None,
         images=_joined_images(parts),
+        **{name: joined(name) for name in _ROWS},
     )
 
 

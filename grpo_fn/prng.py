@@ -19,30 +19,30 @@ GENERATION = 2**31 + 5  # completions of `grpo generate` and `grpo chat`
 EVALUATION = 2**31 + 6  # completions of `grpo eval`
 
 
-def fold_in(keys_n2: mx.array, data_n: mx.array) -> mx.array:
-    """A new PRNG key for each (key, integer) pair: [N,2] uint32 from [N,2] and [N].
+def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
+    """A new PRNG key [2] from a key [2] and numbers, folded in one after another.
 
-    Any two different pairs give independent keys, also for `mx.random.key` of small seeds and for small
-    integers. In `mx.random.split`, in contrast, the i-th key depends on the number of keys.
+    Any two different keys or lists of numbers give independent keys, also for `mx.random.key` of small seeds
+    and for small numbers. In `mx.random.split`, in contrast, the i-th key depends on the number of keys.
 
     Args:
-        keys_n2: uint32.
-        data_n: integers from 0 to 2^32 − 1.
+        key: uint32 [2].
+        numbers: from 0 to 2^32 − 1: integers or 0-d arrays.
     """
-    return _combined(_hashed(keys_n2), data_n)
-
-
-def stream_key(key: mx.array, *name: int | mx.array) -> mx.array:
-    """The key [2] of one stream: a purpose, or any numbers, folded into a key [2] one after another."""
-    for number in name:
-        key = fold_in(key[None], mx.array(number, mx.uint32).reshape(1))[0]
+    for number in numbers:
+        key = fold_in_rows(key[None], mx.array(number, mx.uint32).reshape(1))[0]
     return key
+
+
+def fold_in_rows(keys_n2: mx.array, data_n: mx.array) -> mx.array:
+    """`fold_in` of one number for each of N keys: [N,2] uint32 from [N,2] and integers [N]."""
+    return _combined(_hashed(keys_n2), data_n)
 
 
 def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
     """The key [N,2] of each completion, from its prompt's and its own number."""
     rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
-    return fold_in(fold_in(rows, prompts_n), generations_n)
+    return fold_in_rows(fold_in_rows(rows, prompts_n), generations_n)
 
 
 def random_bits(keys_b2: mx.array, first: int, count: int, words: int) -> mx.array:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from grpo_fn.checks import check_dtype
-from grpo_fn.prng import fold_in
+from grpo_fn.prng import fold_in_rows
 from grpo_fn.trees import Tree, arrays_of
 
 _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat16's largest number and of inf
@@ -57,7 +57,7 @@ def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.arra
     Each call draws with its own key; there is one key for each leaf of the tree.
     """
     count = sum(1 for _ in arrays_of(tree))
-    keys = iter(fold_in(mx.broadcast_to(key[None], (count, 2)), mx.arange(count)))
+    keys = iter(fold_in_rows(mx.broadcast_to(key[None], (count, 2)), mx.arange(count)))
 
     def store(new: mx.array, old: mx.array) -> mx.array:
         own = next(keys)

@@ -117,11 +117,13 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
             policy(),
             policy().params,
             PROMPTS[kind],
+            g.Sampling(
+                num_generations=GENERATIONS,
+                max_new_tokens=NEW_TOKENS,
+                eos_ids=(3, 17) if stop else (),
+                find_stop=stop,
+            ),
             key=mx.random.key(1),
-            num_generations=GENERATIONS,
-            max_new_tokens=NEW_TOKENS,
-            eos_ids=(3, 17) if stop else (),
-            find_stop=stop,
             decoding=g.Decoding(**options),
         )
         held["rollout"] = rollout
@@ -137,9 +139,8 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
             of,
             of.params,
             PROMPTS["ragged"],
+            g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS),
             key=mx.random.key(2),
-            num_generations=GENERATIONS,
-            max_new_tokens=NEW_TOKENS,
         )
         return _worst_gradient(of, plain, rollout, share, traced=held["way"].compile)
 

@@ -62,11 +62,10 @@ def ours(
         policy,
         policy.params,
         prompts,
+        g.Sampling(
+            num_generations=case.generations, max_new_tokens=case.new, find_stop=find_stop, eos_ids=eos_ids
+        ),
         key=mx.random.key(0),
-        num_generations=case.generations,
-        max_new_tokens=case.new,
-        find_stop=find_stop,
-        eos_ids=eos_ids,
         decoding=decoding,
     )
 

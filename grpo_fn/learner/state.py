@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.learner.optimizer import Optimizer
-from grpo_fn.prng import REFERENCE_ROUNDING, stream_key
+from grpo_fn.prng import REFERENCE_ROUNDING, fold_in
 from grpo_fn.rounding import storing
 from grpo_fn.trees import Tree, map_arrays
 
@@ -83,7 +83,7 @@ def sync_ref(
             "weights; wanted 1"
         )
 
-    store = storing(state.ref_params, stream_key(state.key, REFERENCE_ROUNDING, state.update_step))
+    store = storing(state.ref_params, fold_in(state.key, REFERENCE_ROUNDING, state.update_step))
 
     def mixed(ref: mx.array, new: mx.array) -> mx.array:
         return store(mixup * new.astype(mx.float32) + (1 - mixup) * ref.astype(mx.float32), ref)

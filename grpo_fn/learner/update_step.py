@@ -10,7 +10,7 @@ from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.keeper import Keeper, sum_of
 from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
 from grpo_fn.learner.state import TrainState, zeros_like
-from grpo_fn.prng import UPDATE_ROUNDING, stream_key
+from grpo_fn.prng import UPDATE_ROUNDING, fold_in
 from grpo_fn.rounding import storing
 from grpo_fn.trees import Tree, arrays_of
 
@@ -90,7 +90,7 @@ def make_update_step(
         norm, factor = norm_and_factor(squares_step(state.accum_grads), state.accum_weight, max_grad_norm)
         numbers = optimizer.numbers(state.opt_state, state.update_step)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
-        key = stream_key(state.key, UPDATE_ROUNDING, state.update_step)
+        key = fold_in(state.key, UPDATE_ROUNDING, state.update_step)
         held = state.params, state.opt_state
         (params, opt_state), skipped = step(held, state.accum_grads, numbers, factor, finite, key)
         state = attrs.evolve(

@@ -1,36 +1,31 @@
-"""From prompts to completions: prefill, decoding steps, the decoding loop, the sampler.
+"""From prompts to completions: prefill, decoding steps, the decode loop, sampling.
 
 Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grpo_fn.algorithm` or
 `grpo_fn.learner`.
 """
 
-from grpo_fn.rollout.categorical import RANDOM_NUMBERS
-from grpo_fn.rollout.decode_loop import Decoding, FindStop
-from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.rollout.decode_loop import Column, Columns, Decoding
 from grpo_fn.rollout.extend import EXTEND_TOKENS, LEAST_EXTENSION
-from grpo_fn.rollout.generation import generate
+from grpo_fn.rollout.generation import Interrupted, decode, decode_after, generate
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
-from grpo_fn.rollout.sampler import Sampler, draw_bits, drawing, mark_seen, penalize, sample, seen_tokens
+from grpo_fn.rollout.sampling import FindStop, Sampling, draw, draw_bits
 from grpo_fn.rollout.turns import Replies, Respond
 
 __all__ = [
     "EXTEND_TOKENS",
     "LEAST_EXTENSION",
     "PREFILL_TOKENS",
-    "RANDOM_NUMBERS",
-    "CacheSteps",
+    "Column",
+    "Columns",
     "Decoding",
     "FindStop",
+    "Interrupted",
     "Replies",
     "Respond",
-    "Sampler",
-    "Steps",
+    "Sampling",
+    "decode",
+    "decode_after",
+    "draw",
     "draw_bits",
-    "drawing",
     "generate",
-    "mark_seen",
-    "penalize",
-    "sample",
-    "seen_tokens",
-    "shared_steps",
 ]

@@ -1,6 +1,10 @@
-"""The decode loop: draw a token of each row, store it, drop rows that have ended, take the next step."""
+"""The decode loop: draw a token of each row, store it, drop rows that have ended, take the next step.
 
-from collections.abc import Callable, Sequence
+It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the steps.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import attrs
 import mlx.core as mx
@@ -8,15 +12,25 @@ import mlx.core as mx
 from grpo_fn.backends import enabled
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.row_batch import RowBatch
-from grpo_fn.rollout.sampler import Sampler, drawing, mark_seen, penalize
+from grpo_fn.rollout.sampling import Sampling, compiled_draw, mark_seen, penalize
 from grpo_fn.rollout.turns import Transcript, Turns
 from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
-# Takes a completion's tokens so far, and how many of them earlier calls have checked without finding an end.
-# Returns how many tokens to keep if it has ended, else None.
-FindStop = Callable[[Sequence[int], int], int | None]
+T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)
+class Column:
+    """One decoding step: a token of each row of a batch, possibly still being computed."""
+
+    rows: tuple[int, ...]  # their numbers in the rollout; among them some that ended in the last few steps
+    tokens_b: mx.array  # int32
+    logp_b: mx.array  # float32
+
+
+Columns = Generator[Column | None, None, T]  # gives None after a piece of a prefill, and while it waits
 
 
 @attrs.frozen
@@ -30,7 +44,6 @@ class Decoding:
             costs a copy of the cache).
         share_prefix: keep a prompt's keys and values once for all its completions, if the model can; None:
             on CPU and CUDA.
-        compact: drop rows that have ended from the batch once a quarter of it has.
         turns_together: in conversations, begin a turn when no row decodes any more and all replies are there:
             the same numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
             reply delays no other row; then the rounding of the numbers depends on timing.
@@ -40,12 +53,11 @@ class Decoding:
     check_every: int = 8
     pipelined: bool = False
     share_prefix: bool | None = None
-    compact: bool = True
     turns_together: bool = True
 
 
 @attrs.define(eq=False)
-class Columns:
+class Completions:
     """What has been sampled so far of all rows, in full size."""
 
     drawn: dict[str, mx.array]  # "tokens" int32, "logp" and, if asked for, "entropy": [B,T]
@@ -53,18 +65,21 @@ class Columns:
     finished: list[bool]  # as `Rollout.finished_b`
 
     @classmethod
-    def empty(cls, rows: int, width: int, with_entropy: bool) -> "Columns":
-        """Nothing sampled: each row of `width` zeros, unfinished."""
-        drawn = {"tokens": mx.zeros((rows, width), mx.int32), "logp": mx.zeros((rows, width))}
-        if with_entropy:
-            drawn["entropy"] = mx.zeros((rows, width))
-        return cls(drawn, [width] * rows, [False] * rows)
+    def empty(cls, rows: int, sampling: Sampling) -> "Completions":
+        """Nothing sampled: each row of zeros, unfinished."""
+        shape = rows, sampling.max_new_tokens
+        drawn = {"tokens": mx.zeros(shape, mx.int32), "logp": mx.zeros(shape)}
+        if sampling.with_entropy:
+            drawn["entropy"] = mx.zeros(shape)
+        return cls(drawn, [0] * rows, [False] * rows)
 
     def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
         """The batch's tokens from `start` on."""
         index = mx.array(batch.rows, mx.int32)
         for name, columns in stacked.items():
             self.drawn[name][index, start : batch.count] = columns
+        for row in batch.alive:
+            self.lengths[row] = batch.count
 
     def end(self, row: int, length: int, finished: bool) -> None:
         """The row has ended after so many tokens."""
@@ -94,21 +109,15 @@ class Columns:
 class Decoder:
     """The decode loop of one part, with its settings."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        eos_ids: frozenset[int],
-        find_stop: FindStop | None,
-        decoding: Decoding,
-    ) -> None:
-        self._penalty = sampler.repetition_penalty
-        self._draw = drawing(sampler)
-        self._eos_ids, self._find_stop = eos_ids, find_stop
+    def __init__(self, sampling: Sampling, decoding: Decoding) -> None:
+        self._sampling, self._draw = sampling, compiled_draw(sampling)
         self._check_every = max(decoding.check_every, 1)
         self._launch = mx.async_eval if decoding.pipelined else mx.eval
-        self._compact = decoding.compact and enabled("row_compaction")
+        self._compact = enabled("row_compaction")
 
-    def run(self, batches: list[RowBatch], whole: Columns | Transcript, turns: Turns | None = None) -> None:
+    def run(
+        self, batches: list[RowBatch], whole: Completions | Transcript, turns: Turns | None = None
+    ) -> Columns[None]:
         """Decode until every row has ended; with `turns`, until every conversation has."""
         texts: dict[int, list[int]] = {
             row: [] for batch in batches for row in batch.rows
@@ -121,6 +130,8 @@ class Decoder:
             self._launch([batch.drawn[-1] for batch in batches])
             steps += 1
             tokens = [batch.drawn[-1]["tokens"] for batch in batches]
+            for batch in batches:
+                yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
             look = steps % self._check_every == 0 or any(batch.is_full for batch in batches)
             if look or (turns is not None and turns.sees_each_step):
                 for batch in batches:
@@ -134,16 +145,16 @@ class Decoder:
                     batch.logits_bv = batch.steps(token_b)
             batches = [batch for batch in batches if batch.alive and not batch.is_full]
             if turns is not None and (look or not batches):
-                joined = turns.resumed(decoding=bool(batches))
+                joined = yield from turns.resumed(decoding=bool(batches))
                 while not batches and not joined and turns.waits:
-                    joined = turns.resumed(decoding=False)
+                    joined = yield from turns.resumed(decoding=False)
                 texts |= {row: [] for batch in joined for row in batch.rows}
                 batches += joined
 
     def _drawn(self, batch: RowBatch, n: int) -> dict[str, mx.array]:
         """The n-th token of each row."""
         if batch.seen_bv is not None:
-            batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, self._penalty)
+            batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, self._sampling.repetition_penalty)
         drawn = self._draw(batch.logits_bv, batch.bits_nbw[n])
         if batch.seen_bv is not None:
             batch.seen_bv = mark_seen(batch.seen_bv, drawn["tokens"])
@@ -157,7 +168,11 @@ class Decoder:
         return places if len(places) <= (1 - COMPACT_SHARE) * len(batch.rows) else None
 
     def _collect(
-        self, batch: RowBatch, texts: dict[int, list[int]], whole: Columns | Transcript, turns: Turns | None
+        self,
+        batch: RowBatch,
+        texts: dict[int, list[int]],
+        whole: Completions | Transcript,
+        turns: Turns | None,
     ) -> None:
         """Store the batch's tokens since the last check, and find the rows that go on."""
         start = batch.count - len(batch.drawn)
@@ -170,7 +185,7 @@ class Decoder:
                 continue
             texts[row].extend(tokens)
             room = None if turns is None else turns.room(row)
-            end = self._end_of(texts[row][:room], start)
+            end = self._sampling.end_of(texts[row][:room], start)
             if end is not None:
                 batch.alive.remove(row)
                 whole.end(row, end, True)
@@ -180,18 +195,3 @@ class Decoder:
                 whole.end(row, room, False)
         if turns is not None and ends:
             turns.ended(batch, ends)
-
-    def _end_of(self, tokens: list[int], start: int) -> int | None:
-        """Tokens to keep if the completion has ended at or after `start`, else None."""
-        ends = [n + 1 for n in range(start, len(tokens)) if tokens[n] in self._eos_ids][:1]
-        if self._find_stop is not None:
-            seen = tokens[: ends[0]] if ends else tokens
-            found = self._find_stop(seen, start)
-            if found is not None:
-                if not 0 <= found <= len(seen):
-                    raise ValueError(
-                        f"find_stop gave {found} for a completion of {len(seen)} tokens: wanted None, or how "
-                        f"many of them to keep, 0 to {len(seen)}"
-                    )
-                ends.append(found)
-        return min(ends, default=None)

@@ -17,7 +17,7 @@ from grpo_fn.policy.caches.kv_caches import Caches
 from grpo_fn.policy.caches.prefix_cache import Layout, PrefixCache, fork, keep_prefix_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import CacheSteps, Steps
-from grpo_fn.rollout.prefill import prefill
+from grpo_fn.rollout.prefill import Prefill, computed, prefill
 from grpo_fn.trees import arrays_of, map_arrays
 
 EXTEND_TOKENS = 8192  # new tokens of all rows in a call, including padding: limits the memory of long ones
@@ -49,7 +49,7 @@ class Extender(Protocol):
         """Forget a parked row."""
         ...
 
-    def resume(self, given: Mapping[int, Sequence[int]]) -> list[Resumed]:
+    def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
         """Feed parked rows their tokens, at least one each; returns the steps that continue from there."""
         ...
 
@@ -131,7 +131,7 @@ class SharedPromptRows:
         """As `Extender`."""
         del self._parked[row]
 
-    def resume(self, given: Mapping[int, Sequence[int]]) -> list[Resumed]:
+    def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
         """As `Extender`: all rows as one batch."""
         rows = sorted(given, key=self._place.__getitem__)
         own, seen_bt = self._joined(rows)
@@ -169,7 +169,7 @@ class SharedPromptRows:
             new_be = mx.arange(max(sizes))[None] < mx.array(sizes)[:, None]
             seen_bt = mx.concatenate([seen_bt, new_be], axis=1)
             position = [p + size for p, size in zip(position, sizes, strict=True)]
-            mx.eval(last_bd, list(arrays_of(own)))
+            yield from computed([*own, last_bd])
         assert last_bd is not None
         for row in rows:
             self._own_tokens[row] += len(given[row])
@@ -264,7 +264,7 @@ class CopiedPromptRows:
         """As `Extender`."""
         del self._parked[row]
 
-    def resume(self, given: Mapping[int, Sequence[int]]) -> list[Resumed]:
+    def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
         """As `Extender`."""
         rows = sorted(given)
         parts = [rows] if self._policy.takes_ragged else [[row] for row in rows]
@@ -274,7 +274,7 @@ class CopiedPromptRows:
             caches = found[0]
             if self._policy.takes_ragged:
                 caches = [type(layer[0]).merge(list(layer)) for layer in zip(*found, strict=True)]
-            logits_bv, caches = prefill(self._model, [given[row] for row in part], caches)
+            logits_bv, caches = yield from prefill(self._model, [given[row] for row in part], caches)
             mx.eval(logits_bv)
             made.append((CacheSteps(self._model, caches), part, logits_bv))
         return made

@@ -6,7 +6,7 @@ Everything is explicit: caches go in and come out, keys are counted, nothing glo
 completion depends only on its key, its prompt and the model (to the rounding of batched products).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
@@ -17,36 +17,37 @@ from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.extending_cache import extends_prefix
+from grpo_fn.policy.caches.kv_caches import Caches
 from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows, sharing_pays
 from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
-from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding, FindStop
+from grpo_fn.rollout.decode_loop import Columns, Completions, Decoder, Decoding
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.extend import CopiedPromptRows, SharedPromptRows
-from grpo_fn.rollout.prefill import prefill, prefill_once
+from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
 from grpo_fn.rollout.row_batch import RowBatch
-from grpo_fn.rollout.sampler import Sampler, draw_bits, seen_tokens
+from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
+
+
+class Interrupted(Exception):
+    """Thrown into `decode`, or raised by replies: the rollout ends with what has been sampled so far."""
 
 
 def generate(
     policy: Policy,
     params: Tree,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
     *,
     key: mx.array,
-    num_generations: int,
-    max_new_tokens: int,
-    sampler: Sampler | None = None,
-    eos_ids: Iterable[int] = (),
-    find_stop: FindStop | None = None,
     prompt_numbers: Sequence[int] | None = None,
-    decoding: Decoding | None = None,
     replies: Replies | None = None,
     images: Sequence[PromptImages | None] | None = None,
+    decoding: Decoding | None = None,
 ) -> Rollout:
     """Sample G completions of each prompt, or conversations if there are `replies`.
 
@@ -54,79 +55,147 @@ def generate(
         policy: the model that samples.
         params: its trainable leaves.
         prompts: token ids of each prompt, at least one token each.
+        sampling: G, the distribution, and what ends a completion.
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
-        num_generations: G.
-        max_new_tokens: length limit of a completion in tokens, including those of replies.
-        sampler: temperature and truncation; None: the plain distribution at temperature 1.
-        eos_ids: tokens that end a completion; it stays in the completion and counts.
-        find_stop: `find_stop(tokens, start)` gets a completion's tokens so far; earlier calls have checked
-            the first `start` without finding an end. It returns how many to keep if it has ended, else None.
         prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
-        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
         replies: answers turns that have ended with the tokens that follow them; None: no turn is answered.
             The n-th sampled token of a conversation draws as above. Conversations are decoded without a
             backend's compiled steps, which cannot be extended by several tokens.
         images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
             decoded over one copy of each prompt, and without a backend's compiled steps.
+        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a number
-            is out of range, there is not one of `prompt_numbers` for each prompt, `find_stop` gives more
-            tokens than there are, replies are not those asked for, or images do not fit the
-            prompts, the policy's module (`use_multimodal_rope`) or replies.
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, there is
+            not one of `prompt_numbers` for each prompt, `find_stop` gives more tokens than there are,
+            replies are not those asked for, or images do not fit the prompts, the policy's module
+            (`use_multimodal_rope`) or replies.
+    """
+    columns = decode(
+        policy,
+        params,
+        prompts,
+        sampling,
+        key=key,
+        prompt_numbers=prompt_numbers,
+        replies=replies,
+        images=images,
+        decoding=decoding,
+    )
+    return result_of(columns)
+
+
+def decode(
+    policy: Policy,
+    params: Tree,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    key: mx.array,
+    prompt_numbers: Sequence[int] | None = None,
+    replies: Replies | None = None,
+    images: Sequence[PromptImages | None] | None = None,
+    decoding: Decoding | None = None,
+) -> Columns[Rollout]:
+    """`generate` step by step: gives each step's tokens, and returns the rollout.
+
+    Between the steps the policy's module holds the parameters. If `Interrupted` is thrown in, it returns what
+    has been sampled up to the last check for ended rows.
     """
     check_process()
-    sampler, decoding = sampler or Sampler(), decoding or Decoding()
+    decoding = decoding or Decoding()
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-    _check(policy, prompts, numbers, num_generations, max_new_tokens, sampler)
+    _check(policy, prompts, numbers)
     if images is not None:
         _check_images(policy, images, len(prompts), replies)
         images = images if any(each is not None for each in images) else None
     wanted = True if images is not None else decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
-    count, penalizes = len(prompts) * num_generations, sampler.repetition_penalty != 1
-    transcript = None if replies is None else Transcript(count, sampler.with_entropy)
-    whole = transcript or Columns.empty(count, max_new_tokens, sampler.with_entropy)
-    decoder = Decoder(sampler, frozenset(eos_ids), find_stop, decoding)
-    together = _together(len(prompts), num_generations, decoding.max_batch)
-    with policy.sampling(params, together * num_generations) as model:
-        share_prefix = share_prefix and (replies is None or extends_prefix(model))
-        for part in _parts(prompts, together, policy.takes_ragged or share_prefix):
-            these = [prompts[p] for p in part]
-            rows = [p * num_generations + g for p in part for g in range(num_generations)]
-            keys_b2 = completion_keys(
-                key,
-                mx.array([numbers[row // num_generations] for row in rows]),
-                mx.array([row % num_generations for row in rows]),
-            )
-            # All at once on the device, because a number from the host at each step would be waited for.
-            bits_nbw = draw_bits(keys_b2, 0, max_new_tokens)
-            if replies is None or transcript is None:
-                shown = None if images is None else [images[p] for p in part]
-                logits_pv, steps = _prefilled(
-                    policy, model, these, shown, num_generations, max_new_tokens, share_prefix
+    group, penalizes = sampling.num_generations, sampling.repetition_penalty != 1
+    count = len(prompts) * group
+    transcript = None if replies is None else Transcript(count, sampling.with_entropy)
+    whole = transcript or Completions.empty(count, sampling)
+    decoder = Decoder(sampling, decoding)
+    together = _together(len(prompts), group, decoding.max_batch)
+    try:
+        with policy.sampling(params, together * group) as model:
+            share_prefix = share_prefix and (replies is None or extends_prefix(model))
+            for part in _parts(prompts, together, policy.takes_ragged or share_prefix):
+                these = [prompts[p] for p in part]
+                rows = [p * group + g for p in part for g in range(group)]
+                keys_b2 = completion_keys(
+                    key,
+                    mx.array([numbers[row // group] for row in rows]),
+                    mx.array([row % group for row in rows]),
                 )
-                turns = None
-            else:
-                logits_pv, extender = _extendable(policy, model, these, rows, share_prefix)
-                steps = extender.first
-                turns = Turns(
-                    replies,
-                    extender,
-                    transcript,
-                    prompts={row: prompts[row // num_generations] for row in rows},
-                    bits_nbw=bits_nbw,
-                    limit=max_new_tokens,
-                    together=decoding.turns_together,
-                    vocabulary=policy.vocabulary,
-                    penalizes=penalizes,
-                )
-            index = mx.array([place // num_generations for place in range(len(rows))])
-            seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
-            decoder.run([RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)], whole, turns)
-    rollout = whole.rollout(prompts, num_generations)
+                # All at once on the device, because a number from the host at each step would be waited for.
+                bits_nbw = draw_bits(keys_b2, 0, sampling.max_new_tokens)
+                if replies is None or transcript is None:
+                    shown = None if images is None else [images[p] for p in part]
+                    logits_pv, steps = yield from _prefilled(
+                        policy, model, these, shown, sampling, share_prefix
+                    )
+                    turns = None
+                else:
+                    logits_pv, extender = yield from _extendable(policy, model, these, rows, share_prefix)
+                    steps = extender.first
+                    turns = Turns(
+                        replies,
+                        extender,
+                        transcript,
+                        prompts={row: prompts[row // group] for row in rows},
+                        bits_nbw=bits_nbw,
+                        limit=sampling.max_new_tokens,
+                        together=decoding.turns_together,
+                        vocabulary=policy.vocabulary,
+                        penalizes=penalizes,
+                    )
+                index = mx.array([place // group for place in range(len(rows))])
+                seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
+                batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
+                yield from decoder.run([batch], whole, turns)
+    except Interrupted:
+        pass
+    rollout = whole.rollout(prompts, group)
     kept = None if images is None else tuple(images)
     return attrs.evolve(rollout, vocabulary=policy.vocabulary, images=kept)
+
+
+def decode_after(
+    policy: Policy,
+    params: Tree,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    key: mx.array,
+    caches: Caches,
+    held: int = 0,
+    number: int = 0,
+    drawn: int = 0,
+    decoding: Decoding | None = None,
+) -> Columns[None]:
+    """One completion of a prompt whose first tokens are in the caches: gives a token at a time.
+
+    Args:
+        policy, params, sampling, decoding: as for `generate`, but for one completion.
+        prompt: token ids.
+        key: the n-th token draws as token `drawn` + n of completion 0 of prompt `number`.
+        caches: plain ones of one row; the rest of the prompt and the tokens are appended in place.
+        held: tokens of the prompt that they hold, fewer than it has.
+        number: of the prompt.
+        drawn: tokens of the prompt that were sampled with this key before, in earlier turns.
+    """
+    check_process()
+    _check(policy, [prompt], [number])
+    bits_n1w = draw_bits(
+        completion_keys(key, mx.array([number]), mx.array([0])), drawn, sampling.max_new_tokens
+    )
+    with policy.sampling(params) as model:
+        logits_1v, caches = yield from prefill(model, [prompt[held:]], caches)
+        penalizes = sampling.repetition_penalty != 1
+        seen_1v = seen_tokens([prompt], logits_1v.shape[-1]) if penalizes else None
+        batch = RowBatch(CacheSteps(model, caches), logits_1v, bits_n1w, [0], seen_1v)
+        yield from Decoder(sampling, decoding or Decoding()).run([batch], Completions.empty(1, sampling))
 
 
 def _prefilled(
@@ -134,45 +203,34 @@ def _prefilled(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None] | None,
-    num_generations: int,
-    room: int,
+    sampling: Sampling,
     share_prefix: bool,
-) -> tuple[mx.array, Steps]:
+) -> Prefill[tuple[mx.array, Steps]]:
     """Logits [P,V] after the prompts, and the steps that decode their completions from there."""
+    group = sampling.num_generations
     if not share_prefix:
-        logits_pv, caches = prefill(model, prompts)
-        copies = [p for p in range(len(prompts)) for _ in range(num_generations)]
+        logits_pv, caches = yield from prefill(model, prompts)
+        copies = [p for p in range(len(prompts)) for _ in range(group)]
         cache_rows.keep_rows(caches, copies)
         return logits_pv, CacheSteps(model, caches)
     lengths = [len(prompt) for prompt in prompts]
     if images is None:
-        logits_pv, caches = prefill_once(policy, model, prompts)
-        return logits_pv, shared_steps(policy, model, caches, lengths, num_generations, room=room)
+        logits_pv, caches = yield from prefill_once(policy, model, prompts)
+        return logits_pv, shared_steps(policy, model, caches, lengths, group, room=sampling.max_new_tokens)
     some = images if any(each is not None for each in images) else None
-    logits_pv, caches = prefill_once(policy, model, prompts, some)
+    logits_pv, caches = yield from prefill_once(policy, model, prompts, some)
     shifts = [0 if each is None else each.shift for each in images]
-    forked = fork(caches, lengths, num_generations, shifts)
+    forked = fork(caches, lengths, group, shifts)
     return logits_pv, CacheSteps(model, forked, keep_prefix_rows)
 
 
-def _check(
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    num_generations: int,
-    max_new_tokens: int,
-    sampler: Sampler,
-) -> None:
+def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
     if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError(f"wanted at least one prompt and no empty one, found {[len(p) for p in prompts]}")
-    if not sampler.repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty = {sampler.repetition_penalty}: wanted a number above 0")
+        found = [len(prompt) for prompt in prompts]
+        raise ValueError(f"expected at least one prompt, and no empty one, found lengths {found}")
     check_token_ids(prompts, policy.vocabulary)
-    for name, value in (("num_generations", num_generations), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: wanted at least 1")
     if len(numbers) != len(prompts):
-        raise ValueError(f"prompt_numbers has {len(numbers)} numbers: wanted {len(prompts)}, one a prompt")
+        raise ValueError(f"prompt_numbers: expected {len(prompts)}, one a prompt, found {len(numbers)}")
 
 
 def _check_images(
@@ -200,12 +258,12 @@ def _extendable(
     prompts: Sequence[Sequence[int]],
     rows: Sequence[int],
     share_prefix: bool,
-) -> tuple[mx.array, SharedPromptRows | CopiedPromptRows]:
+) -> Prefill[tuple[mx.array, SharedPromptRows | CopiedPromptRows]]:
     """Logits [P,V] after the prompts, and the steps that decode their conversations."""
     if share_prefix:
-        logits_pv, caches = prefill_once(policy, model, prompts)
+        logits_pv, caches = yield from prefill_once(policy, model, prompts)
         return logits_pv, SharedPromptRows(policy, model, caches, list(map(len, prompts)), rows)
-    logits_pv, caches = prefill(model, prompts)
+    logits_pv, caches = yield from prefill(model, prompts)
     group = len(rows) // len(prompts)
     cache_rows.keep_rows(caches, [place // group for place in range(len(rows))])
     return logits_pv, CopiedPromptRows(policy, model, caches)

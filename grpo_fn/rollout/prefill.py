@@ -1,6 +1,10 @@
-"""Prefill: runs the prompts through the model and returns caches for decoding."""
+"""Prefill: runs the prompts through the model and returns caches for decoding.
 
-from collections.abc import Sequence
+The functions are generators: they give control after each layer, because a long prefill takes seconds.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,12 +16,16 @@ from grpo_fn.policy.image_forward import PositionedCache, forward_with_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of
 
+T = TypeVar("T")
+
+Prefill = Generator[None, None, T]
+
 PREFILL_TOKENS = 2048  # prompt tokens per row and call: limits the memory of a long prompt's forward pass
 
 
 def prefill(
     model: nn.Module, prompts: Sequence[Sequence[int]], caches: Caches | None = None
-) -> tuple[mx.array, Caches]:
+) -> Prefill[tuple[mx.array, Caches]]:
     """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there.
 
     `caches` hold the tokens before the prompts (ragged caches if these differ in length); None: there are
@@ -35,7 +43,7 @@ def prefill(
         cache_rows.prepare_padding(caches, lengths, longest)
     for start in range(0, longest, PREFILL_TOKENS):
         model(body_pl[:, start : start + PREFILL_TOKENS], cache=caches)
-        mx.eval(list(arrays_of(cache_rows.arrays(caches))))
+        yield from computed(cache_rows.arrays(caches))
     if ragged:
         cache_rows.finish_padding(caches)
     last_p1 = mx.array([[prompt[-1]] for prompt in prompts], mx.int32)
@@ -47,7 +55,7 @@ def prefill_once(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None] | None = None,
-) -> tuple[mx.array, Caches]:
+) -> Prefill[tuple[mx.array, Caches]]:
     """`prefill` of prompts whole, padded on the right: logits [P,V], and plain caches of P rows.
 
     `images` are those of each prompt; None: no prompt has any.
@@ -68,6 +76,22 @@ def prefill_once(
             part = rows.columns(start, start + PREFILL_TOKENS)
             positioned = [PositionedCache(cache, part.positions_r3l) for cache in caches]
             hidden.append(forward_with_images(backbone, part_pl, part, positioned))
-        mx.eval(hidden[-1], list(arrays_of(cache_rows.arrays(caches))))
+        yield from computed([*cache_rows.arrays(caches), hidden[-1]])
     last_pd = mx.concatenate(hidden, axis=1)[mx.arange(len(prompts)), mx.array(lengths) - 1]
     return policy.split.logits(model, last_pd), caches
+
+
+def result_of(steps: Generator[Any, None, T]) -> T:
+    """Runs a generator to its end: what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def computed(layers: Sequence[Any]) -> Prefill[None]:
+    """Computes the arrays of each layer in turn."""
+    for layer in layers:
+        mx.eval(list(arrays_of(layer)))
+        yield

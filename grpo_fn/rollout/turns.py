@@ -15,8 +15,9 @@ import mlx.core as mx
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.extend import Extender
+from grpo_fn.rollout.prefill import Prefill
 from grpo_fn.rollout.row_batch import RowBatch
-from grpo_fn.rollout.sampler import seen_tokens
+from grpo_fn.rollout.sampling import seen_tokens
 from grpo_fn.trees import on_host
 
 
@@ -190,7 +191,7 @@ class Turns:
             self._extender.park(batch.steps, places, rows, fed, batch.count - 1)
             self._waiting.update(rows)
 
-    def resumed(self, decoding: bool) -> list[RowBatch]:
+    def resumed(self, decoding: bool) -> Prefill[list[RowBatch]]:
         """The rows with new replies, as batches that are ready for the next draw.
 
         Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
@@ -222,7 +223,7 @@ class Turns:
         if not given:
             return []
         batches = []
-        for steps, rows, logits_bv in self._extender.resume(given):
+        for steps, rows, logits_bv in (yield from self._extender.resume(given)):
             batches.append(RowBatch(steps, logits_bv, self._bits(rows), rows, self._seen(rows, logits_bv)))
         return batches
 

@@ -24,7 +24,7 @@ from runners.evaluation.measurement import (
     shares,
     success_shares,
 )
-from runners.inference.episode_batches import Drawing, Episodes, play_episodes
+from runners.inference.episode_batches import Episodes, play_episodes
 from runners.inference.inference_model import InferenceModel
 from runners.inference.text_generation import DEFAULT_ROWS, LENGTH, Sampling
 from runners.machine.launch_modes import launch_keywords
@@ -87,22 +87,15 @@ def measure_episodes(
     problems: list[str] = []
 
     def played(what: str, sampling: Sampling, num: int) -> _Rows:
-        drawing = Drawing(
-            key=sampling.key,
-            max_new_tokens=limit,
-            sampler=sampling.sampler(),
-            eos_ids=model.eos_ids,
-            find_stop=decoder.find_stop(config.rollout.stop),
-            decoding=g.Decoding(**launch_keywords(model.launch)),
-        )
         found = _Rows()
         for episodes in play_episodes(
             environments,
             model.policy,
             {},
             examples,
-            drawing,
-            num_generations=num,
+            sampling.core(model.eos_ids, decoder.find_stop(config.rollout.stop), num),
+            key=sampling.key,
+            decoding=g.Decoding(**launch_keywords(model.launch)),
             rows=plan.max_batch or config.rollout.max_batch or DEFAULT_ROWS,
         ):
             part = episodes.examples

@@ -17,7 +17,7 @@ from runners.data.prompts import Example
 from runners.environments.environments import Environments
 from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
 from runners.images.tower import VisionPart
-from runners.inference.episode_batches import Drawing, play_episodes
+from runners.inference.episode_batches import play_episodes
 from runners.inference.text_generation import DEFAULT_ROWS
 from runners.inference.tool_conversation import environment_rewards
 from runners.machine.launch_modes import launch_keywords
@@ -77,14 +77,9 @@ def evaluate(
     rows = max_batch or DEFAULT_ROWS
     texts: list[str] = []
     figures: EpisodeFigures | None = None
-    drawing = Drawing(
-        key=mx.random.key(0),  # greedy: never drawn from
-        max_new_tokens=max_new_tokens,
-        sampler=g.Sampler(temperature=0.0),
-        eos_ids=eos_ids,
-        find_stop=find_stop,
-        decoding=g.Decoding(**launch_keywords(launch)),
-    )
+    sampling = g.Sampling(max_new_tokens=max_new_tokens, temperature=0, eos_ids=eos_ids, find_stop=find_stop)
+    key = mx.random.key(0)  # greedy: never drawn from
+    decoding = g.Decoding(**launch_keywords(launch))
     if environments is None:
         for start in range(0, len(examples), rows):
             part = examples[start : start + rows]
@@ -92,13 +87,9 @@ def evaluate(
                 policy,
                 params,
                 [example.tokens for example in part],
-                key=drawing.key,
-                num_generations=1,
-                max_new_tokens=max_new_tokens,
-                sampler=drawing.sampler,
-                eos_ids=eos_ids,
-                find_stop=find_stop,
-                decoding=drawing.decoding,
+                sampling,
+                key=key,
+                decoding=decoding,
                 images=vision.see(part) if vision else None,
             )
             texts += [nudge + decoder.decode(tokens) for tokens in rollout.completions()]
@@ -106,7 +97,9 @@ def evaluate(
                 progress(len(texts), len(examples))
     else:
         figures = EpisodeFigures()
-        for episodes in play_episodes(environments, policy, params, examples, drawing, rows=rows):
+        for episodes in play_episodes(
+            environments, policy, params, examples, sampling, key=key, decoding=decoding, rows=rows
+        ):
             texts += episodes.texts
             both = zip(episodes.texts, episodes.examples, strict=True)
             right = [is_correct(text, example.answer) for text, example in both]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import mlx.core as mx
@@ -34,31 +34,20 @@ class Episodes:
         return [answer_text(messages) for messages in self.played.messages]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Drawing:
-    """How conversations are drawn: the constant arguments of `g.generate`."""
-
-    key: mx.array
-    max_new_tokens: int
-    sampler: g.Sampler
-    eos_ids: Collection[int]
-    find_stop: FindStop | None = None
-    decoding: g.Decoding | None = None
-
-
 def play_episodes(
     environments: Environments,
     policy: g.Policy,
     params: Tree,
     examples: Sequence[Example],
-    drawing: Drawing,
+    sampling: g.Sampling,
     *,
-    num_generations: int = 1,
+    key: mx.array,
+    decoding: g.Decoding | None = None,
     rows: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Episodes]:
     """All examples, at most `rows` conversations at a time. If `stopped()` is true, the current ones end."""
-    together = max(rows // num_generations, 1)
+    together = max(rows // sampling.num_generations, 1)
     for start in range(0, len(examples), together):
         part = examples[start : start + together]
         began = time.perf_counter()
@@ -75,18 +64,19 @@ def play_episodes(
                 policy,
                 params,
                 prompts,
-                key=drawing.key,
-                num_generations=size,
-                max_new_tokens=drawing.max_new_tokens,
-                sampler=drawing.sampler,
-                eos_ids=[*drawing.eos_ids, *stops],
-                find_stop=_ending(drawing.find_stop, stopped),
+                attrs.evolve(
+                    sampling,
+                    num_generations=size,
+                    eos_ids=sampling.eos_ids | stops,
+                    find_stop=_ending(sampling.find_stop, stopped),
+                ),
+                key=key,
                 prompt_numbers=[first * (len(prompts) // examples) + place for place in range(len(prompts))],
-                decoding=drawing.decoding,
+                decoding=decoding,
                 replies=_Until(replies, stopped),
             )
 
-        rollout, played = environments.play(part, num_generations, play)
+        rollout, played = environments.play(part, sampling.num_generations, play)
         finished = on_host(rollout.finished_b)
         cut = INTERRUPTED if stopped() else STOP
         yield Episodes(

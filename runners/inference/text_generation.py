@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -12,8 +12,8 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.checks import check_token_ids
-from grpo_fn.prng import GENERATION, completion_keys, stream_key
-from grpo_fn.rollout import FindStop, draw_bits, drawing, mark_seen, penalize, seen_tokens
+from grpo_fn.prng import GENERATION, completion_keys, fold_in
+from grpo_fn.rollout.sampling import FindStop, compiled_draw, draw_bits, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
 from runners.errors import UserError, gigabytes
 from runners.images.tower import HasImages
@@ -29,7 +29,7 @@ Tokens = Sequence[int]
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How completions are drawn; the first five as in `g.Sampler`."""
+    """How completions are drawn; the first five as in `g.Sampling`."""
 
     temperature: float = 0.7
     top_p: float = 1.0
@@ -43,11 +43,17 @@ class Sampling:
     @property
     def key(self) -> mx.array:
         """The PRNG key of all completions."""
-        return stream_key(mx.random.key(self.seed), self.purpose)
+        return fold_in(mx.random.key(self.seed), self.purpose)
 
-    def sampler(self) -> g.Sampler:
+    def core(
+        self, eos_ids: Iterable[int] = (), find_stop: FindStop | None = None, num_generations: int = 1
+    ) -> g.Sampling:
         """For `g.generate`."""
-        return g.Sampler(
+        return g.Sampling(
+            num_generations=num_generations,
+            max_new_tokens=self.max_tokens,
+            eos_ids=eos_ids,
+            find_stop=find_stop,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -185,7 +191,7 @@ def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
 def draws(sampling: Sampling, number: int = 0, drawn: int = 0) -> Callable[[mx.array], mx.array]:
     """A sampler for mlx-lm: the n-th call draws token `drawn` + n of completion 0 of a prompt."""
     key_12 = completion_keys(sampling.key, mx.array([number]), mx.array([0]))
-    draw = drawing(sampling.sampler())
+    draw = compiled_draw(sampling.core())
     words = _words(key_12, drawn)
     return lambda logits_1v: draw(logits_1v, next(words))["tokens"]
 
@@ -258,12 +264,8 @@ def generate_batches(
             model.policy,
             {},
             part,
+            sampling.core(model.eos_ids, end, num_generations),
             key=sampling.key,
-            num_generations=num_generations,
-            max_new_tokens=sampling.max_tokens,
-            sampler=sampling.sampler(),
-            eos_ids=model.eos_ids,
-            find_stop=end,
             prompt_numbers=range(start, start + len(part)),
             decoding=decoding,
             images=model.vision.see(shown[start : start + together]) if shown and model.vision else None,

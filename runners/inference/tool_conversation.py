@@ -18,7 +18,7 @@ from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session
 from runners.errors import UserError
 from runners.inference.conversation import Conversation, Event
-from runners.inference.episode_batches import Drawing, play_episodes
+from runners.inference.episode_batches import play_episodes
 from runners.inference.inference_model import InferenceModel
 from runners.inference.text_generation import STOP, Completion, Sampling, Speed, stream
 from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
@@ -201,20 +201,13 @@ def play_prompts(
             model.tokenizer, messages, nudge, tools=environments.schemas, template_kwargs=template_kwargs
         )
         examples.append(Example(tuple(messages), text, tokens, "", dict(columns)))
-    drawing = Drawing(
-        key=sampling.key,
-        max_new_tokens=sampling.max_tokens,
-        sampler=sampling.sampler(),
-        eos_ids=model.eos_ids,
-        find_stop=decoder.find_stop(stop),
-    )
     for episodes in play_episodes(
         environments,
         model.policy,
         {},
         examples,
-        drawing,
-        num_generations=num_generations,
+        sampling.core(model.eos_ids, decoder.find_stop(stop), num_generations),
+        key=sampling.key,
         rows=max_batch,
         stopped=stopped,
     ):

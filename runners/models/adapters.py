@@ -43,7 +43,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
         parameters["keys"] = keys
-    high, low = on_host(prng.stream_key(mx.random.key(seed), prng.ADAPTERS))
+    high, low = on_host(prng.fold_in(mx.random.key(seed), prng.ADAPTERS))
     mx.random.seed(high << 32 | low)
     module.freeze()
     try:

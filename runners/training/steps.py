@@ -20,7 +20,7 @@ from grpo_fn.learner import (
     take_rows,
 )
 from grpo_fn.policy import has_routers
-from grpo_fn.prng import ROLLOUTS, stream_key
+from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import Tree, map_arrays, on_host
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
@@ -70,7 +70,7 @@ class TrainSteps:
         If it raises (such as RewardError), no batch step was taken: `state` and `at` can still be saved.
         """
         at, length, stream = self.at, self.run.length, self.run.stream
-        key = stream_key(self.state.key, ROLLOUTS, at.batch_step)
+        key = fold_in(self.state.key, ROLLOUTS, at.batch_step)
         progress = TrainerState(at.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
             experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)

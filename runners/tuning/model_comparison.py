@@ -125,9 +125,8 @@ def decoding_fault(
             policy,
             params,
             prompts,
+            g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS),
             key=mx.random.key(0),
-            num_generations=GENERATIONS,
-            max_new_tokens=NEW_TOKENS,
         )
         for row, completion in enumerate(rollout.completions()):
             want_t = completion_logprobs(policy, params, prompts[row // GENERATIONS], completion)

@@ -42,10 +42,8 @@ def rollout(policy, params, prompts):
         policy,
         params,
         tokens,
+        g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=ENDS),
         key=mx.random.key(0),
-        num_generations=3,
-        max_new_tokens=12,
-        eos_ids=ENDS,
         images=images,
         decoding=g.Decoding(check_every=2, max_batch=6),
     )
@@ -179,9 +177,8 @@ def test_text_is_bit_for_bit_what_it_was(prompts):
                 policy,
                 naive.drawn_adapters(policy),
                 tokens,
+                g.Sampling(num_generations=2, max_new_tokens=6),
                 key=mx.random.key(0),
-                num_generations=2,
-                max_new_tokens=6,
                 images=[None] * 3 if multimodal else None,
             )
         )
@@ -206,7 +203,7 @@ def test_one_shape_for_numbers_of_features_that_are_near():
 def test_what_does_not_fit_is_refused(policy, params, prompts):
     """Each with what was found and what is wanted."""
     tokens, images = prompts[0]
-    how = {"key": mx.random.key(0), "num_generations": 2, "max_new_tokens": 2}
+    how = {"sampling": g.Sampling(max_new_tokens=2), "key": mx.random.key(0)}
     with pytest.raises(ValueError, match="images has 2 entries: wanted 1"):
         g.generate(policy, params, [tokens], images=[images, None], **how)
     with pytest.raises(ValueError, match="prompt 0 has 5 tokens: its images have"):

@@ -8,7 +8,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn import prng
-from grpo_fn.prng import completion_keys, random_bits, stream_key
+from grpo_fn.prng import completion_keys, fold_in, fold_in_rows, random_bits
 from tests.support.generating import roll
 from tests.support.tiny_policies import tiny_policy
 
@@ -25,7 +25,7 @@ def folded(keys_n2, numbers):
     """Each key with each number: [N·M,2]."""
     count = len(numbers)
     data = mx.tile(mx.array(list(numbers), mx.uint32), (keys_n2.shape[0],))
-    return g.fold_in(mx.repeat(keys_n2, count, axis=0), data)
+    return fold_in_rows(mx.repeat(keys_n2, count, axis=0), data)
 
 
 def test_purposes_differ_and_leave_steps_alone():
@@ -56,8 +56,8 @@ def test_all_levels_are_told_apart():
     """The order of a name's numbers counts, and so does how many there are."""
     key = mx.random.key(7)
     names = [name for length in range(1, 5) for name in itertools.product((0, 1, 2), repeat=length)]
-    assert len(tuples(mx.stack([stream_key(key, *name) for name in names]))) == len(names)
-    assert len(tuples(mx.stack([mx.random.key(0), stream_key(mx.random.key(0), 0)]))) == 2
+    assert len(tuples(mx.stack([fold_in(key, *name) for name in names]))) == len(names)
+    assert len(tuples(mx.stack([mx.random.key(0), fold_in(mx.random.key(0), 0)]))) == 2
 
 
 def test_keys_of_neighbouring_names_have_nothing_in_common():
@@ -101,8 +101,8 @@ def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():
 def test_keys_are_the_same_compiled():
     """With a number that is an array, inside a compiled step, as an update's rounding has it."""
     key = mx.random.key(3)
-    step = g.compiled(lambda key, number: stream_key(key, prng.UPDATE_ROUNDING, number))
+    step = g.compiled(lambda key, number: fold_in(key, prng.UPDATE_ROUNDING, number))
     for number in (0, 5):
-        want = stream_key(key, prng.UPDATE_ROUNDING, number)
+        want = fold_in(key, prng.UPDATE_ROUNDING, number)
         assert mx.array_equal(step(key, mx.array(number, mx.int32)), want)
     assert step.traces == 1

@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import grpo_fn as g
 from grpo_fn.rounding import _random_16, stochastic_round, storing
 
 KEY = mx.random.key(11)
@@ -122,7 +121,7 @@ def test_a_key_decides_and_neighbouring_draws_are_independent():
 def test_other_dtypes_are_refused():
     """The message names what was found and what is wanted."""
     with pytest.raises(ValueError, match=r"x is mlx.core.float16, wanted mlx.core.float32"):
-        g.stochastic_round(mx.zeros((2,), mx.float16), KEY)
+        stochastic_round(mx.zeros((2,), mx.float16), KEY)
 
 
 def test_a_leaf_is_stored_in_its_own_dtype_and_with_its_own_draws():

@@ -57,7 +57,7 @@ def random_calls(tree):
 
 def test_there_is_something_to_check():
     """The folder is the core."""
-    assert {"grad_step.py", "loss.py", "generation.py", "sampler.py"} <= {file.name for file in FILES}
+    assert {"grad_step.py", "loss.py", "generation.py", "sampling.py"} <= {file.name for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

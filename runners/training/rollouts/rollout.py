@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.prng import stream_key
+from grpo_fn.prng import fold_in
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.prompts import Example, columns_of
@@ -69,9 +69,7 @@ class Collector:
         failed: dict[int, str] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part, failed_now = self._on_all_ranks(
-                params, take(missing), stream_key(key, number), trainer_state
-            )
+            part, failed_now = self._on_all_ranks(params, take(missing), fold_in(key, number), trainer_state)
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
             varied = varied_groups(part.rewards_pg)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import attrs
 import mlx.core as mx
 
 import grpo_fn as g
@@ -24,10 +25,14 @@ from runners.training.rollouts.rank_rollout import empty_rollout
 from runners.training.rollouts.rollout import Collector
 
 
-def sampler_of(config: Config) -> g.Sampler:
-    """How the run draws tokens."""
+def sampling_of(config: Config, eos_ids: Iterable[int], find_stop: FindStop | None) -> g.Sampling:
+    """How the run samples its completions."""
     rollout = config.rollout
-    return g.Sampler(
+    return g.Sampling(
+        num_generations=rollout.num_generations,
+        max_new_tokens=rollout.max_new_tokens,
+        eos_ids=eos_ids,
+        find_stop=find_stop,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
@@ -47,7 +52,7 @@ def build_collector(
     environments: Environments | None,
 ) -> Collector:
     """A collector over the run's model, or over its conversations with `environments`."""
-    rollout, sampler = config.rollout, sampler_of(config)
+    rollout, sampling = config.rollout, sampling_of(config, loaded.eos_ids, find_stop)
     decoding = g.Decoding(
         max_batch=rollout.max_batch,
         check_every=rollout.check_every,
@@ -65,17 +70,13 @@ def build_collector(
 
         def sample(policy: g.Policy, params: Tree) -> g.Rollout:
             if not examples:
-                return empty_rollout(rollout.num_generations, with_entropy=sampler.with_entropy)
+                return empty_rollout(rollout.num_generations, with_entropy=sampling.with_entropy)
             return g.generate(
                 policy,
                 params,
                 [example.tokens for example in examples],
+                sampling,
                 key=key,
-                num_generations=rollout.num_generations,
-                max_new_tokens=rollout.max_new_tokens,
-                sampler=sampler,
-                eos_ids=loaded.eos_ids,
-                find_stop=find_stop,
                 prompt_numbers=numbers,
                 decoding=decoding,
                 images=images,
@@ -99,19 +100,15 @@ def build_collector(
                 stops: frozenset[int],
             ) -> g.Rollout:
                 if not prompts:
-                    return empty_rollout(num_generations, with_entropy=sampler.with_entropy)
+                    return empty_rollout(num_generations, with_entropy=sampling.with_entropy)
                 # With one completion per prompt, each of an example's rows is a prompt.
                 rows = size // num_generations
                 return g.generate(
                     policy,
                     params,
                     prompts,
+                    attrs.evolve(sampling, num_generations=num_generations, eos_ids=sampling.eos_ids | stops),
                     key=key,
-                    num_generations=num_generations,
-                    max_new_tokens=rollout.max_new_tokens,
-                    sampler=sampler,
-                    eos_ids=[*loaded.eos_ids, *stops],
-                    find_stop=find_stop,
                     prompt_numbers=[number * rows + row for number in numbers for row in range(rows)],
                     decoding=decoding,
                     replies=replies,

@@ -96,12 +96,12 @@ def test_a_rollout_is_the_same_without_any_mechanism(name, prompts):
     """Tokens, ends and log-probs to rounding."""
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
     policy = tiny_policy(name)
-    ours = roll(policy, prompts, sampler=g.Sampler(min_p=1e-6), **options)
+    ours = roll(policy, prompts, sampling=g.Sampling(min_p=1e-6), **options)
     with disabled(*OPERATIONS):
         plain = tiny_policy(name)
         assert not plain.takes_program and type(plain.module) is type(policy.module)
-        # Another sampler that draws the same: each value of `Sampler` is compiled once a process.
-        composed = roll(plain, prompts, sampler=g.Sampler(min_p=2e-6), **options)
+        # Another sampling that draws the same: each distribution is compiled once a process.
+        composed = roll(plain, prompts, sampling=g.Sampling(min_p=2e-6), **options)
         assert_teacher_forced(plain, composed)
     assert_same(ours, composed)
 

@@ -50,7 +50,7 @@ def packed_policy():
 
 def decoder():
     """What decodes, with the settings of a run."""
-    return decode_loop.Decoder(g.Sampler(), frozenset(), None, g.Decoding())
+    return decode_loop.Decoder(g.Sampling(), g.Decoding())
 
 
 def acts(name, monkeypatch):
@@ -125,16 +125,16 @@ def test_results_are_the_same_without_the_switches_mechanisms(make):
     """Tokens, log-probs, gradient and update, to rounding, of full weights, adapters and a packed base."""
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
 
-    def results(sampler):
+    def results(sampling):
         policy = make()
         state = gradient(policy)
         after, _ = g.make_update_step(g.adamw(1e-3), compile=False)(state)
-        return roll(policy, RAGGED, sampler=sampler, **options), mean_gradient(state), after.params
+        return roll(policy, RAGGED, sampling=sampling, **options), mean_gradient(state), after.params
 
-    rollout, grads, params = results(g.Sampler(min_p=3e-6))
+    rollout, grads, params = results(g.Sampling(min_p=3e-6))
     with disabled(*SWITCHES):
-        # Another sampler that draws the same: each value of `Sampler` is compiled once a process.
-        plain, plain_grads, plain_params = results(g.Sampler(min_p=4e-6))
+        # Another sampling that draws the same: each distribution is compiled once a process.
+        plain, plain_grads, plain_params = results(g.Sampling(min_p=4e-6))
     assert_same(rollout, plain)
     assert worst_difference(plain_grads, grads) < 1e-4
     assert worst_difference(plain_params, params) < 2e-3

@@ -211,8 +211,14 @@ def test_training_raises_the_reward():
 
     first = chance(state.params)
     for turn in range(30):
-        key = g.fold_in(state.key[None], mx.array([turn]))[0]
-        rollout = g.generate(policy, state.old_params, prompt, key=key, num_generations=64, max_new_tokens=1)
+        key = g.fold_in(state.key, turn)
+        rollout = g.generate(
+            policy,
+            state.old_params,
+            prompt,
+            g.Sampling(num_generations=64, max_new_tokens=1),
+            key=key,
+        )
         rewards = (rollout.tokens_bt[:, 0] == wanted).astype(mx.float32).reshape(1, -1)
         batch = g.make_batch(rollout, g.group_advantages(rewards, scale="none"))
         state, _ = grad_step(state, batch)

@@ -100,9 +100,8 @@ def test_a_role_samples_and_the_learner_is_untouched(storage):
         role.policy,
         state.old_params,
         [[1, 2], [3]],
+        g.Sampling(num_generations=2, max_new_tokens=5),
         key=mx.random.key(0),
-        num_generations=2,
-        max_new_tokens=5,
     )
     for row, completion in enumerate(rollout.completions()):
         prompt = rollout.prompts[row // 2]

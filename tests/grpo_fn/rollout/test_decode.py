@@ -33,25 +33,25 @@ def test_logprobs_are_the_model_s(name, prompts):
 
 
 @pytest.mark.parametrize(
-    "sampler",
+    "sampling",
     [
-        g.Sampler(temperature=0.6),
-        g.Sampler(temperature=1.7, top_k=5, with_entropy=True),
-        g.Sampler(with_entropy=True),
+        g.Sampling(temperature=0.6),
+        g.Sampling(temperature=1.7, top_k=5, with_entropy=True),
+        g.Sampling(with_entropy=True),
     ],
 )
-def test_logprobs_are_those_of_the_sampler_s_distribution(sampler):
+def test_logprobs_are_those_of_the_sampler_s_distribution(sampling):
     """Tempered and truncated; the entropy is that of the whole distribution at the temperature."""
     policy = tiny_policy("qwen2")
-    rollout = roll(policy, sampler=sampler)
-    assert (rollout.entropy_bt is not None) == sampler.with_entropy
-    assert_teacher_forced(policy, rollout, sampler)
+    rollout = roll(policy, sampling=sampling)
+    assert (rollout.entropy_bt is not None) == sampling.with_entropy
+    assert_teacher_forced(policy, rollout, sampling)
 
 
 def test_greedy_takes_the_most_likely_token():
     """At temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
     policy = tiny_policy("llama-untied")
-    rollout = roll(policy, sampler=g.Sampler(temperature=0.0))
+    rollout = roll(policy, sampling=g.Sampling(temperature=0.0))
     rows = rollout.completions()
     for p, prompt in enumerate(RAGGED):
         assert rows[3 * p] == rows[3 * p + 1] == rows[3 * p + 2]
@@ -84,7 +84,13 @@ def test_it_samples_from_the_parameters_given():
     """Not from those that the policy was made with; and it leaves the module's leaves alone."""
     policy, other = tiny_policy("llama-untied"), tiny_policy("llama-untied", seed=4)
     held = [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())]
-    got = g.generate(policy, other.params, RAGGED, key=mx.random.key(0), num_generations=3, max_new_tokens=12)
+    got = g.generate(
+        policy,
+        other.params,
+        RAGGED,
+        g.Sampling(num_generations=3, max_new_tokens=12),
+        key=mx.random.key(0),
+    )
     assert_same(got, roll(other))
     assert [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())] == held
 
@@ -120,10 +126,10 @@ def test_the_cache_is_freed():
     "change, message",
     [
         ({"prompts": []}, "at least one prompt"),
-        ({"prompts": [[1], []]}, r"no empty one, found \[1, 0\]"),
-        ({"generations": 0}, "num_generations = 0"),
-        ({"limit": 0}, "max_new_tokens = 0"),
-        ({"sampler": g.Sampler(top_p=0.0)}, "top_p = 0.0"),
+        ({"prompts": [[1], []]}, r"no empty one, found lengths \[1, 0\]"),
+        ({"generations": 0}, "num_generations: expected at least 1, found 0"),
+        ({"limit": 0}, "max_new_tokens: expected at least 1, found 0"),
+        ({"top_p": 0.0}, "top_p: expected 0 < top_p <= 1, found 0.0"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
@@ -136,7 +142,7 @@ def test_a_penalty_of_nothing_is_refused():
     """Division by 0, and a sign that turns round."""
     for penalty in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="repetition_penalty"):
-            roll(tiny_policy("llama"), sampler=g.Sampler(repetition_penalty=penalty))
+            roll(tiny_policy("llama"), repetition_penalty=penalty)
 
 
 def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
@@ -146,5 +152,5 @@ def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
     for numbers in (range(2, len(RAGGED)), range(0, len(RAGGED), 2), [2, 0]):
         part = roll(policy, [RAGGED[n] for n in numbers], prompt_numbers=numbers, eos_ids=EOS)
         assert part.completions() == g.take_groups(whole, list(numbers)).completions()
-    with pytest.raises(ValueError, match="prompt_numbers has 2 numbers: wanted 3, one a prompt"):
+    with pytest.raises(ValueError, match="prompt_numbers: expected 3, one a prompt, found 2"):
         roll(policy, RAGGED, prompt_numbers=[2, 0])

@@ -65,7 +65,6 @@ def usual(name):
         {"pipelined": True},
         {"share_prefix": False},
         {"share_prefix": False, "max_batch": 3},
-        {"compact": False},
     ],
     ids=str,
 )
@@ -181,7 +180,9 @@ def test_every_completion_may_be_empty(kept, share_prefix):
 @pytest.mark.parametrize("found", [-1, 13])
 def test_a_stop_outside_of_the_completion_is_refused(found):
     """The number that was given, and what is wanted."""
-    with pytest.raises(ValueError, match=rf"find_stop gave {found} for a completion of 12 tokens: wanted"):
+    with pytest.raises(
+        ValueError, match=rf"find_stop: expected None, or how many of 12 tokens to keep, found {found}"
+    ):
         roll(tiny_policy(), find_stop=lambda tokens, start: found, check_every=12)
 
 
@@ -190,9 +191,17 @@ def test_repetition_is_penalized(prompts):
     """Greedy with a penalty: at each step the largest of the teacher-forced, penalized logits; rows that end
     early and are dropped take their history with them."""
     policy = tiny_policy("llama")
-    sampler = g.Sampler(temperature=0.0, repetition_penalty=1.7)
-    rollout = roll(policy, prompts, generations=2, sampler=sampler, eos_ids=EOS, check_every=2, limit=16)
-    plain = roll(policy, prompts, generations=2, sampler=g.Sampler(temperature=0.0), eos_ids=EOS, limit=16)
+    rollout = roll(
+        policy,
+        prompts,
+        generations=2,
+        temperature=0,
+        repetition_penalty=1.7,
+        eos_ids=EOS,
+        check_every=2,
+        limit=16,
+    )
+    plain = roll(policy, prompts, generations=2, temperature=0, eos_ids=EOS, limit=16)
     assert rollout.completions() != plain.completions()
     for row, completion in enumerate(rollout.completions()):
         text = list(rollout.prompts[row // 2])

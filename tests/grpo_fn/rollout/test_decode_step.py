@@ -32,7 +32,8 @@ def test_one_copy_of_a_prompt_serves_all_its_completions(name, prompts, monkeypa
 def test_a_prompt_is_held_once():
     """The caches after the fork hold P prompts, not P · G."""
     policy = tiny_policy()
-    _, plain = prefill.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    steps = prefill.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    _, plain = prefill.result_of(steps)
     caches = fork(plain, [4, 4], 50)
     assert [sum(a.nbytes for a in cache.state) for cache in caches] == [2 * 4 * 2 * 16 * 4] * 2
 
@@ -40,7 +41,8 @@ def test_a_prompt_is_held_once():
 def test_all_layers_of_a_step_take_the_same_positions():
     """One array, of which a CPU has its cosines and sines once; the next step has its own."""
     policy = tiny_policy()
-    _, plain = prefill.prefill_once(policy, policy.module, [[1, 2, 3], [5, 6, 7, 8]])
+    steps = prefill.prefill_once(policy, policy.module, [[1, 2, 3], [5, 6, 7, 8]])
+    _, plain = prefill.result_of(steps)
     caches = fork(plain, [3, 4], 2)
     for step in range(3):
         first, second = (cache.offset for cache in caches)

@@ -33,7 +33,7 @@ def test_a_long_prompt_goes_in_by_pieces(name, piece, monkeypatch):
 def test_forking_copies_only_what_is_in_use():
     """A cache has room for 256 tokens; G completions of a short prompt do not get G times that."""
     policy = tiny_policy()
-    _, caches = prefill.prefill(policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    _, caches = prefill.result_of(prefill.prefill(policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]]))
     assert caches[0].nbytes > 2 * 200 * 2 * 16 * 4
     keep_rows(caches, [0] * 5 + [1] * 5)
     assert [cache.nbytes for cache in caches] == [10 * 4 * 2 * 16 * 4] * 2

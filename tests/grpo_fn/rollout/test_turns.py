@@ -10,7 +10,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.prng import completion_keys
-from grpo_fn.rollout import Respond, draw_bits
+from grpo_fn.rollout import Respond, draw, draw_bits
 from grpo_fn.trees import arrays_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll, teacher_forced
 from tests.support.tiny_policies import VOCAB, repeats, tiny_policy
@@ -42,7 +42,7 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
     keys = draw_bits(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
     while len(tokens) < limit:
         logits = policy.logits(policy.params, mx.array([[*prompt, *tokens]]))[:, -1]
-        token = g.Sampler().at(logits, keys[drawn])["tokens"].item()
+        token = draw(logits, keys[drawn], g.Sampling())["tokens"].item()
         drawn += 1
         tokens.append(token)
         sampled.append(True)
@@ -120,7 +120,6 @@ def usual_conversations(name):
         {"max_batch": 3},
         {"turns_together": False},
         {"turns_together": False, "share_prefix": False, "check_every": 2},
-        {"compact": False},
         {"pipelined": True},
     ],
     ids=str,
@@ -140,10 +139,8 @@ def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts, share):
     """With replies that end each conversation at once, every number is that of `generate` without them."""
     policy = tiny_policy()
     options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": share, "check_every": 4}
-    plain = roll(policy, prompts, sampler=g.Sampler(with_entropy=True), **options)
-    turns = roll(
-        policy, prompts, sampler=g.Sampler(with_entropy=True), replies=Respond(lambda row, t: None), **options
-    )
+    plain = roll(policy, prompts, with_entropy=True, **options)
+    turns = roll(policy, prompts, with_entropy=True, replies=Respond(lambda row, t: None), **options)
     for name in ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt"):
         assert mx.array_equal(getattr(plain, name), getattr(turns, name)).item(), name
     assert turns.sampled() == [[True] * n for n in plain.lengths_b.tolist()]

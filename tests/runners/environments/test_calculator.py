@@ -116,10 +116,8 @@ def test_forced_tokens_in_the_decoding_loop():
         policy,
         policy.params,
         [[1, 2]],
+        g.Sampling(num_generations=8, max_new_tokens=60, eos_ids=[51, 7]),
         key=mx.random.key(0),
-        num_generations=8,
-        max_new_tokens=60,
-        eos_ids=[51, 7],
         replies=session,
     )
     played = session.finish(rollout)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from grpo_fn.prng import EVALUATION, ROLLOUTS, stream_key
+from grpo_fn.prng import EVALUATION, ROLLOUTS, fold_in
 from runners import cli
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
@@ -90,7 +90,7 @@ def test_samples_are_drawn_for_evaluation_alone():
     seed = 5
     sampling = sampling_of_rollout(config_of(f"run.seed={seed}"), 8)
     assert (sampling.seed, sampling.purpose) == (seed, EVALUATION)
-    others = (Sampling(seed=seed).key, stream_key(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
+    others = (Sampling(seed=seed).key, fold_in(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
     assert not any(mx.array_equal(sampling.key, other) for other in others)
 
 

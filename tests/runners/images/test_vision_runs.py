@@ -187,9 +187,8 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
         run.learner.policy,
         result.state.params,
         [example.tokens],
+        g.Sampling(num_generations=2, max_new_tokens=6),
         key=mx.random.key(2),
-        num_generations=2,
-        max_new_tokens=6,
         images=vision,
     )
     untrained = run.collector.generate(run.learner.state.params, [example], [0], mx.random.key(2))

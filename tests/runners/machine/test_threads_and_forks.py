@@ -125,8 +125,8 @@ from tests.support.tiny_policies import tiny_policy
 
 
 def roll(policy):
-    key = mx.random.key(0)
-    return g.generate(policy, policy.params, [[1, 2]], key=key, num_generations=2, max_new_tokens=2)
+    sampling = g.Sampling(num_generations=2, max_new_tokens=2)
+    return g.generate(policy, policy.params, [[1, 2]], sampling, key=mx.random.key(0))
 
 
 def train():

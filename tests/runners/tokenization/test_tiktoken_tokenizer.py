@@ -268,11 +268,8 @@ def test_our_own_generate_runs_on_it(loaded):
         policy,
         policy.params,
         [prompt],
+        g.Sampling(num_generations=1, max_new_tokens=12, temperature=0.0, eos_ids=loaded.eos_ids),
         key=mx.random.key(0),
-        num_generations=1,
-        max_new_tokens=12,
-        sampler=g.Sampler(temperature=0.0),
-        eos_ids=loaded.eos_ids,
     )
     assert rollout.completions() == [expected]
 

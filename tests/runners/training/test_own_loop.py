@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 from grpo_fn.trees import named_leaves
 from mlx.utils import tree_map
-from grpo_fn.prng import ROLLOUTS, stream_key
+from grpo_fn.prng import ROLLOUTS, fold_in
 from mlx_lm import load
 from runners.quickstart import MODEL_DIR
 
@@ -34,9 +34,10 @@ text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=
 prompt, ends = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids
 
 for step in range(int(sys.argv[1])):
-    key = stream_key(state.key, ROLLOUTS, step, 0)
+    key = fold_in(state.key, ROLLOUTS, step, 0)
     rollout = g.generate(
-        policy, state.old_params, [prompt], key=key, num_generations=6, max_new_tokens=8, eos_ids=ends
+        policy, state.old_params, [prompt],
+        g.Sampling(num_generations=6, max_new_tokens=8, eos_ids=ends), key=key,
     )
     texts = [tokenizer.decode([n for n in each if n not in ends]) for each in rollout.completions()]
     rewards_pg = mx.array([[float(len(set(text))) for text in texts]])
@@ -97,8 +98,9 @@ state = g.init_state(policy.params, optimizer, key=mx.random.key(0), ref_params=
 
 def step(state, number):
     rollout = g.generate(
-        policy, state.old_params, [[5, 6, 7]], key=mx.random.key(number), num_generations=4,
-        max_new_tokens=8, eos_ids=range(12), decoding=g.Decoding(check_every=1),
+        policy, state.old_params, [[5, 6, 7]],
+        g.Sampling(num_generations=4, max_new_tokens=8, eos_ids=range(12)),
+        key=mx.random.key(number), decoding=g.Decoding(check_every=1),
     )
     batch = g.make_batch(rollout, g.group_advantages(mx.array([[0.0, 1.0, 2.0, 4.0]])))
     state, _ = update_step(grad_step(state, batch)[0])

@@ -14,6 +14,7 @@ from grpo_fn.backends.cuda.decoding.decode_blocks import DecodeBlock, composed_b
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.backends.cuda.kernels import DeviceLimits
 from grpo_fn.trees import named_leaves
+from tests.support.generating import roll
 from tests.support.tiny_policies import tiny_module, worst_difference
 
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
@@ -192,9 +193,7 @@ def test_decoding_with_it(name, dtype, generations, warps, monkeypatch):
 
     def draw(prompts):
         policy = g.Policy.from_module(module_of(name, dtype=dtype))
-        options = {"num_generations": generations, "max_new_tokens": 40}
-        decoding = g.Decoding(pipelined=True)
-        return g.generate(policy, policy.params, prompts, key=mx.random.key(3), decoding=decoding, **options)
+        return roll(policy, prompts, seed=3, generations=generations, limit=40, pipelined=True)
 
     def error(rollout):
         batch = g.make_batch(rollout, mx.ones((len(prompts), generations)))

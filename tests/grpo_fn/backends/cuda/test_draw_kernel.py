@@ -7,8 +7,8 @@ import pytest
 from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.decoding.draw_kernel import draw_rows, takes_logits
 from grpo_fn.prng import random_bits
-from grpo_fn.rollout import sampler as sampling
 from grpo_fn.rollout.categorical import RANDOM_NUMBERS, WIDTH, draw
+from tests.support.generating import sample
 from tests.support.kernels.row_kernels import float64
 
 needs_cuda = pytest.mark.skipif(not takes_logits(mx.zeros((1, 1))), reason="needs CUDA")
@@ -77,9 +77,9 @@ def test_the_sampler_draws_as_without_it():
     """Same keys, same tokens, but where rounding decides."""
     logits, _ = make_logits(256, 4096, mx.float32)
     keys = mx.random.split(mx.random.key(1), 256)
-    tokens, logp = sampling.sample(logits, keys)
+    tokens, logp = sample(logits, keys)
     with disabled("draw"):
-        composed, composed_logp = sampling.sample(logits, keys)
+        composed, composed_logp = sample(logits, keys)
     same = np.array(tokens) == np.array(composed)
     assert same.mean() > 0.98
     assert np.abs(np.array(logp) - np.array(composed_logp))[same].max() < 1e-4
@@ -95,8 +95,8 @@ def test_the_sampler_asks_for_plain_draws_alone():
 
     logits, keys = mx.zeros((3, 8), mx.float16), mx.random.split(mx.random.key(0), 3)
     with substituted(draw=stand_in):
-        sampling.sample(logits, keys, temperature=0.5)
+        sample(logits, keys, temperature=0.5)
         assert asked == [(mx.float16, (3, RANDOM_NUMBERS), mx.uint32, 0.5)]
         for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}):
-            sampling.sample(logits, keys, **options)
+            sample(logits, keys, **options)
     assert len(asked) == 1

@@ -12,7 +12,7 @@ from grpo_fn.backends.cuda.decoding import fused_projections as fusing
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
-from grpo_fn.rollout.prefill import prefill_once
+from grpo_fn.rollout.prefill import prefill_once, result_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.kernels.in_place_kernel import InPlaceKernel
 from tests.support.tiny_policies import tiny_policy, token_rows
@@ -42,7 +42,7 @@ def both_steps(policy, prompts, generations, **options):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     made = []
     for takes_program in (policy.takes_program, False):
-        _, caches = prefill_once(policy, policy.module, prompts)
+        _, caches = result_of(prefill_once(policy, policy.module, prompts))
         made.append(
             shared_steps(
                 attrs.evolve(policy, takes_program=takes_program),
@@ -85,7 +85,7 @@ def of_copied_prompts(prompts):
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pipelined": True}, {"compact": False}, {"max_batch": 7}, {"check_every": 3}],
+    [{}, {"pipelined": True}, {"max_batch": 7}, {"check_every": 3}],
     ids=str,
 )
 def test_it_draws_as_with_copied_prompts(prompts, options, kernel):
@@ -93,7 +93,7 @@ def test_it_draws_as_with_copied_prompts(prompts, options, kernel):
     policy = with_kernel()
     drawn = roll(policy, prompts, share_prefix=True, **SEVEN | options)
     assert {room for _, room, _ in kernel.calls} == {4, 8, 16, 21}
-    assert (len({rows for rows, _, _ in kernel.calls}) > 1) == options.get("compact", True)
+    assert len({rows for rows, _, _ in kernel.calls}) > 1
     assert_same(drawn, of_copied_prompts(tuple(map(tuple, prompts))))
 
 

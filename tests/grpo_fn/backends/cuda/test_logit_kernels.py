@@ -7,6 +7,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_products
+from grpo_fn.policy.head import Head
 from tests.grpo_fn.learner.logprobs.test_token_logprobs import assert_close, make_inputs, specified
 from tests.support.kernels import row_kernels
 from tests.support.kernels.row_kernels import float64
@@ -114,9 +115,9 @@ def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy):
         raise AssertionError("the kernels compute the logits themselves")
 
     def loss(hidden, weight):
-        head = g.Head({"w": weight}, wrong, lambda params: params["w"], 1.0, cap)
+        head = Head({"w": weight}, wrong, lambda params: params["w"], 1.0, cap)
         if chunk is None:
-            head = g.Head({"w": weight}, lambda p, h: h @ p["w"].T, lambda params: params["w"], 1.0, cap)
+            head = Head({"w": weight}, lambda p, h: h @ p["w"].T, lambda params: params["w"], 1.0, cap)
         if with_entropy == "none":
             logp = g.token_logprobs(hidden, head, targets, **options)
             return (up[0] * logp).sum(), logp

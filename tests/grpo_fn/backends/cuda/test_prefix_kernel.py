@@ -62,11 +62,8 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
             policy,
             policy.params,
             [[5, 9, 11, 3], [7, 2], [4] * 9],
+            g.Sampling(num_generations=4, max_new_tokens=50, eos_ids=[1, 2, 3], temperature=0.7),
             key=mx.random.key(seed),
-            num_generations=4,
-            max_new_tokens=50,
-            eos_ids=[1, 2, 3],
-            sampler=g.Sampler(temperature=0.7),
             decoding=g.Decoding(check_every=2, **options),
         )
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn.policy.head import Head
 from tests.support.tiny_policies import memory_in_use, worst_difference
 
 WIDTH, VOCAB = 6, 11
@@ -43,7 +44,7 @@ def specified(hidden, weight, targets, up, temperature=1.0, cap=None):
 
 def naive(hidden, head, targets, temperature=1.0):
     """The same by log_softmax over all logits at once."""
-    if isinstance(head, g.Head):
+    if isinstance(head, Head):
         flat = head.function(head.params, hidden.reshape(-1, WIDTH))
         z = flat.reshape(*hidden.shape[:2], -1)
     else:
@@ -55,7 +56,7 @@ def naive(hidden, head, targets, temperature=1.0):
 
 def soft_capped(weight, cap=3.0):
     """A head that is no plain product."""
-    return g.Head({"w": weight}, lambda params, h: cap * mx.tanh(h @ params["w"].T / cap))
+    return Head({"w": weight}, lambda params, h: cap * mx.tanh(h @ params["w"].T / cap))
 
 
 def assert_close(got, want, relative=1e-5):
@@ -142,9 +143,9 @@ def test_a_frozen_head(plain):
     """Parameters that a head closes over get no gradient, and hidden states get theirs."""
     hidden, weight, targets, up = make_inputs(seed=4)
     if plain:
-        head = g.Head({}, lambda params, h: h @ weight.T, lambda params: weight)
+        head = Head({}, lambda params, h: h @ weight.T, lambda params: weight)
     else:
-        head = g.Head({}, lambda params, h: 3 * mx.tanh(h @ weight.T / 3))
+        head = Head({}, lambda params, h: 3 * mx.tanh(h @ weight.T / 3))
 
     def loss(h):
         logp, entropy = g.token_logprobs_and_entropy(h, head, targets, chunk=3)

@@ -18,6 +18,7 @@ from grpo_fn.policy.decoding import merged_adapters as merging
 from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
 from grpo_fn.policy.decoding.merged_adapters import merged_adapters
 from grpo_fn.trees import named_leaves
+from tests.support.generating import roll
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
 
 TOKENS = mx.random.randint(0, VOCAB, (3, 7), key=mx.random.key(0))
@@ -120,7 +121,11 @@ def test_a_rollout_of_adapters_draws_what_the_learner_would():
     module = adapted("qwen2")
     policy = g.Policy.from_module(module)
     rollout = g.generate(
-        policy, policy.params, [[5, 6, 7]], key=mx.random.key(4), num_generations=3, max_new_tokens=6
+        policy,
+        policy.params,
+        [[5, 6, 7]],
+        g.Sampling(num_generations=3, max_new_tokens=6),
+        key=mx.random.key(4),
     )
     rows = [[5, 6, 7, *row] for row in rollout.completions()]
     logits = policy.logits(policy.params, mx.array(rows))
@@ -190,9 +195,8 @@ def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
         yield
 
     policy = g.Policy.from_module(tiny_module("llama"))
-    options = {"num_generations": 2, "max_new_tokens": 2, "decoding": g.Decoding(max_batch=max_batch)}
     with substituted(decode_blocks=mechanisms.DecodeForm(form, lambda module, compute: [])):
-        g.generate(policy, policy.params, [[1, 2], [3], [4, 5]], key=mx.random.key(0), **options)
+        roll(policy, [[1, 2], [3], [4, 5]], generations=2, limit=2, max_batch=max_batch)
     assert told == [rows]
 
 

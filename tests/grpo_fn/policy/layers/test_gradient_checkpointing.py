@@ -97,7 +97,11 @@ def test_decoding_is_left_alone(monkeypatch):
     monkeypatch.setattr(mx, "checkpoint", wrapped)
     rollouts = [
         g.generate(
-            policy, policy.params, [[1, 2, 3], [4]], key=mx.random.key(0), num_generations=3, max_new_tokens=9
+            policy,
+            policy.params,
+            [[1, 2, 3], [4]],
+            g.Sampling(num_generations=3, max_new_tokens=9),
+            key=mx.random.key(0),
         )
         for policy in (tiny_policy("gemma3"), checkpointed(tiny_policy("gemma3")))
     ]

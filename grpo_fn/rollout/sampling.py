@@ -1,0 +1,194 @@
+"""`Sampling`, and drawing with explicit keys, one per row and step: a row's draw depends on no other row."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.backends import find
+from grpo_fn.backends.composed import exp, logsumexp, softmax
+from grpo_fn.checks import check_rank
+from grpo_fn.compile import Compiled, compiled
+from grpo_fn.prng import random_bits
+from grpo_fn.rollout import categorical
+
+# Takes a completion's tokens so far, and how many of them earlier calls have checked without finding an end.
+# Returns how many tokens to keep if it has ended, else None.
+FindStop = Callable[[Sequence[int], int], int | None]
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How completions are sampled: from which distribution, how many of each prompt, and where they end.
+
+    Attributes:
+        num_generations: completions of each prompt, G.
+        max_new_tokens: length limit of a completion in tokens; in conversations with replies, of all turns
+            together.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
+        repetition_penalty: on tokens of the prompt and the completion so far, see `penalize`; 1: none.
+        eos_ids: tokens that end a completion; the token stays in the completion and counts.
+        find_stop: another end, such as a stop string, see `FindStop`; None: there is none.
+        with_entropy: whether to record the entropy of the whole distribution at each position.
+
+    Raises ValueError if a number is out of range.
+    """
+
+    num_generations: int = 1
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_ids: frozenset[int] = attrs.field(factory=frozenset, converter=frozenset)
+    find_stop: FindStop | None = None
+    with_entropy: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for name, fits, wanted in (
+            ("num_generations", self.num_generations >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "a number >= 0"),
+            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("min_p", 0 <= self.min_p <= 1, "0 <= min_p <= 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "a number above 0"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}: expected {wanted}, found {getattr(self, name)}")
+
+    def end_of(self, tokens: Sequence[int], start: int) -> int | None:
+        """The number of tokens to keep if a completion has ended at or after `start`, else None.
+
+        Raises ValueError if `find_stop` keeps more tokens than there are.
+        """
+        ends = [n + 1 for n in range(start, len(tokens)) if tokens[n] in self.eos_ids][:1]
+        if self.find_stop is not None:
+            seen = tokens[: ends[0]] if ends else tokens
+            found = self.find_stop(seen, start)
+            if found is not None:
+                if not 0 <= found <= len(seen):
+                    raise ValueError(
+                        f"find_stop: expected None, or how many of {len(seen)} tokens to keep, found {found}"
+                    )
+                ends.append(found)
+        return min(ends, default=None)
+
+
+def draw_bits(keys_b2: mx.array, first: int, count: int) -> mx.array:
+    """The random bits [N,B,W] for the draws `first`, `first` + 1, … of rows with these keys."""
+    return random_bits(keys_b2, first, count, categorical.RANDOM_NUMBERS)
+
+
+def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str, mx.array]:
+    """Draw a token of each row by inverting the cumulative distribution (see `categorical`).
+
+    Args:
+        logits_bv: [B,V], any floating dtype.
+        bits_bw: random bits, from `draw_bits`.
+        sampling: its distribution; the repetition penalty is not applied here.
+
+    Returns:
+        "tokens" int32 [B], "logp" float32 [B] and, if asked for, "entropy" float32 [B]. The log-probability
+        is that of the distribution drawn from (tempered, truncated and normalised again); at temperature 0 it
+        is the model's own.
+    """
+    check_rank("logits_bv", logits_bv, 2)
+    token_b, logp_b = _drawn(logits_bv, bits_bw, sampling)
+    drawn = {"tokens": token_b, "logp": logp_b}
+    if sampling.with_entropy:
+        drawn["entropy"] = entropy(logits_bv, sampling.temperature or 1.0)
+    return drawn
+
+
+def compiled_draw(sampling: Sampling) -> Compiled:
+    """`draw` with this sampling, compiled; one object for each distribution, traced once for each shape."""
+    names = ("temperature", "top_p", "top_k", "min_p", "with_entropy")
+    return _compiled_draw(Sampling(**{name: getattr(sampling, name) for name in names}))
+
+
+@functools.cache
+def _compiled_draw(sampling: Sampling) -> Compiled:
+    return compiled(lambda logits_bv, bits_bw: draw(logits_bv, bits_bw, sampling))
+
+
+def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
+    z_bv = logits_bv.astype(mx.float32)
+    temperature, cut = sampling.temperature, (sampling.top_p, sampling.top_k, sampling.min_p)
+    if temperature == 0:
+        token_b = mx.argmax(z_bv, axis=-1)
+        logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
+        return token_b.astype(mx.int32), logp_b
+    fast = find("draw", logits_bv) if cut == (1, 0, 0) else None
+    if fast is not None:
+        return fast(logits_bv, bits_bw, temperature, categorical.WIDTH)
+    if temperature != 1:
+        z_bv = z_bv / temperature
+    z_bv = truncate(z_bv, *cut)
+    z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
+    token_b, total_b = categorical.draw(exp(z_bv), bits_bw)
+    return token_b, _taken(z_bv, token_b) - mx.log(total_b)
+
+
+def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
+    return mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0]
+
+
+def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
+    """The logits with every token outside the included set at −inf. Ties at a threshold are all included.
+
+    In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest set with at
+    least this probability after top-k, normalised again; min-p keeps those with at least this share of the
+    largest probability.
+    """
+    if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
+        return z_bv
+    least_b1 = mx.full((z_bv.shape[0], 1), -mx.inf)
+    if min_p > 0:
+        least_b1 = z_bv.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p))
+    if top_p < 1 or 0 < top_k < z_bv.shape[-1]:
+        sorted_bv = mx.sort(z_bv, axis=-1)[:, ::-1]
+        if 0 < top_k < z_bv.shape[-1]:
+            kth_b1 = sorted_bv[:, top_k - 1 : top_k]
+            least_b1 = mx.maximum(least_b1, kth_b1)
+            sorted_bv = mx.where(sorted_bv >= kth_b1, sorted_bv, -mx.inf)
+        if top_p < 1:
+            p_bv = softmax(sorted_bv)  # after top-k
+            before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
+            included_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
+            least_b1 = mx.maximum(least_b1, included_bv.min(axis=-1, keepdims=True))
+    return mx.where(z_bv >= least_b1, z_bv, -mx.inf)
+
+
+def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
+    """Whether each prompt has each token: bool [P,V]."""
+    seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
+    rows = mx.array([p for p, prompt in enumerate(prompts) for _ in prompt], mx.int32)
+    seen_pv[rows, mx.array([token for prompt in prompts for token in prompt], mx.int32)] = True
+    return seen_pv
+
+
+def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
+    """`seen_bv` with one more token per row."""
+    return mx.put_along_axis(seen_bv, token_b[:, None], mx.array(True), axis=-1)
+
+
+def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
+    """Logits with the repetition penalty: for seen tokens, z/penalty where z > 0, else z·penalty.
+
+    CTRL's (arXiv 1909.05858, section 4.1), in the form that depends on the sign, as in transformers and
+    mlx-lm.
+    """
+    scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
+    return mx.where(seen_bv, scaled_bv, logits_bv)
+
+
+def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
+    """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
+    z_bv = logits_bv.astype(mx.float32) / temperature
+    # A logit of −∞ adds nothing: 0 times the lowest number, because 0 · −∞ would be NaN.
+    logp_bv = mx.maximum(z_bv - logsumexp(z_bv)[:, None], mx.finfo(mx.float32).min)
+    return -(exp(logp_bv) * logp_bv).sum(axis=-1)
