@@ -139,16 +139,19 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_weights(folder: Path, names: set[str]) -> None:
-    found = {name for name in names if _is_weights(name)}
-    if not found:
+    weights = {name for name in names if _is_weights(name)}
+    if not weights:
         others = sorted(
             name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
         )
-        hint = f"; found {', '.join(others[:3])}: convert with `mlx_lm.convert`" if others else ""
-        raise UserError(f"{folder}: there are no weights (model*.safetensors){hint}")
+        found = ", ".join(others[:3]) or "none"
+        raise UserError(
+            f"{folder}: expected weights in model*.safetensors, found {found}; transformers' "
+            "from_pretrained(FOLDER).save_pretrained(NEW) writes them from pytorch_model.bin"
+        )
     if "model.safetensors.index.json" in names:
         check_weight_map(folder, read_json(folder / "model.safetensors.index.json"), names)
-    empty = sorted(name for name in found if (folder / name).stat().st_size == 0)
+    empty = sorted(name for name in weights if (folder / name).stat().st_size == 0)
     if empty:
         raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
 

@@ -152,7 +152,8 @@ def build_run(
 def _loaded(config: Config, platform: Platform, say: Say) -> tuple[LoadedModel, list[str]]:
     """The model, while programs are compiled that every run needs; lines on those that could not be."""
     compile_header(platform)
-    with compile_ahead(platform, config.model.dtype, read_memory().total) as programs:
+    memory, cores = read_memory().total, platform.cores
+    with compile_ahead(platform.backend, config.model.dtype, memory, cores) as programs:
         say(f"loading the model {config.model.path}")
         loaded = load_model(
             config.model,

@@ -5,8 +5,10 @@ import ast
 import json
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,14 @@ def light_modules() -> list[str]:
     """The modules that --help and --dry-run load."""
     modules = [module_of(file) for file in SHELL]
     return [module for module in modules if {*module.split(".")[1:2]} & LIGHT]
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """Not even for types."""
+    graph = grimp.build_graph("grpo_fn", "runners", cache_dir=None, exclude_type_checking_imports=False)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 200
+    TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_light_folders_load_no_mlx():

@@ -14,12 +14,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runners.files.cache_folder import cache_folder
-
-if TYPE_CHECKING:
-    from runners.machine.startup import Platform
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
@@ -101,12 +97,12 @@ def _end(scratch: tempfile.TemporaryDirectory[str], cache: Path, before: Sequenc
     scratch.cleanup()
 
 
-def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
+def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilation:
     """Starts to compile the programs of a run in this dtype ("auto": bfloat16); only on CUDA.
 
-    Each process needs a core and about a gigabyte of the GPU's `memory` (bytes).
+    Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes).
     """
-    if platform.backend != "cuda":
+    if backend != "cuda":
         return Compilation(Path(), (), 0)
     from grpo_fn.backends import cuda_programs, enabled
 
@@ -114,7 +110,7 @@ def compile_ahead(platform: Platform, dtype: str, memory: int) -> Compilation:
     if not enabled("programs_ahead") or not folder:
         return Compilation(Path(), (), 0)
     wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
-    return Compilation(Path(folder), wanted, max(min(platform.cores, memory >> 32), 1))
+    return Compilation(Path(folder), wanted, max(min(cores, memory >> 32), 1))
 
 
 class Compilation:

@@ -59,7 +59,7 @@ def test_a_message_that_is_not_written_is_found(written):
     message = "…: config.json is missing; wanted an mlx-lm model folder"
     assert shown(message, written)
     assert not shown(message.replace("wanted", "want"), written)
-    assert not shown("…: config.json is missing; …: there are no weights", written)
+    assert not shown("…: config.json is missing; …: expected weights in model", written)
 
 
 def test_there_are_messages():

@@ -12,7 +12,6 @@ from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
 from runners.machine.programs import gpu_programs
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
-from runners.machine.startup import Platform
 
 # In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.
 WRITES = """
@@ -164,7 +163,7 @@ def test_without_room_mlx_takes_its_own_folder(cache, monkeypatch):
     monkeypatch.setattr(gpu_programs.tempfile, "TemporaryDirectory", refuse)
     keep_programs("0.32.4", "sm_90")
     assert "MLX_PTX_CACHE_DIR" not in os.environ
-    with compile_ahead(Platform(backend="cuda", cores=2), "auto", 8 << 30) as compilation:
+    with compile_ahead("cuda", "auto", 8 << 30, cores=2) as compilation:
         assert compilation.names == []
 
 
@@ -257,7 +256,7 @@ def test_what_takes_too_long_is_ended(monkeypatch, tmp_path):
 
 def test_other_backends_compile_nothing_ahead():
     """No process, no folder."""
-    with compile_ahead(Platform(backend="cpu"), "auto", 8 << 30) as compilation:
+    with compile_ahead("cpu", "auto", 8 << 30, cores=2) as compilation:
         assert compilation.names == [] and compilation.wait() == []
 
 
@@ -267,7 +266,7 @@ def test_compiling_ahead_can_be_turned_off(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_programs.subprocess, "Popen", lambda *a, **k: pytest.fail("a process"))
     with (
         disabled("programs_ahead"),
-        compile_ahead(Platform(backend="cuda", cores=2), "auto", 8 << 30) as compilation,
+        compile_ahead("cuda", "auto", 8 << 30, cores=2) as compilation,
     ):
         assert compilation.names == []
 

@@ -136,7 +136,7 @@ def test_adapter_keys_choose_the_layers(llama):
     ("name", "message"),
     [
         ("config.json", "config.json is missing"),
-        ("model.safetensors", "there are no weights"),
+        ("model.safetensors", "expected weights in model"),
         ("tokenizer.json", "the tokenizer is missing; wanted tokenizer.json or"),
         ("tokenizer_config.json", "tokenizer_config.json is missing"),
     ],
@@ -307,10 +307,10 @@ def test_names_that_lead_nowhere(folder, tmp_path, monkeypatch):
         resolve_model("org/nothing-here")
 
 
-def test_weights_of_another_kind_are_pointed_to_the_converter(folder):
-    """PyTorch files are no MLX weights; the converter is named."""
+def test_weights_of_another_kind_are_named_with_a_way_out(folder):
+    """mlx-lm reads no PyTorch files, its converter neither; transformers writes them anew."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"found pytorch_model.bin: convert with `mlx_lm.convert`"):
+    with pytest.raises(UserError, match=r"found pytorch_model.bin; transformers' from_pretrained"):
         load(folder)
 
 
