@@ -1,11 +1,11 @@
-"""exp, sigmoid, softmax, log-sum-exp, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
+"""exp, sigmoid, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
 
 These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU² compute
 their forward pass again, so that only the inputs are saved.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -25,16 +25,33 @@ def sigmoid(x: mx.array) -> mx.array:
     return mx.sigmoid(x) if fast is None else fast(x)
 
 
-def logsumexp(x: mx.array) -> mx.array:
-    """log Σ e^x over the last axis, which is removed; −∞ adds nothing, NaN stays NaN."""
-    fast = find("logsumexp", x)
-    return mx.logsumexp(x, axis=-1) if fast is None else fast(x)
-
-
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which goes."""
+    """Σ x over the last axis, which is removed."""
     fast = find("row_sum", x)
     return x.sum(axis=-1) if fast is None else fast(x)
+
+
+LEAST_LOG = -1e3  # nats: e^x is 0 far above it, so that 0 · LEAST_LOG stands for 0 · −∞, which would be NaN
+
+
+class SoftmaxSums(NamedTuple):
+    """Of logits z, over their last axis."""
+
+    top: mx.array  # max z; the axis stays, with size 1
+    below: mx.array  # z − max z
+    log_total: mx.array  # log Σ e^{z − max z}
+    entropy: mx.array  # of softmax z, nats; neither part of it is below 0, so that nothing cancels
+
+
+def softmax_sums(z: mx.array) -> SoftmaxSums:
+    """The sums of float32 logits. A logit of −∞ adds nothing."""
+    top = mx.stop_gradient(z.max(axis=-1, keepdims=True))
+    below = z - top
+    weight = exp(below)
+    total = row_sum(weight)
+    log_total = mx.log(total)
+    entropy = log_total - row_sum(weight * mx.maximum(below, LEAST_LOG)) / total
+    return SoftmaxSums(top, below, log_total, entropy)
 
 
 def softmax(x: mx.array) -> mx.array:

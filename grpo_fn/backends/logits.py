@@ -12,8 +12,8 @@ def takes_products(dtype: mx.Dtype) -> bool:
     return find("row_logprobs", dtype) is not None and find("row_gradients", dtype) is not None
 
 
-def row_logprobs(product_cv: mx.array, *arguments: Any) -> tuple[mx.array, mx.array]:
-    """log softmax at the targets, and the entropy, of each row; `takes_products` must hold."""
+def row_logprobs(product_cv: mx.array, *arguments: Any) -> tuple[mx.array, mx.array, mx.array]:
+    """log softmax at the targets, the entropy and log Σ e^z of each row; `takes_products` must hold."""
     return find("row_logprobs", product_cv.dtype)(product_cv, *arguments)
 
 

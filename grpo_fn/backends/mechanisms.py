@@ -22,7 +22,6 @@ from grpo_fn.layers import NamedLayers
 OPERATIONS = {
     "exp": "(x): e^x",
     "sigmoid": "(x): 1 / (1 + e^−x)",
-    "logsumexp": "(x): log Σ e^x along the last axis",
     "row_sum": "(x): Σ x along the last axis",
     "softmax": "(x): softmax along the last axis",
     "swiglu": "(gate, x): silu(gate) · x",

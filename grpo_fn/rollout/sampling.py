@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import find
-from grpo_fn.backends.composed import exp, logsumexp, softmax
+from grpo_fn.backends.composed import exp, softmax, softmax_sums
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_bits
@@ -120,8 +120,7 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
     temperature, cut = sampling.temperature, (sampling.top_p, sampling.top_k, sampling.min_p)
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
-        logp_b = _taken(z_bv, token_b) - logsumexp(z_bv)
-        return token_b.astype(mx.int32), logp_b
+        return token_b.astype(mx.int32), -softmax_sums(z_bv).log_total
     fast = find("draw", logits_bv) if cut == (1, 0, 0) else None
     if fast is not None:
         return fast(logits_bv, bits_bw, temperature, categorical.WIDTH)
@@ -188,7 +187,5 @@ def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array
 
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
     """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
-    z_bv = logits_bv.astype(mx.float32) / temperature
-    # A logit of −∞ adds nothing: 0 times the lowest number, because 0 · −∞ would be NaN.
-    logp_bv = mx.maximum(z_bv - logsumexp(z_bv)[:, None], mx.finfo(mx.float32).min)
-    return -(exp(logp_bv) * logp_bv).sum(axis=-1)
+    z_bv = logits_bv.astype(mx.float32)
+    return softmax_sums(z_bv if temperature == 1 else z_bv / temperature).entropy

@@ -13,7 +13,6 @@ load_blas()
 MECHANISMS = {
     "exp": ("elementwise", "exp", "on_cpu"),
     "sigmoid": ("elementwise", "sigmoid", "on_cpu"),
-    "logsumexp": ("elementwise", "logsumexp", "on_cpu"),
     "row_sum": ("elementwise", "row_sum", "on_cpu"),
     "softmax": ("elementwise", "softmax", "on_cpu"),
     "swiglu": ("elementwise", "swiglu", "on_cpu"),

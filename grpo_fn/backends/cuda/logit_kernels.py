@@ -91,6 +91,7 @@ _LOGPROBS = (
     if (lane == 0) {
         logp[row] = logit(from[target]) - top - logf(total);
         entropy[row] = logf(total) - moment / total;
+        lse[row] = top + logf(total);
     }
 """
 )
@@ -98,7 +99,6 @@ _LOGPROBS = (
 _GRADIENTS = (
     _LOGITS
     + """
-    const float lse = logit(from[target]) - logp[row];
     const float by_logp = logp_gradient[row] * inverse;
     const float by_entropy = ENTROPY ? entropy_gradient[row] * inverse : 0;
     const float spread = ENTROPY ? entropy[row] : 0;
@@ -106,7 +106,7 @@ _GRADIENTS = (
     for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
         Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
         for (int i = 0; i < N; i++) {
-            const float log_p = logit(numbers.at[i]) - lse, p = __expf(log_p);
+            const float log_p = logit(numbers.at[i]) - lse[row], p = __expf(log_p);
             float gradient = -p * by_logp;
             if (ENTROPY && p != 0) gradient -= p * (log_p + spread) * by_entropy;
             if (first + i == target) gradient += by_logp;
@@ -166,8 +166,8 @@ def row_logprobs(
     targets_c: mx.array,
     scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
-) -> tuple[mx.array, mx.array]:
-    """log softmax at the targets, and the entropy, of each row: (logp_c, entropy_c), float32, nats.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Of each row log softmax at the target, the entropy, and log Σ e^z; float32 [C], nats.
 
     Args:
         product_cv: hidden states times the head's matrix.
@@ -175,13 +175,12 @@ def row_logprobs(
         scale_cap: the logits are cap · tanh(scale · product / cap); without a cap, scale · product.
         temperature: divides the logits.
     """
-    kernel = cuda_kernel("row_logprobs", _GIVEN, ("logp", "entropy"), _LOGPROBS)
-    shape = (product_cv.shape[0],)
-    outputs = [(shape, mx.float32)] * 2
-    logp_c, entropy_c = _launch(
+    kernel = cuda_kernel("row_logprobs", _GIVEN, ("logp", "entropy", "lse"), _LOGPROBS)
+    outputs = [((product_cv.shape[0],), mx.float32)] * 3
+    logp_c, entropy_c, lse_c = _launch(
         kernel, product_cv, [targets_c.astype(mx.int32)], scale_cap, temperature, [], outputs
     )
-    return logp_c, entropy_c
+    return logp_c, entropy_c, lse_c
 
 
 def row_gradients(
@@ -196,21 +195,21 @@ def row_gradients(
 
     Args:
         product_cv, targets_c, scale_cap, temperature: as in `row_logprobs`.
-        found: the result of `row_logprobs`.
+        found: log Σ e^z and the entropy, from `row_logprobs`.
         upstream: gradients of log-probs and entropies, float32 [C]; None: entropies are constants.
     """
-    logp_c, entropy_c = found
+    lse_c, entropy_c = found
     by_logp_c, by_entropy_c = upstream
     kernel = cuda_kernel(
         "row_gradients",
-        (*_GIVEN, "logp", "entropy", "logp_gradient", "entropy_gradient"),
+        (*_GIVEN, "lse", "entropy", "logp_gradient", "entropy_gradient"),
         ("out",),
         _GRADIENTS,
     )
     unused = mx.zeros((1,))
     more = [
         targets_c.astype(mx.int32),
-        logp_c,
+        lse_c,
         unused if entropy_c is None else entropy_c,
         by_logp_c,
         unused if by_entropy_c is None else by_entropy_c,

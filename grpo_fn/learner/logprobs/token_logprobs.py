@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled, find, number
-from grpo_fn.backends.composed import exp, row_sum
+from grpo_fn.backends.composed import LEAST_LOG, exp, softmax_sums
 from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.policy.head import Head, linear_head
@@ -106,13 +106,13 @@ def _apply(
         chunk = chunk_rows(vocabulary)
     compute = _chunked(head, targets_bt.reshape(-1), temperature, chunk, entropy)
     columns = compute(hidden_btd.reshape(-1, width), head.params)
-    return [column.reshape(batch, length) for column in columns]
+    return [column.reshape(batch, length) for column in columns[:-1]]
 
 
 def _chunked(
     head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
 ) -> Callable[..., Any]:
-    """A custom function (hidden_nd, head params) -> [logp_n] or [logp_n, entropy_n]."""
+    """A custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n, lse_n]."""
     starts = range(0, targets_n.shape[0], chunk)
 
     def divided(x: mx.array) -> mx.array:
@@ -123,17 +123,12 @@ def _chunked(
         if head.weight is not None and takes_products(h_cd.dtype):
             product_cv = h_cd @ head.weight(params).T
             columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
-            return list(columns[: 1 if entropy is None else 2])
-        z_cv = divided(head.function(params, h_cd).astype(mx.float32))
-        # None above 0 and one of them 0: neither part of the entropy is below 0, and nothing cancels.
-        x_cv = z_cv - mx.stop_gradient(z_cv.max(axis=-1, keepdims=True))
-        weight_cv = exp(x_cv)
-        total_c = row_sum(weight_cv)
-        log_total_c = mx.log(total_c)
-        logp_c = mx.take_along_axis(x_cv, t_c[:, None], axis=-1)[:, 0] - log_total_c
-        if entropy is None:
-            return [logp_c]
-        return [logp_c, log_total_c - row_sum(weight_cv * x_cv) / total_c]
+        else:
+            z_cv = divided(head.function(params, h_cd).astype(mx.float32))
+            sums = softmax_sums(z_cv)
+            logp_c = mx.take_along_axis(sums.below, t_c[:, None], axis=-1)[:, 0] - sums.log_total
+            columns = logp_c, sums.entropy, sums.top[:, 0] + sums.log_total
+        return [column for place, column in enumerate(columns) if place != 1 or entropy is not None]
 
     def backward_product(
         params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
@@ -141,19 +136,18 @@ def _chunked(
         assert head.weight is not None
         weight_vd = head.weight(params)
         if takes_products(h_cd.dtype):
-            found = out[0], out[1] if len(out) > 1 else None
+            found = out[-1], out[1] if entropy == "differentiable" else None
             cotangents = ct[0], ct[1] if entropy == "differentiable" else None
             scale_and_cap = head.scale, head.cap
             dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = divided(head.function(params, h_cd).astype(mx.float32))
-        # lse = z_t − log p_t: no second reduction over the logits.
-        lse_c1 = mx.take_along_axis(z_cv, t_c[:, None], axis=-1) - out[0][:, None]
-        logp_cv = z_cv - lse_c1
+        logp_cv = z_cv - out[-1][:, None]
         slope_c = divided(ct[0])
         factor_cv = -slope_c[:, None]
         if entropy == "differentiable":
-            factor_cv = factor_cv - (logp_cv + out[1][:, None]) * divided(ct[1])[:, None]
+            spread_cv = mx.maximum(logp_cv, LEAST_LOG) + out[1][:, None]
+            factor_cv = factor_cv - spread_cv * divided(ct[1])[:, None]
         dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
         if head.scale != 1 or head.cap is not None:
             # The product inside `function`, in the form that it has there: compiled, it is computed once.

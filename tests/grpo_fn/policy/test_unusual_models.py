@@ -7,6 +7,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.learner import can_share
 from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.trees import arrays_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import UNUSUAL, tiny_module, tiny_policy, token_rows, worst_difference
 
@@ -75,3 +76,16 @@ def test_a_vocabulary_below_the_ids_that_are_never_drawn():
     large = tiny_module("phi3small", vocab_size=100_300)
     g.Policy.for_inference(large)
     assert max(large._dummy_tokenizer_ids.tolist()) == 100_299
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_logits_of_minus_infinity_train(entropy_coef):
+    """phi3small at its real vocabulary: a loss, an entropy and a gradient that are finite and not 0."""
+    policy = tiny_policy("phi3small", vocab_size=100_352)
+    rollout = roll(policy, RAGGED, sampler=g.Sampler(with_entropy=True))
+    batch = g.make_batch(rollout, mx.array([[1.0, 0.5, -1.0]] * 3))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    state, stats = g.make_grad_step(policy, g.preset("grpo", entropy_coef=entropy_coef))(state, batch)
+    norm = sum(mx.square(leaf).sum().item() for leaf in arrays_of(state.accum_grads)) ** 0.5
+    assert 0 < norm < np.inf and 0 < stats.entropy.item() < np.log(100_352)
+    assert stats.logp_diff_max.item() < 1e-4 and mx.isfinite(rollout.entropy_bt).all()

@@ -32,6 +32,11 @@ def gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
     return dz / temperature * _logits(products, scale_cap)[1]
 
 
+def _lse(products, scale_cap, temperature):
+    """log Σ e^z of each row."""
+    return np.logaddexp.reduce(_logits(products, scale_cap)[0] / temperature, axis=-1)
+
+
 def float64(array):
     """The array's numbers."""
     return np.array(array.astype(mx.float32), np.float64)
@@ -40,16 +45,20 @@ def float64(array):
 def row_logprobs(product_cv, targets_c, scale_cap, temperature):
     """Stands in for the kernel of that name where nothing is compiled."""
     logp, entropy, _ = logprobs(float64(product_cv), np.array(targets_c), scale_cap, temperature)
-    return mx.array(logp.astype(np.float32)), mx.array(entropy.astype(np.float32))
+    lse = _lse(float64(product_cv), scale_cap, temperature)
+    return tuple(mx.array(column.astype(np.float32)) for column in (logp, entropy, lse))
 
 
 def row_gradients(product_cv, targets_c, found, up, scale_cap, temperature):
     """Stands in for the kernel of that name."""
     products = float64(product_cv)
-    logp, entropy, _ = logprobs(products, np.array(targets_c), scale_cap, temperature)
-    assert np.allclose(float64(found[0]), logp, atol=1e-4), "not what the other kernel found"
+    lse, entropy = (
+        _lse(products, scale_cap, temperature),
+        logprobs(products, np.array(targets_c), scale_cap, temperature)[1],
+    )
+    assert np.allclose(float64(found[0]), lse, atol=1e-4), "not what the other kernel found"
     if up[1] is not None:
         assert np.allclose(float64(found[1]), entropy, atol=1e-4)
-    by_entropy = np.zeros(len(logp)) if up[1] is None else float64(up[1])
+    by_entropy = np.zeros(len(lse)) if up[1] is None else float64(up[1])
     dz = gradients(products, np.array(targets_c), float64(up[0]), by_entropy, scale_cap, temperature)
     return mx.array(dz.astype(np.float32)).astype(product_cv.dtype)

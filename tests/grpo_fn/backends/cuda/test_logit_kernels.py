@@ -39,14 +39,14 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
     rounding = {mx.float32: 2e-6, mx.float16: 2**-7, mx.bfloat16: 2**-4}[dtype]
     bound = 1e-4 if SCALES_AND_CAPS[form] == (1.0, None) else 1e-4 + 2 * rounding / temperature
 
-    logp, entropy = row_logprobs(products, targets, SCALES_AND_CAPS[form], temperature)
+    logp, entropy, lse = row_logprobs(products, targets, SCALES_AND_CAPS[form], temperature)
     wanted_logp, wanted_entropy, _ = row_kernels.logprobs(numbers, index, SCALES_AND_CAPS[form], temperature)
     assert np.abs(float64(logp) - wanted_logp).max() < bound
     assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
 
     for up in (None, by_entropy):
         found = row_gradients(
-            products, targets, (logp, entropy), (by_logp, up), SCALES_AND_CAPS[form], temperature
+            products, targets, (lse, entropy), (by_logp, up), SCALES_AND_CAPS[form], temperature
         )
         assert found.dtype == dtype
         second = np.zeros(6) if up is None else float64(up)
@@ -60,23 +60,27 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
 
 @needs_cuda
 def test_impossible_tokens_and_numbers_that_are_none():
-    """−∞ counts nothing; a NaN in a row makes that row's results NaN, and no other's."""
-    products, targets, by_logp, by_entropy = make_products(3, 64, mx.float32)
+    """−∞ counts nothing, also as a target; a NaN makes its row's results NaN, and no other's."""
+    products, targets, by_logp, by_entropy = make_products(4, 64, mx.float32)
     numbers = np.array(products)
-    numbers[0, :32] = -np.inf
-    numbers[2, 5] = np.nan
-    targets = mx.array([40, 3, 7], mx.int32)
-    logp, entropy = row_logprobs(mx.array(numbers), targets, (1.0, None), 1.0)
+    numbers[:2, :32] = -np.inf
+    numbers[3, 5] = np.nan
+    targets = mx.array([40, 3, 3, 7], mx.int32)
+    numbers[1, 40:] = -np.inf
+    logp, entropy, lse = row_logprobs(mx.array(numbers), targets, (1.0, None), 1.0)
     wanted_logp, wanted_entropy, _ = row_kernels.logprobs(
-        numbers[:2], np.array(targets)[:2], (1.0, None), 1.0
+        numbers[:3], np.array(targets)[:3], (1.0, None), 1.0
     )
-    assert np.allclose(np.array(logp)[:2], wanted_logp, atol=1e-4)
-    assert np.allclose(np.array(entropy)[:2], wanted_entropy, atol=1e-4)
-    assert np.isnan(np.array(logp)[2]) and np.isnan(np.array(entropy)[2])
+    assert np.allclose(np.array(logp)[:3], wanted_logp, atol=1e-4)
+    assert np.allclose(np.array(entropy)[:3], wanted_entropy, atol=1e-4)
+    assert np.isnan(np.array(logp)[3]) and np.isnan(np.array(entropy)[3])
     found = np.array(
-        row_gradients(mx.array(numbers), targets, (logp, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
+        row_gradients(mx.array(numbers), targets, (lse, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
     )
-    assert np.isfinite(found[:2]).all() and (found[0, :32] == 0).all() and np.isnan(found[2]).any()
+    wanted = row_kernels.gradients(
+        numbers[:3], np.array(targets)[:3], np.array(by_logp)[:3], np.array(by_entropy)[:3], (1.0, None), 1.0
+    )
+    assert np.allclose(found[:3], wanted, atol=1e-4) and np.isnan(found[3]).any()
 
 
 @needs_cuda

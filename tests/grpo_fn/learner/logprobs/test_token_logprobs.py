@@ -215,6 +215,32 @@ def test_a_nearly_certain_token_keeps_a_finite_gradient():
     assert dw.reshape(-1).tolist() == pytest.approx([-200.0, 200.0])
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("target", [0, 2])
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_impossible_token_counts_nothing(plain, target, dtype):
+    """Logits 1, 2, −∞ (a product that overflows): entropy and gradients as of 1 and 2 alone.
+
+    The log-prob of the impossible token itself is −∞; its gradient is a number.
+    """
+    weight = mx.diag(mx.array([1.0, 1.0, 2.0])).astype(dtype)
+    hidden = mx.array([[[1.0, 2.0, {mx.float16: -6e4, mx.float32: -3e38}[dtype]]]], dtype)
+    head = weight if plain else g.Head({"w": weight}, lambda params, h: h @ params["w"].T)
+
+    def of(which, hidden):
+        return g.token_logprobs_and_entropy(hidden, head, mx.array([[target]]))[which].sum()
+
+    assert of(0, hidden).item() == pytest.approx(-1.313262 if target == 0 else -np.inf)
+    assert of(1, hidden).item() == pytest.approx(0.582203, abs=1e-6)
+    p = 0.268941
+    for which, want in (
+        (0, [1 - p, p - 1, 0] if target == 0 else [-p, p - 1, 2]),
+        (1, [0.196612, -0.196612, 0]),
+    ):
+        found = mx.grad(lambda h, which=which: of(which, h))(hidden)
+        assert found.reshape(-1).tolist() == pytest.approx(want, abs=1e-6 if dtype == mx.float32 else 1e-3)
+
+
 def test_temperature_may_be_an_array():
     """A 0-d array scales as the number does, in value and gradient."""
     hidden, weight, targets, up = make_inputs(seed=8)
