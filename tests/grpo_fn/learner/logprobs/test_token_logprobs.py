@@ -225,7 +225,7 @@ def test_an_impossible_token_counts_nothing(plain, target, dtype):
     """
     weight = mx.diag(mx.array([1.0, 1.0, 2.0])).astype(dtype)
     hidden = mx.array([[[1.0, 2.0, {mx.float16: -6e4, mx.float32: -3e38}[dtype]]]], dtype)
-    head = weight if plain else g.Head({"w": weight}, lambda params, h: h @ params["w"].T)
+    head = weight if plain else Head({"w": weight}, lambda params, h: h @ params["w"].T)
 
     def of(which, hidden):
         return g.token_logprobs_and_entropy(hidden, head, mx.array([[target]]))[which].sum()
