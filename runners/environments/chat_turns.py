@@ -13,7 +13,7 @@ import attrs
 
 from runners.data.prompts import Message, apply_template, has_template
 from runners.errors import UserError, error_line
-from runners.tokenization.text import encode
+from runners.tokenization.text import TextDecoder, encode
 
 _ASKED = {"role": "user", "content": "a question"}
 _PROBE = "observed"  # some templates leave out what they do not support
@@ -27,15 +27,11 @@ class ChatTurns:
     schemas: Sequence[dict[str, Any]]
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     end_ids: frozenset[int] = frozenset()  # tokens that end a turn
+    decoder: TextDecoder | None = None  # None: one for this tokenizer
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A turn as written, with special tokens, but without the token that ended it."""
-        kept = tokens[:-1] if tokens and tokens[-1] in self.end_ids else tokens
-        if not kept:
-            return ""
-        return self.tokenizer.decode(
-            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        """A turn as written, without the token that ended it."""
+        return (self.decoder or TextDecoder(self.tokenizer)).decode(tokens)
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was shortened."""
@@ -43,7 +39,7 @@ class ChatTurns:
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
             return content, False
-        return self.tokenizer.decode(list(tokens[:most]), skip_special_tokens=False) + " [cut]", True
+        return (self.decoder or TextDecoder(self.tokenizer)).part(tokens[:most]) + " [cut]", True
 
     def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """The tokens after a turn with these tokens: its end, the observations, the next header."""

@@ -139,7 +139,7 @@ class Environments:
     @property
     def chat(self) -> ChatTurns:
         """How observations become tokens."""
-        return ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids)
+        return ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids, self.decoder)
 
     def _begun(self, rows: Sequence[Example]) -> tuple[list[Episode], list[tuple[int, ...]]]:
         """Episodes after `reset`, and each one's prompt."""

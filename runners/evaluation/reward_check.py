@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -85,9 +84,8 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     processor = processor_of(config.data, path, stated)
     ends = tuple(sorted(tokenizer.eos_token_ids))
-    environments = build_environments(
-        config.env, config.data, tokenizer, TextDecoder(tokenizer), ends, config.folders
-    )
+    decoder = TextDecoder(tokenizer)
+    environments = build_environments(config.env, config.data, tokenizer, decoder, ends, config.folders)
     every = all_rewards(rewards, environments)
     # Without an episode these have nothing to check.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
@@ -95,7 +93,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, config.data, tokenizer, tools, processor) for part in rows
     )
-    kinds, values_kan, faults = _score(config, rewards, train[:problems], form, tokenizer)
+    kinds, values_kan, faults = _score(config, rewards, train[:problems], form, decoder)
     rehearsal = None
     if environments is not None:
         try:
@@ -160,7 +158,7 @@ def _wrong(answer: str) -> str:
 
 
 def _score(
-    config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, tokenizer: Any
+    config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, decoder: TextDecoder
 ) -> tuple[list[str], np.ndarray, list[str]]:
     """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
     if not rewards:
@@ -171,34 +169,35 @@ def _score(
         for kind, text in _answers(example, form, config.data.nudge).items():
             by_kind.setdefault(kind, []).append(text)
     if any(reward.grouped for reward in rewards):
-        return _score_groups(scorer, by_kind, examples, tokenizer)
+        return _score_groups(scorer, by_kind, examples, decoder)
     values, faults = [], []
     for kind, texts in by_kind.items():
-        scores = _scored(scorer, texts, examples, 1, tokenizer)
+        scores = _scored(scorer, texts, examples, 1, decoder)
         values.append(scores.values_kb)
         faults += [f"{problem} ({kind})" for problem in scores.problems]
     return list(by_kind), np.stack(values, axis=1), faults
 
 
 def _score_groups(
-    scorer: Scorer, by_kind: Mapping[str, Sequence[str]], examples: Sequence[Example], tokenizer: Any
+    scorer: Scorer, by_kind: Mapping[str, Sequence[str]], examples: Sequence[Example], decoder: TextDecoder
 ) -> tuple[list[str], np.ndarray, list[str]]:
     """As `_score`, in one call: the answers to a problem form its group, like completions in a run."""
     size = len(by_kind)
     texts = [text for group in zip(*by_kind.values(), strict=True) for text in group]
-    scores = _scored(scorer, texts, examples, size, tokenizer)
+    scores = _scored(scorer, texts, examples, size, decoder)
     values_kna = scores.values_kb.reshape(len(scorer.rewards), len(examples), size)
     return list(by_kind), values_kna.transpose(0, 2, 1), list(scores.problems)
 
 
 def _scored(
-    scorer: Scorer, texts: Sequence[str], examples: Sequence[Example], size: int, tokenizer: Any
+    scorer: Scorer, texts: Sequence[str], examples: Sequence[Example], size: int, decoder: TextDecoder
 ) -> Scores:
+    completions = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
     return scorer.score(
-        texts,
+        [decoder.decode(tokens) for tokens in completions],  # as a run would give them
         [list(example.messages) for example in examples for _ in range(size)],
         columns_of(examples, size),
-        [list(encode(tokenizer, text, add_special_tokens=False)) for text in texts],
+        [list(tokens) for tokens in completions],
         group_size=size,
     )
 

@@ -105,7 +105,7 @@ def rehearse(
 
 
 def _span(environments: Environments, kind: str, tokens: Sequence[int]) -> Span:
-    text = environments.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    text = environments.decoder.part(tokens)
     return Span(kind, tuple(tokens), text)
 
 

@@ -66,7 +66,7 @@ class Sampling:
 class Completion:
     """One completion of one prompt."""
 
-    text: str  # special tokens left out
+    text: str  # without the token that ended it
     tokens: tuple[int, ...]  # including the token that ended it
     finish: str  # "stop": an end token or stop string; "length"; "interrupted"
 

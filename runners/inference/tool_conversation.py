@@ -120,7 +120,7 @@ class ToolConversation(Conversation):
                 break
             told = [message["content"] for message in episode.messages[before:]]
             if begun.stops and given:  # nanochat's calculator has no messages
-                told = [self.decoder.decode(given)]
+                told = [self.decoder.decode(given[1:-1])]  # between its marks
             yield from (Event("answer", line) for line in told)
             if len(given) >= room:
                 yield Event("stop", f"no room for an answer in --max-tokens {self.sampling.max_tokens}")

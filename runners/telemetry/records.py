@@ -209,9 +209,13 @@ class PieceLengths:
 
     def of(self, tokens: Sequence[int], text: str) -> list[int]:
         """Characters (Unicode code points) of each token; their sum is that of the text, or nearly so."""
+        kept = self._decoder.without_end(tokens)
+        return [*self._of(kept, text), *[0] * (len(tokens) - len(kept))]
+
+    def _of(self, tokens: Sequence[int], text: str) -> list[int]:
         if not tokens:
             return []
-        decode = self._decoder.decode
+        decode = self._decoder.part
         first = _cached(self._first, tokens[0], lambda token: len(decode([token])))
         inside = [
             _cached(self._following, token, lambda token: len(decode([token, token])) - len(decode([token])))

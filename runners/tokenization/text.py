@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from grpo_fn.rollout import FindStop
 
-TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-
-
 MAX_TEXT = 1 << 21  # characters of a prompt: tokenizers take some 400 bytes for each
 
 
@@ -50,29 +47,45 @@ def _foreign(what: str) -> Iterator[None]:
 
 
 class TextDecoder:
-    """Decodes completions of one tokenizer: special tokens left out, the four XML tags always kept."""
+    """The text of completions: what rewards, evaluation, logs and commands read.
+
+    Tokens that end a completion, and padding, give no text at its end. Every other special token does, such
+    as a `</think>`: rewards may look for it.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper):
-        """Reads which ids are special; the tokenizer is that of `LoadedModel.tokenizer`."""
-        self._tokenizer = tokenizer
-        self._dropped = _special_ids(tokenizer)
+        """Reads which tokens end a completion; the tokenizer is that of `LoadedModel.tokenizer`."""
+        self.tokenizer = tokenizer
+        self._ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens; incomplete characters become U+FFFD."""
-        kept = [token for token in tokens if token not in self._dropped]
-        if not kept:
+        """The text of a completion; incomplete characters become U+FFFD."""
+        return self.part(self.without_end(tokens))
+
+    def part(self, tokens: Sequence[int]) -> str:
+        """The text of tokens in the midst of a completion, those that would end it included."""
+        if not tokens:
             return ""
         with _foreign("a completion"):
             # Tidying spaces before punctuation would change what the rewards read.
-            return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            return self.tokenizer.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+
+    def without_end(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens that `decode` gives the text of."""
+        count = len(tokens)
+        while count and tokens[count - 1] in self._ends:
+            count -= 1
+        return tokens[:count]
 
     def stream(self) -> TextStream:
         """A new stream of text, for one completion."""
         return TextStream(self)
 
-    def is_dropped(self, token: int) -> bool:
-        """Whether a token gives no text: special tokens give none, except the four tags."""
-        return token in self._dropped
+    def is_end(self, token: int) -> bool:
+        """Whether a token gives no text at the end of a completion."""
+        return token in self._ends
 
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to the number to keep, or None if it goes on.
@@ -82,7 +95,8 @@ class TextDecoder:
 
         The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
         of that token after the stop string stays, because tokens cannot be cut. A stop string that is a
-        special token's name is found by its id. Without stop strings the result is None.
+        special token's name makes it one of the tokens that end a completion: `decode` leaves it out at the
+        end. Without stop strings the result is None.
 
         Text is decoded only if a token contains a stop string's last character, and only as far back as the
         string reaches. A call without such a token costs about a microsecond.
@@ -90,36 +104,33 @@ class TextDecoder:
         """
         if any(not stop for stop in stop_strings):
             raise ValueError("a stop string is empty: it would end every completion at once")
-        by_id = {i for i in self._dropped if self._tokenizer.convert_ids_to_tokens(i) in stop_strings}
         texts = tuple(stop_strings)
+        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        self._ends |= {i for i, token in special if token.special and str(token) in texts}
         if not texts:
             return None
         last_characters = {stop[-1] for stop in texts}
         if not all(character.isascii() for character in last_characters):
             last_characters.add("\ufffd")  # a token may hold only a part of such a character
-        # A token that is not dropped has at least a byte; an extra one avoids a decoder's trimming.
+        # A token has at least a byte; an extra one avoids a decoder's trimming.
         reach = max(len(stop.encode()) for stop in texts) + 1
         looked_at: set[int] = set()
-        ends: set[int] = set(by_id)  # tokens at which a stop string may end
+        ends: set[int] = set()  # tokens at which a stop string may end
 
         def find(tokens: Sequence[int], start: int) -> int | None:
             new = tokens[start:]
             for token in set(new) - looked_at:
-                piece = self.decode([token, token])  # twice: decoders trim the first token's space
+                piece = self.part([token, token])  # twice: decoders trim the first token's space
                 if any(character in piece for character in last_characters):
                     ends.add(token)
                 looked_at.add(token)
             if ends.isdisjoint(new):
                 return None
-            kept = self._last_kept(tokens, start, reach + 3)
-            for position, token in enumerate(new, start):
-                if token in self._dropped:
-                    if token in by_id:
-                        return position + 1
-                    continue
-                kept.append(token)
-                if token in ends and any(stop in self._tail(kept, reach) for stop in texts):
-                    return position + 1
+            for position, token in enumerate(new, start + 1):
+                if token in ends:
+                    tail = self._tail(tokens[max(position - reach - 3, 0) : position], reach)
+                    if any(stop in tail for stop in texts):
+                        return position
             return None
 
         return find
@@ -131,20 +142,10 @@ class TextDecoder:
         """
         text = ""
         for more in range(4):
-            text = self.decode(tokens[-(number + more) :])
+            text = self.part(tokens[-(number + more) :])
             if not text.startswith("\ufffd"):
                 break
         return text
-
-    def _last_kept(self, tokens: Sequence[int], end: int, number: int) -> list[int]:
-        """The last `number` tokens before place `end` that give text; fewer if there are no more."""
-        found: list[int] = []
-        for place in range(end - 1, -1, -1):
-            if len(found) == number:
-                break
-            if tokens[place] not in self._dropped:
-                found.append(tokens[place])
-        return found[::-1]
 
 
 class TextStream:
@@ -160,30 +161,24 @@ class TextStream:
         self._decoder = decoder
         self._last: list[int] = []  # tokens of the last piece
         self._waiting: list[int] = []  # tokens after it
+        self._ends: list[int] = []  # and after these; they give no text if no other token follows
 
     def add(self, token: int) -> str:
         """The text that this token completes, often empty."""
-        if self._decoder.is_dropped(token):
+        self._ends.append(token)
+        if self._decoder.is_end(token):
             return ""
-        self._waiting.append(token)
-        text = self._decoder.decode([*self._last, *self._waiting])
+        self._waiting, self._ends = [*self._waiting, *self._ends], []
+        text = self._decoder.part([*self._last, *self._waiting])
         if text.endswith("\ufffd"):
             return ""
         return self._advance(text)
 
     def finish(self) -> str:
         """The rest, if the last character stayed incomplete."""
-        return self._advance(self._decoder.decode([*self._last, *self._waiting]))
+        return self._advance(self._decoder.part([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:
-        piece = text[len(self._decoder.decode(self._last)) :]
+        piece = text[len(self._decoder.part(self._last)) :]
         self._last, self._waiting = self._waiting or self._last, []
         return piece
-
-
-def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Ids whose text is left out: special ones and those that end a text, except the tags."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {i for i, token in added.items() if getattr(token, "special", True)}
-    special |= {*tokenizer.all_special_ids, *tokenizer.eos_token_ids}
-    return frozenset(i for i in special if tokenizer.convert_ids_to_tokens(i) not in TAGS)

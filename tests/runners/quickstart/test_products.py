@@ -125,4 +125,5 @@ def test_a_few_steps_of_the_preset(tmp_path, monkeypatch):
     assert len(updates) == 2 and all(0 < line["tools/call_frequency"] < 1 for line in updates)
     assert scores[0] <= 0.45
     said = (tmp_path / "outputs/quickstart_tools/completions.jsonl").read_text()
-    assert re.search(r'"completion": "\d+[*+]\d+<answer>\d+</answer>"', said)  # marks are special tokens
+    marked = r"<\|python_start\|>\d+[*+]\d+<\|python_end\|><\|output_start\|>\d+<\|output_end\|>"
+    assert re.search(rf'"completion": "{marked}<answer>\d+</answer>"', said)

@@ -1,4 +1,4 @@
-"""Text out of tokens: tags survive, special tokens do not; a stop string ends a completion where it ends."""
+"""Text out of tokens: all but the tokens that end it; a stop string ends a completion where it ends."""
 
 import json
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from runners.telemetry.records import PieceLengths
 from runners.tokenization.text import TextDecoder
 from tests.support.tiny_models import SPECIAL, TAGS, make_tokenizer, write_tokenizer
 
@@ -26,13 +27,16 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("special_tags", [False, True])
-def test_tags_survive_and_special_tokens_do_not(tmp_path, special_tags):
-    """Rewards read the tags, however the tokenizer marks them, and never an end-of-text token."""
+def test_all_but_the_end_is_text(tmp_path, special_tags):
+    """Rewards read every tag, however the tokenizer marks it, but no end-of-text token at the end."""
     decoder, tokenizer = make_decoder(tmp_path, special_tags=special_tags)
-    text = "<reasoning>7+5=12 , 12-3=9</reasoning><answer>9</answer>"
-    tokens = tokenizer.encode("<|im_start|>" + text + "<|im_end|><|endoftext|>")
+    text = "<|im_start|><reasoning>7+5=12 , 12<|im_end|>-3=9</reasoning><|im_start|><answer>9</answer>"
+    tokens = tokenizer.encode(text + "<|im_end|><|endoftext|>")
     assert tokens[0] in range(len(SPECIAL)) and len({*tokens} & set(tokenizer.encode("".join(TAGS)))) == 4
     assert decoder.decode(tokens) == text
+    assert PieceLengths(decoder).of(tokens, text)[-2:] == [0, 0]
+    assert sum(PieceLengths(decoder).of(tokens, text)) == len(text)
+    assert decoder.decode(tokens[-2:]) == "" == decoder.decode(())
 
 
 def test_half_a_character_is_a_replacement_character(plain):
@@ -201,9 +205,16 @@ def test_one_finder_serves_many_completions(plain):
 
 
 def test_a_special_token_can_be_a_stop_string(plain):
-    """Its text is never decoded, so it is found by its id."""
-    decoder, tokenizer = plain
-    assert decoder.find_stop(["<|im_start|>"])(tokenizer.encode("a b<|im_start|>c"), 0) == 4 - 1
+    """It then ends completions like an end-of-text token: at the end it gives no text."""
+    decoder, tokenizer = TextDecoder(plain[1]), plain[1]
+    tokens = tokenizer.encode("a<|im_start|> b<|im_start|>")
+    assert decoder.decode(tokens) == "a<|im_start|> b<|im_start|>"
+    find = decoder.find_stop(["b<|im_start|>"])
+    assert find(tokens, 0) == len(tokens) and decoder.decode(tokens) == "a<|im_start|> b<|im_start|>"
+    assert decoder.find_stop(["<|im_start|>"])(tokens, 0) == 2
+    assert decoder.decode(tokens) == "a<|im_start|> b"
+    stream = decoder.stream()
+    assert "".join([*map(stream.add, tokens), stream.finish()]) == "a<|im_start|> b"
 
 
 def test_no_stop_strings_is_no_function_and_an_empty_one_an_error(plain):
