@@ -1,9 +1,13 @@
 """Ranks as processes: with all that they decide together, and checkpoints that fewer go on with."""
 
+import shutil
+
 from runners.config.loading import load_config
+from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.runners.ranks.test_ranks import lines, weights, worst, write
+from tests.runners.ranks.test_ranks import lines, write
+from tests.support.closeness import assert_same_weights
 from tests.support.ranks.launching import begin
 from tests.support.ranks.runs_on_ranks import config_writer, digests_of
 from tests.support.tiny_runs import BY_LETTERS, LETTERS
@@ -41,9 +45,9 @@ def test_three_ranks_are_equal_at_every_update_and_train_as_one(tmp_path):
     same = ("batch_step", "prompt", "completion", "reward")
     want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
-    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    assert_same_weights(three / "final", one / "final", MODEL_DIR)
     run_training(load_config(str(config)), report=Quiet(), resume=three / "checkpoint-1")
-    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    assert_same_weights(three / "final", one / "final", MODEL_DIR)
     assert [line["reward"] for line in lines(three, "completions.jsonl")] == [line["reward"] for line in want]
 
 
@@ -54,7 +58,7 @@ def test_what_four_ranks_saved_goes_on_with_four_two_and_one(tmp_path):
     said = begin(4, tmp_path / "straight", [str(config)], "digests").end()
     four = tmp_path / "outputs/four"
     assert (four / "final").is_dir(), said
-    want, kept = digests_of(tmp_path / "straight", 4), weights(four / "final")
+    want, kept = digests_of(tmp_path / "straight", 4), shutil.copytree(four / "final", tmp_path / "final")
     rewards = [line["reward"] for line in lines(four, "completions.jsonl")]
     options = [str(config), "--resume", str(four / "checkpoint-2")]
     for number in (4, 2):
@@ -64,7 +68,7 @@ def test_what_four_ranks_saved_goes_on_with_four_two_and_one(tmp_path):
         assert len(set(found[0])) == 3
         assert found == [found[0]] * number
         assert number == 2 or found[0] == want[0][2:]
-        assert worst(weights(four / "final"), kept) < 1e-5
+        assert_same_weights(four / "final", kept, MODEL_DIR)
     run_training(load_config(str(config)), report=Quiet(), resume=four / "checkpoint-2")
-    assert worst(weights(four / "final"), kept) < 1e-5
+    assert_same_weights(four / "final", kept, MODEL_DIR)
     assert [line["reward"] for line in lines(four, "completions.jsonl")] == rewards

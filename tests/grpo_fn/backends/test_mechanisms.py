@@ -8,6 +8,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.backends import OPERATIONS, disable, disabled, find, mechanisms, number, substituted
 from grpo_fn.trees import map_arrays
+from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.naive_learner import (
     SPECS,
@@ -17,7 +18,7 @@ from tests.support.naive_learner import (
     mean_gradient,
     near_policy,
 )
-from tests.support.tiny_policies import tiny_policy, worst_difference
+from tests.support.tiny_policies import tiny_policy
 
 FOLDERS = ("cpu", "cuda")
 
@@ -121,5 +122,5 @@ def test_a_gradient_is_the_same_without_any_mechanism(name, compile):
     wanted, wanted_stats = gradient(policy)
     with disabled(*OPERATIONS):
         found, stats = gradient(tiny_policy(name))
-    assert worst_difference(found, wanted) < 1e-4
-    assert stats.loss == pytest.approx(wanted_stats.loss, rel=1e-5, abs=1e-6)
+    assert_same_gradients(found, wanted)
+    assert_same_figures(stats, wanted_stats, ["loss"])

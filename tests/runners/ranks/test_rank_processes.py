@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from runners.config.loading import load_config
+from runners.quickstart import MODEL_DIR, MODELS
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.runners.ranks.test_ranks import lines, weights, worst
+from tests.runners.ranks.test_ranks import lines
+from tests.support.closeness import assert_same_figures, assert_same_weights
 from tests.support.ranks.launching import begin
 from tests.support.ranks.runs_on_ranks import config_writer
 
@@ -20,13 +23,6 @@ from tests.support.ranks.runs_on_ranks import config_writer
 def write(tmp_path):
     """Writes a config in `tmp_path`; its path."""
     return config_writer(tmp_path)
-
-
-def norms(folder: Path) -> list[float]:
-    """Of the gradients of all updates."""
-    return [
-        line["grad_norm"] for line in lines(folder, "training_log.jsonl") if line.get("grad_norm") is not None
-    ]
 
 
 def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):
@@ -40,8 +36,7 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     }
     config = write("sums", **tables)
     straight = run_training(load_config(str(config)), report=Quiet()).folder
-    want, texts = weights(straight / "final"), (straight / "completions.jsonl").read_bytes()
-    norms_of_straight = norms(straight)
+    before = shutil.copytree(straight, tmp_path / "straight")
     options = [str(config), "--resume", str(straight / "checkpoint-1")]
     log = straight / "completions.jsonl"
     run = begin(2, tmp_path / "ranks", options)
@@ -54,9 +49,11 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     assert "interrupted" in said, said
     assert said.count("to continue:") == 1  # rank 0 speaks alone
     end = run_training(load_config(str(config)), report=Quiet(), resume=True).folder
-    assert worst(weights(end / "final"), want) < 1e-5
-    assert (end / "completions.jsonl").read_bytes() == texts
-    assert norms(end) == pytest.approx(norms_of_straight, rel=1e-4)
+    assert_same_weights(end / "final", before / "final", MODEL_DIR)
+    assert lines(end, "completions.jsonl") == lines(before, "completions.jsonl")
+    logs = (lines(folder, "training_log.jsonl") for folder in (end, before))
+    for found, want in zip(*logs, strict=True):
+        assert_same_figures(found, want, {"grad_norm"} & want.keys())
 
 
 def test_tools_on_two_ranks_train_as_on_one(write, tmp_path):
@@ -80,13 +77,12 @@ def test_tools_on_two_ranks_train_as_on_one(write, tmp_path):
     want, found = lines(alone, "completions.jsonl"), lines(both, "completions.jsonl")
     assert [{**row, "advantage": 0} for row in found] == [{**row, "advantage": 0} for row in want]
     assert {part["sampled"] for row in want for part in row["turns"]} == {True, False}
-    assert worst(weights(alone / "final"), weights(both / "final")) < 1e-6
+    assert_same_weights(both / "final", alone / "final", MODELS["embedded-tools"])
     clock = re.compile(r"^(time/|memory/|ranks/|step_time|tokens_per_second)")
     for one, two in zip(lines(alone, "training_log.jsonl"), lines(both, "training_log.jsonl"), strict=True):
         names = [name for name in one if not clock.match(name)]
         assert names == [name for name in two if not clock.match(name)]
-        for name in names:
-            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+        assert_same_figures(two, one, names)
     logged = {name for line in lines(both, "training_log.jsonl") for name in line}
     assert {"tools/call_frequency", "turns/mean", "eval/tool_calls", "grad_norm"} <= logged
 

@@ -1,6 +1,7 @@
 """Runs on several ranks, as processes under mlx.launch: what one rank gives, and one end for all."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from runners.config.loading import load_config
+from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.closeness import assert_same_figures, assert_same_weights
 from tests.support.ranks.launching import launch
 from tests.support.tiny_runs import small
 
@@ -26,6 +29,7 @@ def fault(completions, **_):
         os.kill(os.getpid(), 9)
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 '''
+FIGURES = {"reward", "loss", "grad_norm", "em", "num_tokens", "frac_reward_zero_std"}
 
 
 def write(folder: Path, name: str, **tables) -> Path:
@@ -43,18 +47,6 @@ def write(folder: Path, name: str, **tables) -> Path:
 
 def lines(folder: Path, file: str) -> list[dict]:
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, np.ndarray]:
-    name = "model.safetensors" if (folder / "model.safetensors").exists() else "adapters.safetensors"
-    loaded = mx.load(str(folder / name))
-    assert isinstance(loaded, dict)
-    return {name: np.array(leaf.astype(mx.float32)) for name, leaf in loaded.items()}
-
-
-def worst(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +72,9 @@ def test_three_ranks_train_as_one(one, three):
     want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
     np.testing.assert_allclose([line["advantage"] for line in found], [line["advantage"] for line in want])
-    assert worst(weights(one / "final"), weights(three / "final")) < 1e-5
+    assert_same_weights(three / "final", one / "final", MODEL_DIR)
     for left, right in zip(lines(one, "training_log.jsonl"), lines(three, "training_log.jsonl"), strict=True):
-        for key in ("reward", "loss", "grad_norm", "em", "num_tokens", "frac_reward_zero_std"):
-            if key in left:
-                assert right.get(key) == pytest.approx(left.get(key), rel=1e-3, abs=1e-6), key
+        assert_same_figures(right, left, FIGURES & left.keys())
     last = lines(three, "training_log.jsonl")[-2]
     assert last["ranks/number"] == 3
     assert {f"ranks/rollout_seconds/{rank}" for rank in range(3)} <= last.keys()
@@ -96,10 +86,10 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_shards(one, three
     config = write(
         one.parents[1], "three", optim={"batch_size": 5, "max_steps": 3, "learning_rate": 3e-4, "shard": True}
     )
-    kept = weights(three / "final")
+    before = shutil.copytree(three / "final", three / "before")
     done = launch(2, config, "--resume", str(three / "checkpoint-1"))
     assert "resuming from" in done.stdout, done.stdout
-    assert worst(weights(three / "final"), kept) < 1e-5
+    assert_same_weights(three / "final", before, MODEL_DIR)
     assert (three / "checkpoint-2.aside").is_dir()
     # What two sharded ranks save is a whole state.
     first, second = (

@@ -9,8 +9,9 @@ import grpo_fn as g
 from grpo_fn.learner import halve_batch
 from runners.errors import UserError, is_out_of_memory
 from runners.training.gradients import Gradients
+from tests.support.closeness import assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
-from tests.support.tiny_policies import same_tree, tiny_policy, worst_difference
+from tests.support.tiny_policies import same_tree, tiny_policy
 
 METAL = RuntimeError("[metal::malloc] Attempting to allocate 17179869184 bytes which is greater than ...")
 
@@ -69,7 +70,7 @@ def test_the_step_is_taken_again_in_halves(policy, fails):
     """Whichever of an update's batch steps fails, sums, weight and count are those of an untroubled run."""
     want, *_, want_stats = gathered(policy)
     got, fakes, gradients, notes, stats = gathered(policy, [fails])
-    assert worst_difference(got.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
     assert got.state.accum_weight.item() == want.state.accum_weight.item()
     assert got.state.step.item() == 3
     for one, other in zip(stats, want_stats, strict=True):
@@ -89,7 +90,7 @@ def test_a_later_batch_step_repeats_the_halves(policy):
     """A second failure in the same update takes the halved pieces of the first again, not the large ones."""
     want, *_ = gathered(policy)
     got, fakes, gradients, notes, _ = gathered(policy, [0, 3])
-    assert worst_difference(got.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
     assert fakes.calls[4] == fakes.calls[1] < fakes.calls[0]
     assert len(notes) == 2 and gradients.max_tokens <= fakes.calls[0] // 4
 
@@ -99,7 +100,7 @@ def test_what_a_checkpoint_had_gathered_is_kept(policy):
     first, *_ = gathered(policy, steps=2)
     want, *_ = gathered(policy, start=first.state, steps=2)
     got, *_ = gathered(policy, [1], start=first.state, steps=2)
-    assert worst_difference(got.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
     assert got.state.accum_weight.item() == want.state.accum_weight.item() > first.state.accum_weight.item()
     assert got.state.step.item() == 4
 
@@ -119,7 +120,7 @@ def test_after_the_update_nothing_is_repeated(policy):
     plain = Gradients(Steps(policy).grad_step, fakes.logprob_step, 200, notes.append)
     for seed in (1, 2):
         plain.add(want, pieces_of(policy, seed))
-    assert worst_difference(holder.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(holder.state.accum_grads, want.state.accum_grads)
 
 
 def test_pieces_cut_for_a_larger_budget_are_made_to_fit(policy):
@@ -134,7 +135,7 @@ def test_pieces_cut_for_a_larger_budget_are_made_to_fit(policy):
     assert len(notes) == 1 and len(fakes.calls) == 3
     assert fakes.calls[2] <= gradients.max_tokens == fakes.calls[0] // 2
     want, *_ = gathered(policy, steps=1)
-    assert worst_difference(holder.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(holder.state.accum_grads, want.state.accum_grads)
 
 
 @pytest.mark.parametrize("found", [-1, "many", 2.5, True, None, [1]])
@@ -161,7 +162,7 @@ def test_a_step_is_halved_as_often_as_it_takes(policy):
     """Three failures in a row: three notes, an eighth of the tokens, and the sums of an untroubled run."""
     want, *_ = gathered(policy, steps=2)
     got, fakes, gradients, notes, _ = gathered(policy, [1, 2, 4], steps=2)
-    assert worst_difference(got.state.accum_grads, want.state.accum_grads) < 5e-6
+    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
     assert got.state.accum_weight.item() == want.state.accum_weight.item()
     assert len(notes) == 3 and gradients.max_tokens <= fakes.calls[1] // 8
     # What had gathered before is computed again as it was, and from the second failure on cut as well.
