@@ -99,6 +99,7 @@ _LOGPROBS = (
 _GRADIENTS = (
     _LOGITS
     + """
+    const float whole = lse[row];
     const float by_logp = logp_gradient[row] * inverse;
     const float by_entropy = ENTROPY ? entropy_gradient[row] * inverse : 0;
     const float spread = ENTROPY ? entropy[row] : 0;
@@ -106,7 +107,7 @@ _GRADIENTS = (
     for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
         Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
         for (int i = 0; i < N; i++) {
-            const float log_p = logit(numbers.at[i]) - lse[row], p = __expf(log_p);
+            const float log_p = logit(numbers.at[i]) - whole, p = __expf(log_p);
             float gradient = -p * by_logp;
             if (ENTROPY && p != 0) gradient -= p * (log_p + spread) * by_entropy;
             if (first + i == target) gradient += by_logp;
