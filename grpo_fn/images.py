@@ -46,32 +46,12 @@ class ImageRows:
     positions_r3l: mx.array  # int32 [R,3,L]
     shift_r: mx.array  # int32 [R]: see `PromptImages.shift`
 
-    def rows(self, index: mx.array) -> "ImageRows":
-        """The rows of these numbers; the features stay."""
-        return attrs.evolve(
-            self,
-            feature_rl=self.feature_rl[index],
-            positions_r3l=self.positions_r3l[index],
-            shift_r=self.shift_r[index],
-        )
-
     def columns(self, start: int, stop: int) -> "ImageRows":
         """The tokens from `start` to before `stop` of each row."""
         return attrs.evolve(
             self,
             feature_rl=self.feature_rl[:, start:stop],
             positions_r3l=self.positions_r3l[:, :, start:stop],
-        )
-
-    def fitted(self, rows: int, length: int) -> "ImageRows":
-        """Cut and padded to so many rows and tokens; padding has no image."""
-        cut = self.columns(0, length)
-        more = rows - cut.shift_r.shape[0], length - cut.feature_rl.shape[1]
-        return attrs.evolve(
-            cut,
-            feature_rl=mx.pad(cut.feature_rl, [(0, more[0]), (0, more[1])], constant_values=mx.array(-1)),
-            positions_r3l=mx.pad(cut.positions_r3l, [(0, more[0]), (0, 0), (0, more[1])]),
-            shift_r=mx.pad(cut.shift_r, [(0, more[0])]),
         )
 
 
@@ -95,7 +75,7 @@ def image_rows(
     found = [each for each in images if each is not None]
     if not found:
         raise ValueError("wanted at least one prompt with images")
-    feature_pl, positions_p3l, shifts, count = [], [], [], 0
+    feature_rl, positions_r3l, shifts, count = [], [], [], 0
     for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
         feature, positions, shift = [-1] * length, [list(range(length))] * 3, 0
         if each is not None:
@@ -110,19 +90,16 @@ def image_rows(
             for row, place in enumerate(each.places, count):
                 feature[place] = row
             count += len(each.places)
-        feature_pl.append(feature)
-        positions_p3l.append(positions)
-        shifts.append(shift)
+        feature_rl += [feature] * repeat
+        positions_r3l += [positions] * repeat
+        shifts += [shift] * repeat
     features = mx.concatenate([each.features_fd for each in found])
-    rows = ImageRows(
+    return ImageRows(
         mx.pad(features, [(0, _rounded(count) - count), (0, 0)]),
-        mx.array(feature_pl, mx.int32),
-        mx.array(positions_p3l, mx.int32),
+        mx.array(feature_rl, mx.int32),
+        mx.array(positions_r3l, mx.int32),
         mx.array(shifts, mx.int32),
     )
-    if repeat == 1:
-        return rows
-    return rows.rows(mx.repeat(mx.arange(len(lengths)), repeat))
 
 
 def multimodal_positions(

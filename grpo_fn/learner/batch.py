@@ -6,6 +6,7 @@ causal attention never sees the padding.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -15,7 +16,7 @@ from grpo_fn.backends import enabled
 from grpo_fn.checks import check_shape, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import ImageRows, image_rows
-from grpo_fn.trees import map_arrays, on_host
+from grpo_fn.trees import on_host
 
 
 @attrs.frozen(eq=False)
@@ -45,6 +46,21 @@ class Batch:
     # integers; None: those that its routers choose
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
+
+
+# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t those of
+# `targets_bt`; "": the same in each part, or found anew for it.
+_FIELDS = {
+    "": "num_sequences num_tokens positions_n vocabulary images features_nd",
+    "b": "advantages_b group_b prompt_index_b",
+    "bt": "targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt keep_bt",
+    "p": "prompt_lengths_b shift_r",
+    "pl": "tokens_bl feature_rl",
+    "plnk": "experts_blnk",
+    "p3l": "positions_r3l",
+}
+AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
+_PADDING = {"prompt_lengths_b": 1, "feature_rl": -1}  # of the others: 0
 
 
 def make_batch(
@@ -159,14 +175,58 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
     Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
     """
-    index = mx.array(list(rows), mx.int32)
+    return take_part(batch, rows, rows)
 
-    def taken(array: mx.array) -> mx.array:
-        return array if array.ndim == 0 else array[index]
 
-    images = None if batch.images is None else batch.images.rows(index)
-    found = map_arrays(taken, attrs.evolve(batch, positions_n=None, images=None))
-    return found if images is None else attrs.evolve(found, images=images)
+def take_part(
+    batch: Batch,
+    rows: Sequence[int],
+    prompts: Sequence[int] | None,
+    positions: int | None = None,
+    **sizes: int,
+) -> Batch:
+    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the whole's.
+
+    Args:
+        rows: of `targets_bt`.
+        prompts: of `tokens_bl`; None: all.
+        positions: number of `positions_n`, found from the mask; None: `positions_n` is None.
+        sizes: new sizes of the axes b, t, p and l. A row of padding has an empty mask and prompt length 1.
+
+    Raises:
+        ValueError: `AXES` does not have a field of the batch.
+    """
+    index = {"b": mx.array(list(rows), mx.int32)}
+    if prompts is not None:
+        index["p"] = mx.array(list(prompts), mx.int32)
+    part = _part(batch, index, sizes)
+    found = None if positions is None else _counted_positions(part.mask_bt, positions)
+    return attrs.evolve(part, positions_n=found)
+
+
+def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
+    """Each field: its rows at the index of their axis, then cut and padded to the sizes."""
+    found: dict[str, Any] = {}
+    for name in attrs.fields_dict(type(value)):
+        if name not in AXES:
+            raise ValueError(f"{type(value).__name__}.{name}: expected its axes in `batch.AXES`, found none")
+        array, axes = getattr(value, name), AXES[name]
+        if attrs.has(type(array)):
+            found[name] = _part(array, index, sizes)
+        elif array is not None and axes:
+            array = array[index[axes[0]]] if axes[0] in index else array
+            wanted = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=True)]
+            array = array[tuple(slice(size) for size in wanted)]
+            more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
+            found[name] = mx.pad(array, more, constant_values=mx.array(_PADDING.get(name, 0), array.dtype))
+    return attrs.evolve(value, **found)
+
+
+def _counted_positions(mask_bt: mx.array, number: int) -> mx.array:
+    """Flat positions of the mask's tokens, filled up to `number` with the position one past its end."""
+    size = mask_bt.size
+    flat = mx.sort(mx.where(mask_bt.reshape(-1), mx.arange(size, dtype=mx.int32), size))
+    return mx.pad(flat[:number], [(0, max(number - size, 0))], constant_values=mx.array(size, mx.int32))
 
 
 def _token_bound(rollout: Rollout) -> int:

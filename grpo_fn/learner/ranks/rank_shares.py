@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-from grpo_fn.learner.batch import Batch, take_rows
+from grpo_fn.learner.batch import Batch, take_part, take_rows
 from grpo_fn.learner.micro_batches import halve_batch
 from grpo_fn.trees import on_host
 
@@ -74,7 +74,10 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         owners[owner].append(place)
         loads[owner] += max(_cost(cutting[place]), 1)
     mine = [cutting[place] for place in sorted(owners[rank])]
-    return mine or [_nothing(cutting[0])]
+    if not mine:  # a micro-batch without rows that counts nothing
+        none = take_part(cutting[0], [], [])
+        mine = [attrs.evolve(none, num_sequences=mx.array(0.0), num_tokens=mx.array(0.0))]
+    return mine
 
 
 def _cost(piece: Batch) -> int:
@@ -82,18 +85,3 @@ def _cost(piece: Batch) -> int:
     if piece.mask_bt.shape[0] == 0:
         return 0
     return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)
-
-
-def _nothing(piece: Batch) -> Batch:
-    """A micro-batch without rows that counts nothing."""
-    none = mx.zeros((0, *piece.targets_bt.shape[1:]), mx.int32)
-    return Batch(
-        tokens_bl=none,
-        prompt_lengths_b=mx.zeros((0,), mx.int32),
-        targets_bt=none,
-        mask_bt=none.astype(mx.bool_),
-        advantages_b=mx.zeros((0,)),
-        rollout_logp_bt=none.astype(mx.float32),
-        num_sequences=mx.array(0.0),
-        num_tokens=mx.array(0.0),
-    )

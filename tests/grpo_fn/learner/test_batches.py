@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.learner import shape_of
+from grpo_fn.learner import deal, halve_batch, pieces_of_rank, shape_of, take_rows
+from grpo_fn.learner.batch import AXES
 from grpo_fn.learner.packing import round_up
 from tests.support.tiny_policies import tiny_advantages, tiny_rollout
 
@@ -282,6 +283,36 @@ def test_a_budget_of_nothing_is_refused(max_tokens):
     """The message names what was given."""
     with pytest.raises(ValueError, match=f"max_tokens = {max_tokens}"):
         g.split_batch(make(), max_tokens=max_tokens)
+
+
+@attrs.frozen(eq=False)
+class Wider(g.Batch):
+    """A batch with a field that no function knows."""
+
+    weight_b: mx.array | None = None
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda batch: take_rows(batch, [1]),
+        lambda batch: g.drop_inactive(batch, GRPO),
+        lambda batch: g.minibatches(batch, 2),
+        lambda batch: g.split_batch(batch, max_tokens=50),
+        lambda batch: g.split_batch(batch, max_tokens=50, share_prompts=True),
+        halve_batch,
+        lambda batch: deal(batch, 2),
+        lambda batch: pieces_of_rank([batch, batch], 0, 2) and pieces_of_rank([take_rows(batch, [])], 1, 2),
+    ],
+)
+def test_no_field_is_forgotten(cut):
+    """A field whose axes are not declared fails wherever a batch is cut, not silently in the numbers."""
+    batch = make()
+    advantages = batch.advantages_b * (mx.arange(6) > 0)
+    wider = Wider(**attrs.asdict(attrs.evolve(batch, advantages_b=advantages), recurse=False))
+    assert set(attrs.fields_dict(g.Batch)) < set(AXES)
+    with pytest.raises(ValueError, match=r"Wider\.weight_b: expected its axes in `batch\.AXES`, found none"):
+        cut(wider)
 
 
 def test_prompts_cannot_be_shared_without_groups():

@@ -10,7 +10,7 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.algorithm import load_balancing_loss
-from grpo_fn.learner import chosen_experts, routing_stats, split_batch
+from grpo_fn.learner import chosen_experts, halve_batch, routing_stats, split_batch
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, has_routers, quantized_role
 from grpo_fn.policy.layers.routers import recorded_routing
 from tests.support.closeness import assert_same_gradients
@@ -204,7 +204,7 @@ def test_given_experts_are_the_ones_that_compute(name):
 
 
 def test_replay_follows_rows_into_micro_batches():
-    """Log-probs of pieces are those of the whole; a piece that shares prompts is refused."""
+    """Log-probs and gradient of pieces are those of the whole; a piece that shares prompts is refused."""
     policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
     experts = mx.random.randint(0, 2, (3, LENGTH, 4, 1), key=mx.random.key(1)) * 2
     experts = mx.concatenate([experts, experts + 1], axis=-1).astype(mx.uint16)
@@ -215,6 +215,13 @@ def test_replay_follows_rows_into_micro_batches():
     rows = mx.concatenate([step(policy.params, half) for half in halves])
     assert mx.abs((whole - rows) * batch.mask_bt).max().item() < 1e-5
     shared = attrs.evolve(batch, group_b=mx.zeros((3,), mx.int32))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    grad_step = g.make_grad_step(policy, g.preset("grpo"))
+    wanted = grad_step(state, with_experts(batch, experts))[0].accum_grads
+    for tokens, options in ((8, {}), (20, {}), (20, {"bucketed": False}), (1000, {"share_prompts": True})):
+        pieces = split_batch(with_experts(shared, experts), max_tokens=tokens, **options)
+        for parts in (pieces, [half for piece in pieces for half in halve_batch(piece)]):
+            assert worst_difference(grad_step(state, parts)[0].accum_grads, wanted) < 1e-5
     (piece,) = split_batch(shared, max_tokens=1000, share_prompts=True)
     for refused in (
         lambda: step(policy.params, with_experts(piece, experts)),
