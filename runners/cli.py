@@ -217,7 +217,7 @@ def _run_training(
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     with ExitStack() as stack:
         if watch and (ranks is None or ranks.first):
-            from runners.report.server_process import watched
+            from runners.report.server import watched
 
             folder = Path(config.run.output_dir) / config.run.name
             echo(f"live page: {stack.enter_context(watched(folder))}", err=True)

@@ -36,7 +36,8 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
     RUN is a run's folder, or a folder with runs. The page is read-only and has no password. It can be reached
     only from this machine, unless --host says otherwise. Ctrl-C ends the page; the run goes on.
     """
-    from runners.report.server import address, check_server_installed, listening, runs_in, serve
+    from runners.report.application import runs_in
+    from runners.report.server import address, check_server_installed, listening, serve
 
     folder = Path(place).expanduser()
     if not folder.is_dir() or not runs_in(folder):

@@ -225,4 +225,4 @@ def _reply(content: bytes, seconds: float) -> Reply | Failure:
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
         return Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}")
-    return Reply(text, *tokens, seconds)
+    return Reply(text, tokens[0], tokens[1], seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from runners.report.page_json import columns_json, deflated, packed, plain_json
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
-_UPDATE = re.compile(rb'\{"batch_step": (\d+), "update": (\d+)')
+_UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
 _TEXTS = ("completion", "prompt", "answer")
 _MORE = ("metrics", "extra", "messages", "turns")
 
@@ -129,7 +130,7 @@ class CompletionParts:
 def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> CompletionParts:
     """All completions of a run; if the file has more than `most_bytes`, those of evenly spread updates."""
     path = folder / COMPLETIONS
-    size = path.stat().st_size if path.is_file() else 0
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
     stride = max(-(-size // most_bytes), 1)
     seen: set[int] = set()
 

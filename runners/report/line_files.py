@@ -1,15 +1,31 @@
-"""Reading files of JSON lines that another process may be writing, cutting or renaming."""
+"""Reading a run's files: another process may be writing or renaming them, and they may be foreign."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runners.errors import UserError
+
 _BLOCK = 1 << 22  # bytes read at a time
 _LINES = 1024  # lines parsed at a time
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The only way into a run's files: OSError for a link, and for what is not a regular file.
+
+    A link could make a page out of any file of this machine; opening a fifo could wait for ever.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(number, "rb")
 
 
 class LineFile:
@@ -35,7 +51,7 @@ class LineFile:
     def changed(self) -> bool:
         """Whether there is something new to read; starts over if the file was replaced or cut."""
         try:
-            found = os.stat(self.path)
+            found = os.lstat(self.path)
         except OSError:  # being renamed, or not there yet: what was read stays
             return False
         identity = (found.st_dev, found.st_ino)
@@ -48,15 +64,20 @@ class LineFile:
     def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
         """The objects of the new lines; if `wanted` is given, only of lines whose bytes it accepts.
 
-        Lines that are not JSON objects are counted in `bad`. OSError if the file cannot be read.
+        Lines that are not JSON objects are counted in `bad`. UserError if the file cannot be read.
         """
         if not self.changed():
             return
-        with open(self.path, "rb") as stream:
-            stream.seek(self._place)
-            for lines in _blocks(stream):
-                self._place += sum(map(len, lines)) + len(lines)
-                yield from self._parsed(lines if wanted is None else [line for line in lines if wanted(line)])
+        try:
+            with open_file(self.path) as stream:
+                stream.seek(self._place)
+                for lines in _blocks(stream):
+                    self._place += sum(map(len, lines)) + len(lines)
+                    yield from self._parsed(lines if wanted is None else list(filter(wanted, lines)))
+        except FileNotFoundError:  # being renamed
+            return
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def _parsed(self, lines: list[bytes]) -> list[dict[str, Any]]:
         for start in range(0, len(lines), _LINES):

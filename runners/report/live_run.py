@@ -40,6 +40,14 @@ class LiveRun:
         self._evaluations: dict[int, list[dict[str, Any]]] = {}
         self._tail: tuple[tuple[int, ...], Part] | None = None  # the last part, and its inputs
 
+    def summary(self) -> tuple[str, str, list[float | None]]:
+        """The run's name, its state, and its last exact match, reward and update."""
+        with self._guard:
+            self.record.refresh()
+            columns = [self.record.columns.get(name, []) for name in ("em", "reward", "update")]
+            last = [next((value for value in reversed(each) if value is not None), None) for each in columns]
+            return self.record.name, self.record.state(), last
+
     def signature(self) -> tuple[Any, ...]:
         """A value that changes when a file has changed or the run has ended."""
         return (*map(self._seen, _WATCHED), self.record.state())

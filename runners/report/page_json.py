@@ -6,9 +6,11 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
+_DEEPEST = 50  # of nested values
 _DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
@@ -51,8 +53,22 @@ def _column_json(values: Sequence[Any] | Mapping[str, Sequence[Any]]) -> str:
 
 
 def plain_json(value: Any) -> str:
-    """A value as JSON without spaces. ValueError for a number that JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """A value as JSON without spaces; null for numbers that are not finite, and for what is nested deep."""
+    try:
+        return _dumps(value)
+    except (ValueError, RecursionError):  # of a foreign run
+        return _dumps(_plain_part(value, _DEEPEST))
+
+
+_dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _plain_part(value: Any, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_part(each, depth - 1) for key, each in value.items()} if depth else None
+    if isinstance(value, list | tuple):
+        return [_plain_part(each, depth - 1) for each in value] if depth else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def deflated(text: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from runners.config.loading import RESOLVED, SECTIONS
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.report.line_files import LineFile
+from runners.report.line_files import LineFile, open_file
 from runners.report.page_json import plain_number
 
 METRICS, EVENTS = "training_log.jsonl", "events.jsonl"
@@ -71,7 +71,7 @@ class RunRecord:
             return state if state in ("finished", "stopped", "failed") else "interrupted"
         if is_running(self.folder):
             return "running"
-        if last is None and (self.folder / "final").is_dir():
+        if last is None and os.path.isdir(self.folder / "final"):
             return "finished"  # from a version that wrote no events
         return "interrupted" if self.lines or self.events else "empty"
 
@@ -124,19 +124,27 @@ class RunRecord:
 def find_run(folder: Path) -> Path:
     """The folder itself, if it holds a run. Else raises UserError with the nearest name."""
     folder = folder.expanduser()
-    if not folder.is_dir():
-        around = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
     if is_run_folder(folder):
         return folder
-    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and is_run_folder(path))
+    if not os.path.isdir(folder):
+        around = [path.name for path in entries(folder.parent)] if os.path.isdir(folder.parent) else []
+        raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
+    inside = sorted(path.name for path in entries(folder) if is_run_folder(path))
     more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
 
 
+def entries(folder: Path) -> list[Path]:
+    """A folder's entries. UserError if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {error.strerror or error}") from error
+
+
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written its config or its log here."""
-    return (folder / METRICS).is_file() or (folder / RESOLVED).is_file()
+    """Whether a run has written its config or its log here; False for what may not be looked into."""
+    return any(os.path.isfile(folder / name) for name in (METRICS, RESOLVED))
 
 
 def is_running(folder: Path) -> bool:
@@ -145,14 +153,19 @@ def is_running(folder: Path) -> bool:
     The lock itself is not tried: even for a moment, that could make a starting run fail.
     """
     try:
-        process = int((folder / LOCK).read_bytes()[:32])
-        if process > 0:
-            os.kill(process, 0)  # signal 0 only checks
+        with open_file(folder / LOCK) as stream:
+            process = int(stream.read(32))
+    except (OSError, ValueError):
+        return False
+    if process <= 0 or process == os.getpid():  # at its end, a run reports on itself
+        return False
+    try:
+        os.kill(process, 0)  # signal 0 only checks
     except PermissionError:  # another user's
         return True
-    except (OSError, ValueError, OverflowError):
+    except (OSError, OverflowError):
         return False
-    return process > 0 and process != os.getpid()  # at its end, a run reports on itself
+    return True
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

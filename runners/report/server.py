@@ -1,39 +1,27 @@
-"""The live page: a small server that reads the files of runs, and notifies open pages when they grow.
-
-It writes nothing. It answers only requests whose Host and Origin are its own, so that no other web page can
-read a run through the browser.
-"""
+"""The live page's server: its socket, its process, and its end."""
 
 from __future__ import annotations
 
-import asyncio
-import html
-import json
+import logging
+import os
+import resource
 import socket
+import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from typing import Any
 
-from runners.errors import UserError
-from runners.report.live_run import LiveRun
-from runners.report.page import page, small_page
-from runners.report.run_record import RunRecord, is_run_folder
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
+from runners.errors import UserError, error_line
+from runners.machine.terminal import echo
+from runners.report.application import application
 
 HOST, PORT = "127.0.0.1", 8517
 _TRIED = 20  # ports, from the wanted one on
-_LOOK = 0.4  # seconds between two checks of a run's files
-_PAUSE = 1.0  # least seconds between two events: each makes an open page fetch new data
-_BEAT = 15.0  # seconds after which an idle stream sends a sign of life
+_SPARE = 32  # descriptors that connections leave to files
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -80,13 +68,19 @@ def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_
 
     host = found.getsockname()[0]
     ends: list[Callable[[], bool]] = []
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = uvicorn.Config(
         application(place, (*_LOCAL, host, *hosts), lambda: any(end() for end in ends)),
-        log_level="warning",
+        log_config=None,
         access_log=False,
+        backlog=64,
+        limit_concurrency=None if descriptors == resource.RLIM_INFINITY else max(descriptors - _SPARE, 4),
         timeout_graceful_shutdown=3,
         lifespan="off",
     )
+    lines = _Lines(logging.WARNING)
+    for name in ("uvicorn", "asyncio"):
+        logging.getLogger(name).addHandler(lines)
     server = uvicorn.Server(settings)
     ends.append(lambda: server.should_exit)
     if with_parent:
@@ -97,194 +91,61 @@ def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_
         return
 
 
-def application(
-    place: Path, hosts: Sequence[str], is_ending: Callable[[], bool] = lambda: False
-) -> Starlette:
-    """The server's application, for requests whose Host is among `hosts`; streams end with `is_ending`."""
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.responses import (
-        HTMLResponse,
-        PlainTextResponse,
-        RedirectResponse,
-        Response,
-        StreamingResponse,
-    )
-    from starlette.routing import Route
+class _Lines(logging.Handler):
+    """Shows each warning of the server once, in a line, however often it is logged."""
 
-    known: dict[Path, LiveRun] = {}
-    guard = threading.Lock()
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.shown: set[str] = set()
 
-    def run_of(request: Request) -> LiveRun:
-        name = request.path_params["run"]
-        folder = runs_in(place).get(name)
-        if folder is None:
-            raise LookupError(name)
-        with guard:
-            return known.setdefault(folder, LiveRun(folder))
-
-    async def answer(request: Request, make: Callable[[LiveRun], bytes | None]) -> Response:
-        try:
-            run = await run_in_threadpool(run_of, request)
-            content = await run_in_threadpool(make, run)
-        except (LookupError, UserError):
-            content = None
-        if content is None:
-            return PlainTextResponse("not found\n", 404)
-        return Response(content, media_type="application/octet-stream")
-
-    async def index(request: Request) -> Response:
-        found = await run_in_threadpool(runs_in, place)
-        if list(found.values()) == [place]:
-            return RedirectResponse(f"run/{quote(next(iter(found)), safe='')}/", 303)
-        return HTMLResponse(await run_in_threadpool(list_page, place, found))
-
-    async def run_page(request: Request) -> Response:
-        try:
-            run = await run_in_threadpool(run_of, request)
-        except (LookupError, UserError):
-            return PlainTextResponse("not found\n", 404)
-        await run_in_threadpool(run.record.refresh)
-        begin = {"mode": "live", "at": "first", "run": "data", "events": "events"}
-        alone = await run_in_threadpool(lambda: list(runs_in(place).values()) == [place])
-        return HTMLResponse(page(run.record.name, [], begin | ({} if alone else {"list": "../../"})))
-
-    async def first(request: Request) -> Response:
-        return await answer(request, lambda run: run.data(-1, 0))
-
-    async def data(request: Request) -> Response:
-        asked = {name: _whole(request.query_params.get(name)) for name in ("generation", "since")}
-        return await answer(request, lambda run: run.data(asked["generation"], max(asked["since"], 0)))
-
-    async def part(request: Request) -> Response:
-        number, piece = _whole(request.path_params["at"].split("-")[1:2]), request.path_params["piece"]
-        return await answer(request, lambda run: run.part(number, piece))
-
-    async def evaluation(request: Request) -> Response:
-        number = _whole(request.path_params["at"].split("-")[1:2])
-        return await answer(request, lambda run: run.evaluation(number))
-
-    async def events(request: Request) -> Response:
-        try:
-            run = await run_in_threadpool(run_of, request)
-        except (LookupError, UserError):
-            return PlainTextResponse("not found\n", 404)
-
-        async def stream() -> AsyncIterator[bytes]:
-            before, said = run.signature(), time.monotonic()
-            yield b"retry: 1000\n\n"
-            while not is_ending() and not await request.is_disconnected():
-                await asyncio.sleep(_LOOK)
-                now = await run_in_threadpool(run.signature)
-                if now != before and time.monotonic() - said >= _PAUSE:
-                    before, said = now, time.monotonic()
-                    yield f"data: {json.dumps({'state': now[-1]})}\n\n".encode()
-                elif now == before and time.monotonic() - said > _BEAT:
-                    said = time.monotonic()
-                    yield b": still here\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
-    inside = "/run/{run}"
-    routes = [
-        Route("/", index),
-        Route(f"{inside}/", run_page),
-        Route(f"{inside}/first", first),
-        Route(f"{inside}/data", data),
-        Route(f"{inside}/part/{{at}}/{{piece}}", part),
-        Route(f"{inside}/evaluation/{{at}}", evaluation),
-        Route(f"{inside}/events", events),
-    ]
-    app = Starlette(routes=routes)
-    app.add_middleware(_Guard, hosts=frozenset(host.lower() for host in hosts))
-    return app
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage().strip().partition("\n")[0] + (f": {error_line(error)}" if error else "")
+        if text not in self.shown:
+            self.shown.add(text)
+            echo(text, err=True)
 
 
-class _Guard:
-    """Refuses requests that do not come from the server's own pages, and sets the headers of its answers."""
+@contextmanager
+def watched(folder: Path) -> Iterator[str]:
+    """Serves the run in `folder`, which need not exist yet, within the block; the block gets the URL.
 
-    def __init__(self, app: Any, hosts: frozenset[str]) -> None:
-        self.app, self.hosts = app, hosts
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.responses import PlainTextResponse
-
-        if scope["type"] != "http":
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if _name_of(f"//{host}") not in self.hosts:
-            text = f"Host: {host[:100]} is not served here; `grpo watch --allow-host NAME` adds a name\n"
-            return await PlainTextResponse(text, 403)(scope, receive, send)
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            return await PlainTextResponse("requests of other pages are refused\n", 403)(scope, receive, send)
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_HEADERS]
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
-
-
-_HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-]
-
-
-def runs_in(place: Path) -> dict[str, Path]:
-    """The runs that are served, by name: the one in `place`, or those in its folders."""
-    if is_run_folder(place):
-        return {place.name or "run": place}
-    try:
-        inside = [path for path in place.iterdir() if path.is_dir() and is_run_folder(path)]
-    except OSError:
-        return {}
-    return {path.name: path for path in sorted(inside)}
-
-
-def list_page(place: Path, found: dict[str, Path]) -> str:
-    """The page with the runs of a folder; it reloads itself, because it has no script."""
-    rows = []
-    for name, folder in found.items():
-        record = RunRecord(folder)
-        record.refresh()
-        scores = [value for value in record.columns.get("em", []) if value is not None]
-        updates = [value for value in record.columns.get("update", []) if value is not None]
-        rewards = [value for value in record.columns.get("reward", []) if value is not None]
-        cells = (
-            f'<a href="run/{quote(name, safe="")}/">{html.escape(name)}</a>',
-            html.escape(record.state()),
-            f"{scores[-1]:.1%}" if scores else "–",
-            f"{rewards[-1]:.4g}" if rewards else "–",
-            str(max(updates, default=0)),
+    Raises UserError if a package is missing or no port is free. Later faults of the server do not affect the
+    run.
+    """
+    check_server_installed()
+    with listening(HOST, PORT) as found:
+        number = found.fileno()
+        command = [sys.executable, "-m", "runners.report.server", str(folder), str(number)]
+        # A separate session, because Ctrl-C is for the run. It ends when its standard input ends, with the
+        # run.
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[number],
+            start_new_session=True,
         )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("run", "state", "exact match", "reward", "updates"))
-    empty = "<p class='empty'>No run has begun here yet. This page looks again.</p>"
-    table = (
-        f"<table class='facts compare'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
-    return small_page(f"Runs in {place.name or place}", table if rows else empty, again=5 if rows else 1)
-
-
-def _name_of(url: str) -> str:
+        url = address(found)
+    assert server.stdin is not None
     try:
-        return (urlsplit(url).hostname or "").lower()
-    except ValueError:
-        return ""
-
-
-def _whole(value: Any) -> int:
-    text = value[0] if isinstance(value, list) and value else value
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 12 else -1
+        yield url
+    finally:
+        server.stdin.close()
+        try:
+            server.wait(3)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 def _until_alone(server: Any) -> None:
     while sys.stdin.buffer.read(1 << 12):
         pass
     server.should_exit = True
+
+
+if __name__ == "__main__":  # FOLDER DESCRIPTOR: the live page beside a run, on an open socket
+    os.nice(10)  # the run has priority
+    serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), with_parent=True)

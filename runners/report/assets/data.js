@@ -51,9 +51,6 @@ class Run {
   constructor(data, index) {
     this.index = index;
     this.shown = true;
-    this.columns = {};
-    this.lines = 0;
-    this.nonfinite = [];
     this.take(data);
   }
 
@@ -63,7 +60,7 @@ class Run {
     const anew = this.facts && this.facts.generation !== facts.generation;
     this.facts = facts;
     if (anew || metrics.since === 0) {
-      this.columns = {};
+      this.columns = Object.create(null); // a metric may be named __proto__
       this.nonfinite = [];
     }
     for (const [name, values] of Object.entries(metrics.columns)) {

@@ -18,7 +18,7 @@ const byId = (id) => document.getElementById(id);
 
 // Up to four significant digits, "–" for nothing.
 function numberText(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e6) return countText(value);

@@ -108,11 +108,11 @@ function useTheme(name) {
 
 // Runs of one name get numbers.
 function label(found) {
-  const counts = {};
+  const counts = new Map();
   for (const run of found) {
     const name = run.facts.name;
-    counts[name] = (counts[name] ?? 0) + 1;
-    if (found.filter((other) => other.facts.name === name).length > 1) run.label = `${name} ${counts[name]}`;
+    counts.set(name, (counts.get(name) ?? 0) + 1);
+    if (found.filter((other) => other.facts.name === name).length > 1) run.label = `${name} ${counts.get(name)}`;
   }
 }
 

@@ -76,12 +76,12 @@ function chartGroups(runs) {
   }
   const others = [...names].filter((name) => !used.has(name)).sort();
   if (others.length)
-    groups.push({ title: "Other metrics", charts: others.map((name) => ({ id: `other-${name}`, title: name, series: [one(name)], help: "Logged by a reward, or by a part of the run." })) });
+    groups.push({ title: "Other metrics", charts: others.map((name) => ({ id: `other-${name}`, title: visible(name), series: [one(name)], help: "Logged by a reward, or by a part of the run." })) });
   return groups;
 }
 
 function rewardChart(name) {
-  return { id: `reward-${name}`, title: name, series: [one(`rewards/${name}/mean`, { spread: `rewards/${name}/std` })],
+  return { id: `reward-${name}`, title: visible(name), series: [one(`rewards/${name}/mean`, { spread: `rewards/${name}/std` })],
     help: "Mean of this function's own values, before its weight. The band is one standard deviation to each side." };
 }
 

@@ -3,6 +3,7 @@
 Screenshots are left in pytest's temporary folder, under `shots`.
 """
 
+import json
 import os
 import time
 
@@ -49,6 +50,35 @@ def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
     assert "<script>window.ran = true</script>" in shown and "␛[31mred" in shown
     assert "⟨U+202E⟩" in shown and "⟨U+D83D⟩" in shown and "Show all 1,000,000 characters" in shown
     assert tab.evaluate("window.ran") is None and tab.locator("main img, main script").count() == 0
+    assert quiet(tab)
+
+
+ODD_NAMES = ("__proto__", "constructor", "toString", "hasOwnProperty")
+
+
+def test_names_that_every_object_has_are_metrics_like_others(tab, tmp_path):
+    """In charts, rewards and labels, though only one of two runs has them; text values are shown."""
+    odd = make_run(tmp_path / "odd", config={"run": {"name": "constructor"}})
+    same = make_run(tmp_path / "plain", config={"run": {"name": "constructor"}})
+    with open(odd / "training_log.jsonl", "a") as stream:
+        stream.write(json.dumps({"update": 7, **{name: 0.5 for name in ODD_NAMES}}) + "\n")
+    with open(odd / "completions.jsonl", "a") as stream:
+        values = dict.fromkeys(ODD_NAMES, 1.0)
+        more = {"rewards": values, "metrics": {"text": "x", **values}, "extra": values}
+        stream.write(
+            json.dumps({"batch_step": 7, "update": 7, "prompt": "p", "completion": "c"} | more) + "\n"
+        )
+    path = write_report([odd, same], tmp_path / "page.html").path
+    opened(tab, path)
+    assert tab.locator("#tiles tbody th").all_inner_texts() == ["constructor 1", "constructor 2"]
+    for name in ODD_NAMES:
+        tab.locator(
+            f"h2:has-text('Other') ~ div .chart, [data-chart='other-{name}']"
+        ).last.scroll_into_view_if_needed()
+        assert "0.5" in tab.get_attribute(f"[data-chart='other-{name}']", "aria-label")
+    opened(tab, path, "completions")
+    tab.wait_for_selector(".card", timeout=WAIT)
+    assert {*ODD_NAMES} <= {*tab.locator(".card .parts th").all_inner_texts()}
     assert quiet(tab)
 
 
@@ -148,7 +178,8 @@ def test_the_live_page_follows_within_two_seconds(tab, tmp_path):
 
     import uvicorn
 
-    from runners.report.server import address, application, listening
+    from runners.report.application import application
+    from runners.report.server import address, listening
 
     folder = make_run(tmp_path / "run", end=None)
     mark_running(folder)

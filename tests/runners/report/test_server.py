@@ -3,20 +3,33 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
+import time
 import zlib
+from contextlib import ExitStack, suppress
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
 
 from runners.cli import main
 from runners.errors import UserError
+from runners.report.application import application
 from runners.report.live_run import LiveRun
-from runners.report.server import application, listening
+from runners.report.server import listening
 from tests.support.runs.report_runs import make_run
 
 
 def get(app, path, method="GET", **headers):
     """Status, headers and body of a request to an ASGI application."""
+    return asyncio.run(got(app, path, method, **headers))
+
+
+async def got(app, path, method="GET", **headers):
+    """The same in a loop that runs."""
     sent = []
     path, _, query = path.partition("?")
     named = {"host": "127.0.0.1:8517"} | {name.replace("_", "-"): value for name, value in headers.items()}
@@ -33,7 +46,7 @@ def get(app, path, method="GET", **headers):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(app(scope, receive, send))
+    await app(scope, receive, send)
     body = b"".join(message.get("body", b"") for message in sent[1:])
     return sent[0]["status"], dict(sent[0]["headers"]), body
 
@@ -88,7 +101,7 @@ def test_what_is_not_there_is_not_found(app, path):
 @pytest.mark.parametrize(
     "headers",
     [{"host": "evil.example"}, {"host": "127.0.0.1.evil.example:8517"}, {"host": ""}, {"host": "[::"},
-     {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:1"}],
+     {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:1"}, {"origin": "http://["}],
 )  # fmt: skip
 def test_other_hosts_and_pages_are_refused(app, headers):
     """Whatever they ask for."""
@@ -129,6 +142,31 @@ def test_a_taken_port_is_followed_by_the_next():
     with pytest.raises(UserError, match="cannot be listened on"):
         listening("192.0.2.1", 8517)
     assert isinstance(first, socket.socket)
+
+
+def test_without_descriptors_it_says_so_once(tmp_path):
+    """100 connections at a limit of 64: a few lines, and it answers again when they have gone."""
+    make_run(tmp_path / "run")
+    limited = f'ulimit -n 64; exec "{sys.executable}" -m runners.cli watch --port 0 "{tmp_path}"'
+    with open(tmp_path / "said", "w+") as said:
+        process = subprocess.Popen(["sh", "-c", limited], stdout=subprocess.PIPE, stderr=said, text=True)
+        try:
+            port = urlsplit(process.stdout.readline().split()[0]).port
+            with ExitStack() as stack:
+                for _ in range(100):
+                    with suppress(TimeoutError):  # the queue is full
+                        stack.enter_context(socket.create_connection(("127.0.0.1", port), 0.1))
+                time.sleep(2)
+            answer, end = b"", time.monotonic() + 30
+            while b">run<" not in answer and time.monotonic() < end:
+                with suppress(HTTPError), urlopen(f"http://127.0.0.1:{port}/", timeout=60) as found:
+                    answer = found.read()
+            assert b">run<" in answer
+        finally:
+            process.terminate()
+            process.wait()
+        said.seek(0)
+        assert len(said.read().splitlines()) < 10
 
 
 def test_the_command_refuses_a_folder_without_runs(tmp_path):
