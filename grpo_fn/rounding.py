@@ -1,8 +1,8 @@
-"""Stochastic rounding: bfloat16 weights that keep small updates on average.
+"""Stochastic rounding: weights of 16 bits that keep small updates on average.
 
-bfloat16 has 8 bits of precision. Rounded to nearest, a weight of 1 never changes by steps of 1e-6. Rounded up
-with a probability equal to the sum's position between its two neighbours, it changes by 1e-6 on average
-(Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
+bfloat16 has 8 bits of precision, float16 has 11. Rounded to nearest, a weight of 1 never changes by steps of
+1e-6. Rounded up with a probability equal to the sum's position between its two neighbours, it changes by 1e-6
+on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
 """
 
 import math
@@ -18,30 +18,43 @@ _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat1
 _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in the lower half
 
 
-def stochastic_round(x: mx.array, key: mx.array) -> mx.array:
-    """Each number as one of its two bfloat16 neighbours, drawn so that the expectation is the number itself.
+def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    """Each number as one of its two neighbours in 16 bits, drawn so that the number is their expectation.
 
     bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half, and a carry
-    rounds away from zero. Numbers that bfloat16 can represent do not change, including infinities and NaN.
+    rounds away from zero. Numbers that the dtype can represent do not change, including infinities and NaN.
     Finite numbers beyond its largest have no second neighbour: they become the largest number, never
     infinite.
 
     Args:
         x: float32 of any shape.
         key: PRNG key, uint32 [2]. The numbers' draws are independent of each other.
+        dtype: bfloat16 or float16.
 
     Returns:
-        bfloat16 of the same shape.
+        The same shape in that dtype.
 
     Raises:
-        ValueError: x is not float32.
+        ValueError: x is not float32, or the dtype is another one.
     """
     check_dtype("x", x, mx.float32)
+    if dtype == mx.float16:
+        return _as_float16(x, key)
+    check_dtype("the result", mx.zeros((), dtype), mx.bfloat16)
     bits = x.view(mx.uint32)
     size = bits & 0x7FFFFFFF
     upper = (bits + mx.where(size < _LARGEST, _random_16(x.shape, key), 0)) >> 16
     upper = mx.where(size > _INFINITY, upper | _QUIET, upper)
     return upper.astype(mx.uint16).view(mx.bfloat16)
+
+
+def _as_float16(x: mx.array, key: mx.array) -> mx.array:
+    """Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of two, at least 2^−14."""
+    exponent = mx.clip(x.view(mx.uint32) >> 23 & 255, 113, 142)  # e + 127
+    gap = (exponent - 10 << 23).view(mx.float32)
+    share = (_random_16(x.shape, key) >> 3).astype(mx.float32) / 2**13  # all that float32 adds to 11 bits
+    drawn = mx.clip(mx.floor(x / gap + share) * gap, -65504, 65504)
+    return mx.where(mx.isfinite(x), drawn, x).astype(mx.float16)
 
 
 def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
@@ -52,7 +65,7 @@ def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
 
 
 def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
-    """`store(new, old)`: a new value in the old one's dtype, float32 in bfloat16 by `stochastic_round`.
+    """`store(new, old)`: a new value in the old one's dtype, float32 in 16 bits by `stochastic_round`.
 
     Each call draws with its own key; there is one key for each leaf of the tree.
     """
@@ -61,8 +74,8 @@ def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.arra
 
     def store(new: mx.array, old: mx.array) -> mx.array:
         own = next(keys)
-        if new.dtype == mx.float32 and old.dtype == mx.bfloat16:
-            return stochastic_round(new, own)
+        if new.dtype == mx.float32 and old.dtype in (mx.bfloat16, mx.float16):
+            return stochastic_round(new, own, old.dtype)
         return new.astype(old.dtype)
 
     return store

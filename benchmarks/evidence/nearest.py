@@ -10,9 +10,9 @@ from grpo_fn import rounding
 from runners import cli
 
 
-def to_nearest(x: mx.array, key: mx.array) -> mx.array:
+def to_nearest(x: mx.array, key: mx.array, dtype: mx.Dtype) -> mx.array:
     """As `stochastic_round`, without its draw."""
-    return x.astype(mx.bfloat16)
+    return x.astype(dtype)
 
 
 if __name__ == "__main__":

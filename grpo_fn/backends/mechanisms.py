@@ -58,7 +58,7 @@ SWITCHES = {
 # The constants of a device without a folder here.
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
-    "merged_16_bits": 0,  # bytes of weights in bfloat16 into which adapters are merged at most
+    "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL), which can also scatter a sum

@@ -37,7 +37,7 @@ def init_state(
     """The state before the first step.
 
     Args:
-        params: trainable leaves in master precision: float32, or bfloat16 to save memory (see `rounding`).
+        params: trainable leaves in master precision: float32, or 16 bits to save memory (see `rounding`).
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
         ref_params: the anchor of the KL term, usually `params` itself (shared until the first update); left

@@ -56,7 +56,7 @@ def make_update_step(
     If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they are. Only
     the counters and the accumulated sums change, and the stats report it. A leaf also keeps its values if its
     new ones are not finite. This is decided leaf by leaf, because waiting for all leaves would need memory
-    for all of them. bfloat16 leaves are rounded stochastically, with a key from the state's key and the
+    for all of them. Leaves of 16 bits are rounded stochastically, with a key from the state's key and the
     update's number.
 
     Args:

@@ -19,7 +19,7 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL, _LARGE = 1e-2, 1e4  # products far below every soft cap in use, and far above
+_SMALL, _LARGE = 1e-2, 1e3  # products far below every soft cap in use, and far above
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
@@ -178,7 +178,7 @@ def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
     """Scale and cap with which the product with this matrix gives the head; None if there are none."""
-    unit = mx.maximum(mx.abs(probe @ weight_vd.T).mean(), 1e-6)
+    unit = mx.maximum(mx.abs((probe @ weight_vd.T).astype(mx.float32)).mean(), 1e-6)
 
     def at(size: float) -> tuple[mx.array, mx.array]:
         hidden = (probe * (size / unit)).astype(probe.dtype)

@@ -48,6 +48,7 @@ class ModelSizes:
     embedding: int  # of these, the embedding's
     master: int  # of one master weight, which the optimizer changes
     compute: int  # of a number in the computation
+    dtype: str  # of the computation
     moment: int  # of a number in one of the optimizer's two moments
     frozen: int  # parameters that are not trained
     vision: int  # a vision tower, which is not trained either
@@ -115,6 +116,7 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
         embedding=max(embeddings, default=0),
         master=master,
         compute=compute.size,
+        dtype=str(compute).removeprefix("mlx.core."),
         moment=getattr(mx, config.optim.moments).size,
         frozen=sum(
             leaf.size * compute.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes

@@ -97,7 +97,8 @@ def build_run(
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-    loaded, uncompiled = _loaded(config, platform, say)
+    dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
+    loaded, uncompiled = _loaded(config, platform, dtype, say)
     decoder = TextDecoder(loaded.tokenizer)
     environments = build_environments(
         config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders
@@ -149,11 +150,11 @@ def build_run(
     )
 
 
-def _loaded(config: Config, platform: Platform, say: Say) -> tuple[LoadedModel, list[str]]:
+def _loaded(config: Config, platform: Platform, dtype: str, say: Say) -> tuple[LoadedModel, list[str]]:
     """The model, while programs are compiled that every run needs; lines on those that could not be."""
     compile_header(platform)
     memory, cores = read_memory().total, platform.cores
-    with compile_ahead(platform.backend, config.model.dtype, memory, cores) as programs:
+    with compile_ahead(platform.backend, dtype, memory, cores) as programs:
         say(f"loading the model {config.model.path}")
         loaded = load_model(
             config.model,

@@ -95,6 +95,31 @@ def test_any_bits_round_to_a_neighbour():
     assert ((found[finite] == low) | ((found[finite] == high) & ~beyond)).all()
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_float16_is_drawn_alike(compile):
+    """All numbers of the format stay; others become a neighbour of NumPy's, with themselves as the mean."""
+
+    def rounded(x):
+        return stochastic_round(x, KEY, mx.float16)
+
+    function = mx.compile(rounded) if compile else rounded
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    same = np.array(function(mx.array(every.astype(np.float32))))
+    assert ((same == every) | (np.isnan(same) & np.isnan(every))).all()
+    sizes = [1.003, 0.3, 12345.678, 2 - 2**-12, 1 + 2**-23, 6.1e-5, 1e-6, 2e-8, 65_000.4, 1e9]
+    x, draws, most = np.array([*sizes, *(-size for size in sizes)], np.float32), 40_000, np.float16(65_504)
+    found = np.array(function(mx.repeat(mx.array(x)[None], draws, axis=0))).astype(np.float64)
+    x = np.clip(x, -most, most)
+    near = x.astype(np.float16)
+    low = np.where(near > x, np.nextafter(near, -most), near)
+    high = np.where(near < x, np.nextafter(near, most), near).astype(np.float64)
+    assert ((found == low) | (found == high)).all()
+    gap = high - low
+    share = (x - low) / np.where(gap > 0, gap, 1)
+    error = gap * (np.sqrt(share * (1 - share) / draws) * 5 + 2**-13)
+    assert (np.abs(found.mean(axis=0) - x) <= error).all()
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (3, 5, 2)])
 def test_any_shape(shape):
     """Numbers of bits that are no multiple of four, scalars and empty arrays."""
@@ -122,21 +147,23 @@ def test_other_dtypes_are_refused():
     """The message names what was found and what is wanted."""
     with pytest.raises(ValueError, match=r"x is mlx.core.float16, wanted mlx.core.float32"):
         stochastic_round(mx.zeros((2,), mx.float16), KEY)
+    with pytest.raises(ValueError, match=r"the result is mlx.core.float32, wanted mlx.core.bfloat16"):
+        stochastic_round(mx.zeros((2,)), KEY, mx.float32)
 
 
 def test_a_leaf_is_stored_in_its_own_dtype_and_with_its_own_draws():
-    """float32 into bfloat16 is rounded at random, anything else as ever; equal leaves draw differently."""
-    value = mx.full((1000,), 1 + 2.0**-8)
-    half, short = value.astype(mx.bfloat16), value.astype(mx.float16)
-    store = storing([half] * 6, KEY)
+    """float32 into 16 bits is rounded at random, anything else as ever; equal leaves draw differently."""
+    value, fine = mx.full((1000,), 1 + 2.0**-8), mx.full((1000,), 1 + 2.0**-11)
+    half = value.astype(mx.bfloat16)
+    store = storing([half] * 5, KEY)
     ups = []
-    for _ in range(2):
-        found = store(value, half)
-        assert found.dtype == mx.bfloat16
+    for number in (value, value, fine):
+        dtype = mx.float16 if number is fine else mx.bfloat16
+        found = store(number, number.astype(dtype))
+        assert found.dtype == dtype
         ups.append(np.array(found > 1))
     assert all(400 < up.sum() < 600 for up in ups) and 400 < (ups[0] == ups[1]).sum() < 600
     assert mx.array_equal(store(value, value), value)
-    assert mx.array_equal(store(value, short), short) and store(value, short).dtype == mx.float16
     assert mx.array_equal(store(half, half), half)
     with pytest.raises(StopIteration):
         store(value, half)

@@ -9,8 +9,6 @@ A name that this version of MLX does not use costs a process for nothing: `names
 pyproject.toml allows.
 """
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 _DTYPES = {name: getattr(mx, name) for name in ("bfloat16", "float16", "float32", "int32", "uint32", "int64")}
@@ -30,30 +28,30 @@ _AXES = {
     "gather_axis_int32_int32": (mx.int32, mx.int32),
     "gather_axis_float32_uint32": (mx.float32, mx.uint32),
 }
-_FUSED: dict[str, Callable[[], mx.array]] = {
-    # The gate of an MLP, in a decoding step.
-    "CV2ISigmoidADV2IMultiplyACEV2OMultiplyDB_VV_V2V2_6142509188972423790": lambda: mx.compile(
-        lambda gate, x: gate * mx.sigmoid(gate) * x
-    )(mx.ones((4, 4), mx.bfloat16), mx.ones((4, 4), mx.bfloat16)),
-    # The positions of a decoding step.
-    "Ci4IBroadcastBDi4OAddAC_VS_i4i4_6142509188972423790": lambda: mx.compile(lambda a, b: a + b)(
-        mx.ones((4,), mx.int32), mx.array(1, mx.int32)
-    ),
+# The gate of an MLP, and the positions, in a decoding step.
+_GATES = {
+    f"C{code}ISigmoidAD{code}IMultiplyACE{code}OMultiplyDB_VV_{code}{code}_6142509188972423790": dtype
+    for dtype, code in (("bfloat16", "V2"), ("float16", "f2"), ("float32", "f4"))
 }
+_POSITIONS = "Ci4IBroadcastBDi4OAddAC_VS_i4i4_6142509188972423790"
 
 
 def names(dtype: str) -> tuple[str, ...]:
     """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's files."""
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
-    fused = list(_FUSED) if dtype == "bfloat16" else []
-    return tuple(dict.fromkeys([*gathers, *scatters, *_AXES, *fused]))
+    gates = [name for name, its_dtype in _GATES.items() if its_dtype == dtype]
+    return tuple(dict.fromkeys([*gathers, *scatters, *_AXES, *gates, _POSITIONS]))
 
 
 def compile_program(name: str) -> None:
     """Makes MLX compile one of `names` on the default device. ValueError for any other name."""
-    if name in _FUSED:
-        mx.eval(_FUSED[name]())
+    if name in _GATES:
+        ones = mx.ones((4, 4), _DTYPES[_GATES[name]])
+        mx.eval(mx.compile(lambda gate, x: gate * mx.sigmoid(gate) * x)(ones, ones))
+        return
+    if name == _POSITIONS:
+        mx.eval(mx.compile(lambda a, b: a + b)(mx.ones((4,), mx.int32), mx.array(1, mx.int32)))
         return
     if name in _AXES:
         table, index = (mx.zeros((4, 4), dtype) for dtype in _AXES[name])

@@ -6,7 +6,7 @@ This replaces three products by one. In a small model, launching them is most of
 model most of the time is for reading weights, and merged weights would need memory in addition: it is not
 merged.
 
-bfloat16 weights are rounded stochastically. Rounding to nearest would remove a new adapter, which adds less
+Weights of 16 bits are rounded stochastically. Rounding to nearest would remove a new adapter, which adds less
 than half the distance between two such numbers. With stochastic rounding it is kept on average, and an
 adapter of zeros changes no weight. The random draws are the same each time.
 """
@@ -29,7 +29,7 @@ MOST_BYTES = 256e6  # of merged weights in float32
 def merged_adapters(module: nn.Module) -> Iterator[None]:
     """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
 
-    Only for float32 and bfloat16 weights: packed ones would have to be packed again.
+    Packed weights are not merged: they would have to be packed again.
     """
     adapted = mergeable(module)
     merged = []
@@ -46,15 +46,15 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
-    most = {mx.float32: MOST_BYTES, mx.bfloat16: number("merged_16_bits")}
     found = [
         (name, layer, compute or layer.linear.weight.dtype)
         for name, layer in module.named_modules()
         if type(layer) in (LoRALinear, DoRALinear) and is_linear(layer.linear)  # not packed
     ]
-    dtypes = {dtype for _, _, dtype in found}
+    sizes = {dtype.size for _, _, dtype in found}
     nbytes = sum(layer.linear.weight.size * dtype.size for _, layer, dtype in found)
-    if len(dtypes) != 1 or nbytes > most.get(dtypes.pop(), 0) or not enabled("merged_adapters"):
+    most = number("merged_16_bits") if sizes == {2} else MOST_BYTES
+    if len(sizes) != 1 or nbytes > most or not enabled("merged_adapters"):
         return []
     return [(name, layer) for name, layer, _ in found]
 
@@ -68,7 +68,7 @@ def _plain(layer: Any, key: mx.array) -> nn.Linear:
         whole = (layer.m / mx.linalg.norm(whole, axis=1))[:, None].astype(mx.float32) * whole
     plain: Any = nn.Linear.__new__(nn.Linear)  # its constructor would draw from the global random state
     nn.Module.__init__(plain)
-    plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key)
+    plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key, weight.dtype)
     if "bias" in layer.linear:
         plain.bias = layer.linear.bias
     return plain

@@ -204,11 +204,13 @@ def test_a_language_model_inside_another_is_found():
     assert bool((through_the_head(policy, policy.params, tokens) == policy.module(tokens)).all())
 
 
-def test_bfloat16_heads_are_still_products():
-    """Rounding in bfloat16 does not hide the closed form, nor a soft cap."""
-    assert tiny_policy("llama", dtype=mx.bfloat16).split.weight == "model.embed_tokens.weight"
-    assert tiny_policy("llama", dtype=mx.bfloat16).split.cap is None
-    assert tiny_policy("gemma2", dtype=mx.bfloat16).split.cap == 5
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_heads_in_16_bits_are_still_products(dtype):
+    """Neither rounding nor float16's range hides the closed form, or a soft cap."""
+    for options in ({}, {"vocab_size": 100_000}):  # a sum over this many overflows in float16
+        split = tiny_policy("llama", dtype=dtype, **options).split
+        assert split.weight == "model.embed_tokens.weight" and split.cap is None
+    assert tiny_policy("gemma2", dtype=dtype).split.cap == 5
 
 
 @pytest.mark.parametrize(

@@ -75,20 +75,19 @@ def test_adapters_over_few_bits_are_left_alone(monkeypatch):
     assert decode_weights_bytes(adapted(), mx.bfloat16) == 0
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("dora", [False, True])
-def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, monkeypatch):
-    """An adapter far below bfloat16's steps moves the mean of the weights; one of zeros moves none."""
+def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeypatch):
+    """An adapter far below the dtype's steps moves the mean of the weights; one of zeros moves none."""
     monkeypatch.setattr(merging, "number", lambda name: {"merged_16_bits": 1e9}[name])
     kind = DoRALinear if dora else LoRALinear
     linear = nn.Linear(256, 256, bias=True)
-    linear.weight = (1.5 + 0.25 * mx.random.uniform(shape=(256, 256), key=mx.random.key(3))).astype(
-        mx.bfloat16
-    )
+    linear.weight = (1.5 + 0.25 * mx.random.uniform(shape=(256, 256), key=mx.random.key(3))).astype(dtype)
     module = nn.Sequential(kind.from_base(linear, r=4, scale=1.0))
     [layer] = module.layers
     with merged_adapters(module):
         unmoved = module.layers[0].weight
-        assert unmoved.dtype == mx.bfloat16 and "bias" in module.layers[0]
+        assert unmoved.dtype == dtype and "bias" in module.layers[0]
     if not dora:  # its row lengths are rounded
         assert mx.array_equal(unmoved, linear.weight)
     layer.lora_a, layer.lora_b = mx.ones((256, 4)), mx.full((4, 256), 1e-4 / 4)
