@@ -1,9 +1,13 @@
 """`grpo-run` from the command to its first update, and the steps after it, as a new user has them.
 
-cold    every cache is empty: what MLX and this project compile is compiled
-warm    the same command once more
+Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
+tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
+line, *after the command* from the command. The steps are those of the warm run without the first; their parts
+are the log's `time/*`.
 
-Each run is a process of its own on a model folder with random weights, at the sizes of a real run.
+**What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
+compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
+compiled once.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Nothing is measured and nothing is fetched: the model's sizes are those of its c
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import attrs
 import click
 
+from benchmarks.harness.places import filled
 from benchmarks.harness.shapes import SHAPES
 from runners.config.loading import load_config
 from runners.errors import UserError
@@ -76,10 +76,7 @@ def table() -> str:
 
 def rendered(text: str) -> str:
     """The page with the table in its place; UserError where the place is missing."""
-    place = re.compile(r"(<!-- forecast:begin -->\n).*?(<!-- forecast:end -->)", re.DOTALL)
-    if not place.search(text):
-        raise UserError(f"{PAGE.name}: wanted <!-- forecast:begin --> and <!-- forecast:end -->")
-    return place.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
+    return filled(PAGE.name, text, {"forecast": table()})
 
 
 @click.command("forecast")

@@ -1,4 +1,11 @@
-"""Batches as `grpo generate` makes them, against mlx-lm's `batch_generate` on the same prompts."""
+"""Batches as `grpo generate` makes them, against mlx-lm's `batch_generate` on the same prompts.
+
+32 questions in one batch, up to 64 new tokens, greedy and at temperature 1, decoded to text: the embedded
+model, which ends its answers, and one with random weights, which hardly does. Ratios are of the time per
+token.
+
+**What limits it.** Each step's kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,14 @@
 """The learner's gradient: seconds, FLOP/s, peak memory; the naive way against ours and its options.
 
-naive:  logits of all positions at once, gather − logsumexp, value_and_grad of the whole batch, compiled
-ours:   make_grad_step on the batch as a run cuts it
+- *naive*: logits of all positions at once, gather − logsumexp, `value_and_grad` of the whole batch, compiled
+- *ours*: `make_grad_step` on the batch as a run cuts it, with the entropy and all diagnostics
+
+Rates count useful operations only: 6 per weight and token and those of attention, the head at completions, a
+shared prompt once. Peaks are beyond the weights; one figure includes them. *Held back* is under MLX's memory
+limit at nine tenths of the target.
+
+**What limits it.** Time: elementwise passes over logits and activations on a CPU, products on a GPU. Memory:
+the layers' activations; the naive way's logits and softmax take 3.2 GB.
 """
 
 from __future__ import annotations

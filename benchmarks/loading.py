@@ -1,4 +1,12 @@
-"""What stands before the work: loading against mlx-lm's own, a model's check, help, a conversion's memory."""
+"""What comes before the work: loading against mlx-lm's own, a model's check, help, a conversion's memory.
+
+Loading is compared with `mlx_lm.load` and a cast to the same dtype, in turn; *added* is the median of the
+rounds' differences. *Model check* is what a run adds for a new model, *answer kept* what it adds later. Help
+is timed from the command to its end. The peak of converting a nanochat checkpoint of 100 MB is beyond that of
+the libraries.
+
+**What limits it.** One pass over the weights that looks for NaN and infinity.
+"""
 
 from __future__ import annotations
 

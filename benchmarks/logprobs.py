@@ -1,7 +1,11 @@
-"""token_logprobs against the naive way: forward and backward, time and peak memory, in one run.
+"""`token_logprobs` against the naive way: forward and backward, time and peak memory, in one run.
 
-naive:  z = hidden @ Wᵀ;  log p_t = z_t − logsumexp(z)       differentiated by MLX: all logits at once
-ours:   the same a chunk of rows at a time, with the gradient in closed form
+The naive way, `z = hidden @ Wᵀ; log p_t = z_t − logsumexp(z)`, has all logits at once. Ours takes a chunk of
+rows at a time, with the gradient in closed form: 8NVD operations for 6NVD (N rows, V words, width D), so that
+where products dominate it takes up to a third longer.
+
+**What limits it.** Time: passes over the logits on one core, then products. Memory: the gradient of the head,
+and a dozen arrays of a chunk that MLX has in flight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The predicted peak of a run against the real one: two steps of the real loop, by config."""
+"""The predicted peak of a run against the real one: two steps of the real loop, by config.
+
+The models have random weights; completions run to their full length and every group has a gradient, as the
+forecast assumes. A real run takes less where completions end early. [Memory](../memory.md) says what the
+forecast adds up.
+
+**What limits it.** How many arrays MLX has in flight is measured, not derived, and depends on how fast the
+operations are.
+"""
 
 from __future__ import annotations
 

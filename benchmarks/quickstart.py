@@ -1,4 +1,10 @@
-"""A quickstart from command to end: seconds, exact match before and after, memory, for each seed."""
+"""A quickstart from command to end: seconds, exact match before and after, memory, for each seed.
+
+Each seed is a separate process, timed from the command to its end: imports, tracing, evaluations and the
+final model included. Exact match is greedy, on held-out problems, and comes from the run's own log.
+
+**What limits it.** Its 100 steps: see `step`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
 """Several devices of one host: whole steps on 1, 2 and 4 ranks, and what sharding the optimizer saves.
 
 `python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
-the same work for any number of ranks; efficiency is the rate over N times the rate of one. One rank is
-measured without a launcher, and with it.
+the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the
+rate of one. One rank is measured without a launcher, and with it. *Waiting* is the share of a step in which a
+rank waits for slower ones, *reducing* the share in sums. Two ranks of a CPU share its cores: no efficiency is
+asked.
+
+**What limits it.** A decoding step has a part that does not shrink with its rows, and AdamW's update is the
+same on each rank unless it is sharded.
 """
 
 from __future__ import annotations

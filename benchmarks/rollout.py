@@ -1,6 +1,19 @@
 """`generate` against mlx-lm's BatchGenerator, with copied prompts and with a shared prefill; and its parts.
 
-Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs.
+Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs. No
+row ends early. *Copied prompts* is the usual way, G copies of a prompt; *shared prefill* gives all rows the
+cache of one.
+
+- *compaction*: three quarters of the rows end at a quarter of the length; they are dropped, or decoded on
+- *ragged*: prompts of different lengths against equal ones of the same total
+- *the batch over one prompt*: a run's batch with its checks for ends, against one prompt with as many rows
+
+The floor is that of decoding alone: the matrices once a step, a prompt's keys and values once for all its
+rows, and each row's own.
+
+**What limits it.** On a CPU products with few rows, whose weights a BLAS packs as long as it multiplies, and
+elementwise passes on one core. On a GPU at 128 rows launching operations, so that a block of the model is one
+kernel; for more than 8·10⁹ multiplications a block, MLX's own operations are faster and are used.
 """
 
 from __future__ import annotations

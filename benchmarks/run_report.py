@@ -1,4 +1,11 @@
-"""The report of a run: writing and opening it, its size; what it and the live page cost the quickstart."""
+"""The report of a run: writing and opening it, its size; what it and the live page cost the quickstart.
+
+*large* is 1,000 updates × 128 completions of some 200 characters, *largest* 200,000 completions in 500
+updates. *First paint* and *completions open* are Chromium's. *quickstart* runs it without a report, with one,
+and with one and an open live page, in turn; CPU times are of all cores.
+
+**What limits it.** Reading JSON, making columns and deflating them take a third each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""One whole step of the quickstart on the embedded model, split into its parts: for watching regressions."""
+"""One whole step of the quickstart on the embedded model, split into its parts: for watching regressions.
+
+Every repeat does the same work: the same weights, key, prompts and rewards. *batch* is packing rows for the
+learner.
+
+**What limits it.** Passes over small arrays on one core, and products too small for the rate of a large one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The cost of a sync: time and bytes of `sync_old` through each mode's quantizer, in both storages."""
+"""The cost of a sync: time and bytes of `sync_old` through each mode's quantizer, in both storages.
+
+*Memory of its own* is what the role does not share with the learner. Without quantization a sync is an
+assignment.
+
+**What limits it.** On a CPU the packing: elementwise arithmetic on one core, most for the formats whose
+scales are searched.
+"""
 
 from __future__ import annotations
 

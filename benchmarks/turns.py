@@ -1,4 +1,9 @@
-"""Conversations: what it costs to extend rows by given tokens, a second turn, and environments that sleep."""
+"""Conversations: what it costs to extend rows by given tokens, a second turn, and environments that sleep.
+
+- *extend*: 32 rows whose turn of 64 tokens has ended get 20 tokens each, over a shared prompt of 128
+- *turns*: two turns of 64 tokens with 20 given ones between them, against one turn of 128
+- *wait*: a rollout whose 32 rows each wait for a call that sleeps 100 ms
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from benchmarks.harness.record import (
     save_record,
     table,
 )
-from benchmarks.harness.report import README, refresh
+from benchmarks.harness.report import refresh
 from runners.errors import UserError
 from runners.machine import startup
 
@@ -148,7 +148,7 @@ def evidence(
                 drawn = page.PICTURES if folder.resolve() == EVIDENCE else folder
                 pictures.redraw(folder, say, names=(name,), into=drawn)
                 if folder.resolve() == EVIDENCE:
-                    refresh(README, RESULTS)
+                    refresh()
             except UserError as error:
                 say(str(error))
                 sys.exit(2)

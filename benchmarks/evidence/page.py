@@ -23,13 +23,12 @@ from benchmarks.evidence.readings import (
     TO_ENOUGH,
     TOKENS,
 )
+from benchmarks.harness.places import filled
 from benchmarks.harness.record import Figure, Record, load_records, markdown, spell
-from runners.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "evidence.md"
 PICTURES = ROOT / "docs" / "pictures"
-BEGIN, END = "<!-- results:begin {} -->", "<!-- results:end {} -->"
 _PROGRAMS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")
 
 
@@ -145,16 +144,11 @@ def rendered(text: str, results: Path) -> str:
     Raises:
         UserError: a command's markers are missing or in the wrong order, or a result cannot be read.
     """
+    sections = {}
     for name in NAMES:
-        begin, end = BEGIN.format(name), END.format(name)
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise UserError(f"{PAGE.name}: wanted {begin} and, after it, {end}")
         records = load_records(results / "evidence" / f"{name}.json")
-        shown = section(name, records, bool(records) and (PICTURES / picture_name(name)).is_file())
-        text = f"{head}{begin}\n{shown}\n{end}{tail}"
-    return text
+        sections[name] = section(name, records, bool(records) and (PICTURES / picture_name(name)).is_file())
+    return filled(PAGE.name, text, sections)
 
 
 def picture_name(name: str) -> str:

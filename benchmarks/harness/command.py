@@ -23,7 +23,7 @@ from benchmarks.harness.record import (
     save_record,
     table,
 )
-from benchmarks.harness.report import README, draw_chart, refresh
+from benchmarks.harness.report import draw_chart, refresh
 from runners.errors import UserError
 from runners.machine import startup
 
@@ -99,7 +99,7 @@ def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[...
                     (folder / file).write_text(text, encoding="utf-8")
                 draw_chart(folder, name, say)
                 if folder.resolve() == RESULTS:
-                    refresh(README, RESULTS)
+                    refresh()
             except UserError as error:
                 say(str(error))
                 sys.exit(2)

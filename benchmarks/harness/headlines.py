@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.harness.places import filled
 from benchmarks.harness.record import Record, load_records
 from runners.errors import UserError
 
@@ -58,14 +59,7 @@ def rendered(text: str, results: Path) -> str:
         "quickstart": f"```\n{shown(transcript.read_text(encoding='utf-8'))}\n```",
         "figures": headlines(results),
     }
-    for name, content in places.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise UserError(f"{FRONT.name}: wanted {begin} and, after it, {end}")
-        text = f"{head}{begin}\n{content}\n{end}{tail}"
-    return text
+    return filled(FRONT.name, text, places)
 
 
 def _value(record: Record, name: str) -> float:

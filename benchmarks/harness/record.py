@@ -222,15 +222,15 @@ def table(record: Record, last: Record | None = None) -> str:
 
 
 def grid(record: Record) -> str:
-    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model."""
+    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model; without a row, of all."""
     found: dict[str, dict[str, dict[str, Figure]]] = {}
     for figure in record.figures:
-        model, row, column = figure.name.split(": ")
-        found.setdefault(model, {}).setdefault(row, {})[column] = figure
+        model, *row, column = figure.name.split(": ")
+        found.setdefault(model, {}).setdefault(": ".join(row) or "all", {})[column] = figure
     parts = []
     for model, rows in found.items():
         units = {column: figure.unit for row in rows.values() for column, figure in row.items()}
-        titles = [name if unit in name else f"{name}, {unit}" for name, unit in units.items()]
+        titles = [name if unit in name.split() else f"{name}, {unit}" for name, unit in units.items()]
         cross = Table(model, *titles, box=MARKDOWN)
         for row, columns in rows.items():
             cells = [spell(columns[name].value, "") if name in columns else "" for name in units]
@@ -243,7 +243,7 @@ def markdown(lines: Table) -> str:
     """A table of `rich` as Markdown."""
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
 def _change(figure: Figure, last: Figure | None) -> str:

@@ -1,17 +1,18 @@
-"""Renders benchmarks/results into charts, tables of benchmarks/README.md and figures of README.md."""
+"""The pages that show benchmarks/results: the list in benchmarks/README.md, and docs/benchmarks/NAME.md."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.evidence import page as evidence
 from benchmarks.harness import gains, headlines, plots
-from benchmarks.harness.record import RESULTS, Record, grid, load_records, table
-from runners.errors import UserError
+from benchmarks.harness.places import filled
+from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, table
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- results:begin {} -->", "<!-- results:end {} -->"
+ROOT = Path(__file__).resolve().parents[2]
+README, PAGES = ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks"
 VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn")
 RATES = (  # key, words, scale, digits, unit
     ("matmul", "float32 matmul", 1e9, 0, "GFLOP/s"),
@@ -44,21 +45,86 @@ NAMES = (
     "run_report",
     "mechanisms",
 )
-GRIDS = ("quant", "router_replay", "sync", "depth", "mechanisms")  # with the same columns for many rows
+GRIDS = ("matrix", "quant", "router_replay", "sync", "depth", "mechanisms")  # the same columns for many rows
 
 
-def section(records: dict[str, Record]) -> str:
-    """One benchmark's tables, a backend after the other, each with what it was measured on."""
-    parts = []
+def rendered(results: Path) -> dict[Path, str]:
+    """Every page with results, as this folder of results has it.
+
+    Raises UserError where a place on a page is missing, or a result cannot be read.
+    """
+    records = {name: load_records(results / f"{name}.json") for name in NAMES}
+    pages = {PAGES / f"{name}.md": page(results, name, found) for name, found in records.items()}
+    pages[README] = filled(README.name, _read(README), {"list": listed(records), "missed": missed(records)})
+    pages[headlines.FRONT] = headlines.rendered(_read(headlines.FRONT), results)
+    pages[gains.PAGE] = gains.rendered(_read(gains.PAGE), results)
+    pages[evidence.PAGE] = evidence.rendered(_read(evidence.PAGE), results)
+    return pages
+
+
+def refresh(*, write: bool = True) -> list[Path]:
+    """Bring the pages up to date with benchmarks/results, or only look; those that were out of date."""
+    new = rendered(RESULTS)
+    changed = [page for page, text in new.items() if _read(page) != text]
+    for page in changed if write else ():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(new[page], encoding="utf-8")
+    return changed
+
+
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8") if page.is_file() else ""
+
+
+def description(name: str) -> str:
+    """What a benchmark says of itself: its module's docstring, which is Markdown."""
+    text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(text)) or ""
+
+
+def page(results: Path, name: str, records: dict[str, Record]) -> str:
+    """One benchmark's page: what it is, then a table a backend, with what it was measured on."""
+    parts = [f"# {name}", description(name), f"`python -m benchmarks.{name}`"]
+    if (results / f"{name}.svg").is_file():
+        parts.append(f"![{name}](../../benchmarks/results/{name}.svg)")
     for backend, record in sorted(records.items()):
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
-        parts += [
-            f"**{backend}**, {record.date}, {_surroundings(backend, record)}.{quick}",
-            "",
-            grid(record) if record.name in GRIDS else table(record),
-            "",
+        older = ", ".join(sorted({figure.date for figure in record.figures if figure.date}))
+        days = f"{record.date} (some figures: {older})" if older else record.date
+        parts.append(f"**{backend}**, {days}, {_surroundings(backend, record)}.{quick}")
+        parts.append(grid(record) if name in GRIDS else table(record))
+    return "\n\n".join(parts) + ("\n" if records else "\n\n*Not measured yet.*\n")
+
+
+def listed(records: dict[str, dict[str, Record]]) -> str:
+    """A row for each benchmark: what it measures, and how many of its targets are met."""
+    lines = ["| benchmark | measures | targets met | measured |", "|---|---|---|---|"]
+    for name, found in records.items():
+        met, days = [], []
+        for backend, record in sorted(found.items()):
+            verdicts = [figure.met for figure in record.figures if figure.met is not None]
+            met += [f"{backend}: {sum(verdicts)} of {len(verdicts)}"] if verdicts else []
+            days.append(f"{backend}: {record.date}")
+        first = description(name).partition("\n")[0].replace("|", "\\|")
+        cells = [
+            f"[{name}](../docs/benchmarks/{name}.md)",
+            first,
+            ", ".join(met) or "–",
+            ", ".join(days) or "–",
         ]
-    return "\n".join(parts).strip() or "*Not measured yet.*"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def missed(records: dict[str, dict[str, Record]]) -> str:
+    """A line for each target that is missed."""
+    lines = [
+        f"- {name} on {backend}: {figure.name}: {spell(figure.value, figure.unit)}"
+        for name, found in records.items()
+        for backend, record in sorted(found.items())
+        for figure in record.missed()
+    ]
+    return "\n".join(lines) or "None."
 
 
 def _surroundings(backend: str, record: Record) -> str:
@@ -78,42 +144,6 @@ def _surroundings(backend: str, record: Record) -> str:
     words.append(", ".join(rates))
     words += [f"with {name} = {value}" for name, value in record.settings.items()]
     return "; ".join(words)
-
-
-def rendered(text: str, results: Path) -> str:
-    """The README's text with every benchmark's tables in its place.
-
-    Raises:
-        UserError: a benchmark's markers are missing or in the wrong order, or a result cannot be read.
-    """
-    for name in NAMES:
-        begin, end = BEGIN.format(name), END.format(name)
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise UserError(f"{README.name}: wanted {begin} and, after it, {end}")
-        chart = f"![{name}](results/{name}.svg)\n\n" if (results / f"{name}.svg").is_file() else ""
-        text = f"{head}{begin}\n{chart}{section(load_records(results / f'{name}.json'))}\n{end}{tail}"
-    return text
-
-
-def refresh(readme: Path, results: Path, *, write: bool = True) -> list[Path]:
-    """Bring the pages up to date with a folder of results, or only look; those that were out of date.
-
-    They are `readme` and, where the results are the project's own, its first page, the table of mechanisms
-    and the page of evidence. Raises UserError as `rendered` does, here and in the modules of these pages.
-    """
-    pages: dict[Path, Callable[[str, Path], str]] = {readme: rendered}
-    if results.resolve() == RESULTS:
-        pages[headlines.FRONT] = headlines.rendered
-        pages[gains.PAGE] = gains.rendered
-        pages[evidence.PAGE] = evidence.rendered
-    texts = {page: page.read_text(encoding="utf-8") for page in pages}
-    new = {page: render(texts[page], results) for page, render in pages.items()}
-    changed = [page for page in pages if new[page] != texts[page]]
-    for page in changed if write else ():
-        page.write_text(new[page], encoding="utf-8")
-    return changed
 
 
 def draw_chart(folder: Path, name: str, say: Callable[[str], None]) -> None:

@@ -33,8 +33,10 @@ _PART = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """Leaves pages out of the navigation that may be missing, and are."""
+    """Adds the benchmarks' pages to the navigation, and leaves out pages that may be missing, and are."""
     docs = Path(config.docs_dir)
+    found = sorted(path.stem for path in (docs / "benchmarks").glob("*.md"))
+    config.nav.append({"Benchmarks": [{name: f"benchmarks/{name}.md"} for name in found]})
     missing = {name for name in config.extra["later"] if not (docs / name).exists()}
     for section in config.nav:
         for title, pages in section.items():
@@ -102,4 +104,6 @@ def _link(found: re.Match[str], source: str) -> str:
         page = path.removeprefix("benchmarks/")
     else:
         return found["text"]
+    here = posixpath.dirname(OUTSIDE.get(source, source.removeprefix("docs/")))
+    page = posixpath.relpath(page, here)
     return f"{found['image']}[{found['text']}]({page}{'#' + anchor if anchor else ''})"

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
+from benchmarks.harness.places import filled
 from benchmarks.harness.record import Figure, Measured
 from benchmarks.quickstart import read_log
 from benchmarks.report import main as report_command
@@ -128,28 +129,42 @@ def test_a_record_of_nonsense_is_refused(tmp_path):
         record.load_records(tmp_path / "loss.json")
 
 
-def test_report_fills_the_place_between_the_markers(tmp_path):
-    """Text around stays, a second run changes nothing, --check is red before and green after."""
-    readme = tmp_path / "README.md"
-    places = "\n".join(f"{report.BEGIN.format(n)}\nold\n{report.END.format(n)}" for n in report.NAMES)
-    readme.write_text(f"above\n{places}\nbelow\n")
+def test_a_result_has_a_page_and_a_row(tmp_path):
+    """With its table, its verdict and its date; a benchmark without a result says so."""
     record.save_record(tmp_path, "cpu", made(Figure(name="the figure", value=3.0, unit="ms", at_most=2)))
-    options = ["--results", str(tmp_path), "--readme", str(readme)]
-    assert CliRunner().invoke(report_command, [*options, "--check"]).exit_code == 1
-    result = CliRunner().invoke(report_command, options)
-    assert result.exit_code == 0 and "MISS  loss on cpu: the figure: 3 ms" in result.output
-    text = readme.read_text()
-    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    assert "the figure" in text and text.count("Not measured yet") == len(report.NAMES) - 1
-    assert CliRunner().invoke(report_command, [*options, "--check"]).exit_code == 0
-    readme.write_text(text.replace(report.END.format("loss"), ""))
-    assert CliRunner().invoke(report_command, options).exit_code == 2
+    records = {name: record.load_records(tmp_path / f"{name}.json") for name in ("loss", "step")}
+    text = report.page(tmp_path, "loss", records["loss"])
+    assert text.startswith("# loss\n\nThe loss alone") and "| the figure" in text and "MISS" in text
+    assert report.page(tmp_path, "step", records["step"]).endswith("*Not measured yet.*\n")
+    rows = report.listed(records).splitlines()[2:]
+    assert "| cpu: 0 of 1 | cpu: 20" in rows[0] and rows[1].endswith("| – | – |")
+    assert report.missed(records) == "- loss on cpu: the figure: 3 ms"
+    assert [*report.verdicts(tmp_path)] == ["MISS  loss on cpu: the figure: 3 ms"]
 
 
-def test_the_readme_shows_the_results():
-    """benchmarks/README.md and README.md have what benchmarks/results holds as it is."""
+def test_a_place_is_filled_again_and_again():
+    """Text around it stays; a page without it is an error."""
+    page = "above\n<!-- a:begin -->\nold\n<!-- a:end -->\nbelow"
+    text = filled("PAGE", page, {"a": "new"})
+    assert text == page.replace("old", "new") == filled("PAGE", text, {"a": "new"})
+    with pytest.raises(UserError, match="PAGE: expected <!-- b:begin -->"):
+        filled("PAGE", page, {"b": "new"})
+
+
+def test_a_grid_has_the_columns_of_all_its_rows():
+    """A figure without a row is in the row of all."""
+    figures = [Figure(name=name, value=2.0, unit="s") for name in ("m: r: a", "m: r: b", "m: c")]
+    assert [line.split("|")[1].strip() for line in record.grid(made(*figures)).splitlines()[2:]] == [
+        "r",
+        "all",
+    ]
+
+
+def test_the_pages_show_the_results():
+    """All pages have what benchmarks/results holds as it is; the list is short."""
     result = CliRunner().invoke(report_command, ["--check"])
     assert result.exit_code == 0, result.output
+    assert len(report.README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_the_outcome_of_a_run_is_read_from_its_log(tmp_path):

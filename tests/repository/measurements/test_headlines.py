@@ -82,7 +82,7 @@ def test_what_is_missing_is_named(results):
     with pytest.raises(UserError, match="result of peers has no figure 'lora: step, mlx-lm-lora"):
         headlines.rendered(PAGE, results)
     (results / "peers.json").unlink()
-    with pytest.raises(UserError, match="wanted <!-- figures:begin -->"):
+    with pytest.raises(UserError, match="expected <!-- figures:begin -->"):
         headlines.rendered(PAGE.replace("figures:begin", "figures"), results)
     (results / "quickstart.txt").write_text("\n".join(PRINTED[:10]))
     with pytest.raises(UserError, match="not what a whole quickstart prints"):
