@@ -39,6 +39,21 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) ->
             raise ValueError(f"prompt {number} has the token id {bad}: wanted 0 <= id{bound}")
 
 
+class TooLong(ValueError):
+    """Tokens that need more positions than a model has learned."""
+
+
+def check_positions(what: str, needed: int, positions: int | None) -> None:
+    """Raise TooLong unless a model has learned as many positions as `what` needs (None: there is no limit).
+
+    A row's last token needs none if nothing is predicted from it. MLX silently reads past a table's end.
+    """
+    if positions is not None and needed > positions:
+        raise TooLong(
+            f"{what}: expected at most {positions} positions, which the model has learned, found {needed}"
+        )
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ValueError, with the nearest spelling, unless `value` is one of `choices`."""
     choices = tuple(choices)

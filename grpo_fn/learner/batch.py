@@ -13,9 +13,10 @@ import mlx.core as mx
 
 from grpo_fn.algorithm import LossSpec
 from grpo_fn.backends import enabled
-from grpo_fn.checks import check_shape, check_token_ids
+from grpo_fn.checks import check_positions, check_shape, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import ImageRows, image_rows
+from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import on_host
 
 
@@ -126,13 +127,20 @@ def make_batch(
     )
 
 
-def check_vocabulary(batch: Batch, rows: int | None) -> None:
-    """Raise ValueError if a batch has token ids outside an embedding of so many rows (None: any)."""
+def check_fits(batch: Batch, policy: Policy) -> None:
+    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that need more
+    positions than it has learned. Only with learned positions it waits for the device."""
+    rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
             f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "
             "model's token embedding"
         )
+    if policy.positions is not None and batch.mask_bt.size:
+        ends_b = mx.max(mx.where(batch.mask_bt, mx.arange(1, batch.mask_bt.shape[1] + 1), 0), axis=1)
+        index_b, prompts_b = batch.prompt_index_b, batch.prompt_lengths_b
+        rows_b = (prompts_b if index_b is None else prompts_b[index_b]) + ends_b
+        check_positions("the batch's longest row", max(on_host(rows_b)) - 1, policy.positions)
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:

@@ -18,7 +18,7 @@ from grpo_fn.algorithm import (
     merge_stats,
 )
 from grpo_fn.compile import Compiled, compiled
-from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.batch import Batch, check_fits
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.logprob_step import batch_logprobs
 from grpo_fn.learner.logprobs.completion_positions import (
@@ -76,7 +76,7 @@ class GradStep:
         accum = state.accum_grads, state.accum_weight
         stats: list[LossStats] = []
         for number, part in enumerate(parts, 1):
-            check_vocabulary(part, self._policy.vocabulary)
+            check_fits(part, self._policy)
             if self._spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
                 raise ValueError(
                     f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import attrs
 import mlx.core as mx
 
-from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.batch import Batch, check_fits
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.logprobs.completion_positions import (
     hidden_at_positions,
@@ -30,7 +30,7 @@ def make_logprob_step(
     )
 
     def logprob_step(params: Tree, batch: Batch) -> mx.array:
-        check_vocabulary(batch, policy.vocabulary)
+        check_fits(batch, policy)
         return step(params, policy.frozen, attrs.evolve(batch, vocabulary=None))
 
     return logprob_step

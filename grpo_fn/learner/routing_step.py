@@ -5,7 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from grpo_fn.algorithm import expert_shares, load_balancing_loss
-from grpo_fn.learner.batch import Batch, check_vocabulary
+from grpo_fn.learner.batch import Batch, check_fits
 from grpo_fn.learner.logprobs.completion_positions import hidden_and_routing_at_positions, mask_at_positions
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
@@ -26,7 +26,7 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     Raises:
         ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
     """
-    check_vocabulary(batch, policy.vocabulary)
+    check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
     _, routing = hidden_and_routing_at_positions(policy, params, policy.frozen, batch)
     mask_n = mask_at_positions(batch)
@@ -50,7 +50,7 @@ def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
     """
     if batch.prompt_index_b is not None:
         raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
-    check_vocabulary(batch, policy.vocabulary)
+    check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
     _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
     best = [mx.argpartition(-logits_ble, kth=chosen - 1, axis=-1)[..., :chosen] for logits_ble in routing]

@@ -18,11 +18,11 @@ def completion_logprobs(
         prompt, completion: token ids, at least one each.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of them is empty, or they need more positions than the model has learned.
     """
     if not prompt or not completion:
         raise ValueError(f"wanted at least one token each, found {len(prompt)} and {len(completion)}")
-    logits = policy.logits(params, mx.array([[*prompt, *completion]], mx.int32))
-    z_tv = logits[0, len(prompt) - 1 : -1].astype(mx.float32)
+    logits = policy.logits(params, mx.array([[*prompt, *completion[:-1]]], mx.int32))
+    z_tv = logits[0, len(prompt) - 1 :].astype(mx.float32)
     logp_tv = z_tv - mx.logsumexp(z_tv, axis=-1, keepdims=True)
     return mx.take_along_axis(logp_tv, mx.array(list(completion), mx.int32)[:, None], axis=-1)[:, 0]

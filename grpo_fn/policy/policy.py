@@ -13,6 +13,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.checks import check_positions
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.images import ImageRows
 from grpo_fn.layers import empty, parameters_replaced
@@ -22,6 +23,7 @@ from grpo_fn.policy.decoding.decode_programs import takes_program
 from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.image_forward import WholeRows, forward_with_images
+from grpo_fn.policy.layers.learned_positions import bound_positions
 from grpo_fn.policy.layers.learning_form import learning_form
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing
@@ -46,6 +48,7 @@ class Policy:
     takes_program: bool  # whether the backend's compiled decoding steps support it: see `decode_programs`
     joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
+    positions: int | None = attrs.field(default=None, kw_only=True)  # learned ones; None: any number
     compiled_programs: dict[str, Compiled] = attrs.field(
         init=False, repr=False, factory=dict
     )  # see `program`
@@ -80,6 +83,7 @@ class Policy:
             shares_prefix=shares,
             takes_program=shares and takes_program(module, compute_dtype),
             vocabulary=_embedding_rows(module),
+            positions=bound_positions(module),
         )
 
     @classmethod
@@ -98,6 +102,7 @@ class Policy:
             shares_prefix=shares,
             takes_program=shares and takes_program(module),
             vocabulary=_embedding_rows(module),
+            positions=bound_positions(module),
         )
 
     def without_weights(self) -> "Policy":
@@ -146,7 +151,12 @@ class Policy:
         return map_arrays(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params)
 
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
-        """Next-token logits [B,L,V] in the compute dtype; a given cache is extended."""
+        """Next-token logits [B,L,V] in the compute dtype; a given cache is extended.
+
+        Raises ValueError without a cache for more tokens than there are learned positions.
+        """
+        if cache is None:
+            check_positions("tokens_bl", tokens_bl.shape[1], self.positions)
         with self.bound(params) as module:
             return module(tokens_bl, cache=self.split.caches(module) if cache is None else cache)
 

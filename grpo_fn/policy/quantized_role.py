@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from grpo_fn.checks import check_choice
 from grpo_fn.policy.head import HeadSplit
+from grpo_fn.policy.layers.learned_positions import is_position_table
 from grpo_fn.policy.layers.quantized_layers import (
     QuantMode,
     dequantize,
@@ -136,7 +137,7 @@ def is_quantized(module: nn.Module) -> bool:
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
     """Whether a role rounds this layer's weights, if its rows are multiples of the group."""
     if head:
-        return isinstance(module, nn.Linear | nn.Embedding)
+        return isinstance(module, nn.Linear | nn.Embedding) and not is_position_table(module)
     return isinstance(module, nn.Linear) and any(part.isdigit() for part in path.split("."))
 
 

@@ -12,7 +12,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.checks import check_token_ids
+from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
@@ -66,8 +66,9 @@ def generate(
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, there is
-            not one of `prompt_numbers` for each prompt, `find_stop` gives more tokens than there are,
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a prompt
+            and `max_new_tokens` need more positions than the model has learned (`TooLong`), there is not one
+            of `prompt_numbers` for each prompt, `find_stop` gives more tokens than there are,
             replies are not those asked for, or images do not fit the prompts, the policy's module
             (`use_multimodal_rope`) or replies.
     """
@@ -105,7 +106,7 @@ def decode(
     check_process()
     decoding = decoding or Decoding()
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-    _check(policy, prompts, numbers)
+    _check(policy, prompts, numbers, sampling.max_new_tokens)
     if images is not None:
         _check_images(policy, images, len(prompts), replies)
         images = images if any(each is not None for each in images) else None
@@ -184,9 +185,11 @@ def decode_after(
         held: tokens of the prompt that they hold, fewer than it has.
         number: of the prompt.
         drawn: tokens of the prompt that were sampled with this key before, in earlier turns.
+
+    Raises ValueError as `generate` does for a prompt.
     """
     check_process()
-    _check(policy, [prompt], [number])
+    _check(policy, [prompt], [number], sampling.max_new_tokens)
     bits_n1w = draw_bits(
         completion_keys(key, mx.array([number]), mx.array([0])), drawn, sampling.max_new_tokens
     )
@@ -224,11 +227,14 @@ def _prefilled(
     return logits_pv, CacheSteps(model, forked, keep_prefix_rows)
 
 
-def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
+def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> None:
     if not prompts or not all(len(prompt) for prompt in prompts):
         found = [len(prompt) for prompt in prompts]
         raise ValueError(f"expected at least one prompt, and no empty one, found lengths {found}")
     check_token_ids(prompts, policy.vocabulary)
+    longest = max(map(len, prompts))
+    both = f"a prompt of {longest} tokens and max_new_tokens = {most}"
+    check_positions(both, longest + most - 1, policy.positions)
     if len(numbers) != len(prompts):
         raise ValueError(f"prompt_numbers: expected {len(prompts)}, one a prompt, found {len(numbers)}")
 

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
+from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Replies
 from grpo_fn.trees import on_host
 from runners.config.sections import DataConfig, EnvConfig
@@ -95,11 +96,14 @@ class Environments:
         differ = any(len(set(group)) > 1 for group in groups)
         if self.factory is not None:
             differ = agree(differ)
-        if not differ:
-            rollout = play([group[0] for group in groups], size, session, begun.stops)
-        else:
-            rollout = play(prompts, 1, session, begun.stops)
-            rollout = regrouped(rollout, size) if rows else rollout
+        try:
+            if not differ:
+                rollout = play([group[0] for group in groups], size, session, begun.stops)
+            else:
+                rollout = play(prompts, 1, session, begun.stops)
+                rollout = regrouped(rollout, size) if rows else rollout
+        except TooLong as error:
+            raise UserError(str(error)) from error
         self.release(begun)
         return rollout, session.finish(rollout)
 

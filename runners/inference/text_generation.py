@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.checks import check_token_ids
+from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.prng import GENERATION, completion_keys, fold_in
 from grpo_fn.rollout.sampling import FindStop, compiled_draw, draw_bits, mark_seen, penalize, seen_tokens
 from grpo_fn.trees import on_host
@@ -125,7 +125,7 @@ def stream(
     """
     from mlx_lm import stream_generate
 
-    _check_token_ids(model, [prompt])
+    _check_prompts(model, [prompt], sampling.max_tokens)
     responses = stream_generate(
         model.module,
         model.tokenizer,
@@ -180,10 +180,14 @@ def follow(
     yield Completion(text + rest, tuple(tokens), finish)
 
 
-def _check_token_ids(model: InferenceModel, prompts: Sequence[Tokens]) -> None:
-    """Raises UserError for tokens without an embedding in the model: a tokenizer may have added some."""
+def _check_prompts(model: InferenceModel, prompts: Sequence[Tokens], most: int) -> None:
+    """Raises UserError for tokens without an embedding in the model, as a tokenizer may have added some, and
+    for a prompt that is too long for the model's learned positions if `most` tokens follow."""
+    longest = max(map(len, prompts), default=0)
+    both = f"a prompt of {longest} tokens and a length limit of {most}"
     try:
         check_token_ids(prompts, model.policy.vocabulary)
+        check_positions(both, longest + most - 1, model.policy.positions)
     except ValueError as error:
         raise UserError(f"{model.path}: {error}") from error
 
@@ -252,7 +256,7 @@ def generate_batches(
             return True
         return find_stop is not None and find_stop(tokens, len(tokens) - 1) is not None
 
-    _check_token_ids(model, prompts)
+    _check_prompts(model, prompts, sampling.max_tokens)
     together = max((max_batch or DEFAULT_ROWS) // num_generations, 1)
     # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
     check_every = 8 if model.launch == "async" else 1

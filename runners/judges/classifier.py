@@ -64,11 +64,14 @@ class ClassifierJudge:
             self._tokens([*prompt, dict(completion[0])])
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
+        positions, most = self._model.policy.positions, f"judge.{self.name}.max_length"
+        limit = self.settings.max_length
+        if positions is not None and positions < limit:
+            limit, most = positions, f"{positions:,}"
         verdicts: list[float | Failure] = [
-            Failure(f"reads judge.{self.name}.max_length tokens at most", f"{len(row):,} tokens")
-            for row in rows
+            Failure(f"reads {most} tokens at most", f"{len(row):,} tokens") for row in rows
         ]
-        fitting = [i for i, row in enumerate(rows) if len(row) <= self.settings.max_length]
+        fitting = [i for i, row in enumerate(rows) if len(row) <= limit]
         for part in _batches(rows, fitting, self.settings.batch_tokens):
             for i, value in zip(part, _scores(self._model, [rows[i] for i in part]), strict=True):
                 verdicts[i] = value

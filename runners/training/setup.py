@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.checks import check_token_ids
+from grpo_fn.checks import check_positions, check_token_ids
+from grpo_fn.policy import bound_positions
 from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
@@ -173,12 +174,17 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
     notices = []
     built = []
     vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
+    positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
     for name, part in zip(("train", "eval"), rows, strict=True):
         schemas = environments.schemas if environments else ()
         processor = loaded.vision.processor if loaded.vision else None
         examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
+        limit = config.eval.max_new_tokens or limit if name == "eval" else limit
+        longest = max(len(example.tokens) for example in examples)
+        both = f"a prompt of {longest} tokens and a length limit of {limit}"
         try:
             check_token_ids([example.tokens for example in examples], vocabulary)
+            check_positions(both, longest + limit - 1, positions)
         except ValueError as error:
             raise UserError(f"{name} data, {loaded.path}: {error}") from error
         built.append(examples)

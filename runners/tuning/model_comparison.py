@@ -97,7 +97,8 @@ def compare(
     learns: whether it trains, so that the learner's log-probs and gradient are checked.
     recomputes: whether its blocks are checkpointed, so that their gradient is compared with a plain one.
     """
-    rows = few_prompts(prompts)
+    most = None if policy.positions is None else policy.positions + 1 - NEW_TOKENS
+    rows = [row[:most] for row in few_prompts(prompts)]
     limit = EXACT if _is_exact(policy, params) else ROUNDED
     way, rollout, notices = _decoding(policy, params, rows, way, limit)
     if learns:
