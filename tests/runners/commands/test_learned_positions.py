@@ -1,4 +1,4 @@
-"""Models with learned positions: what could need more of them ends with a line, before anything is sampled."""
+"""Models with learned positions: what could need more of them ends with a line before it begins."""
 
 import json
 
