@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import click
@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence import NAMES, against_trl, command, masters, page, pictures, presets, samplers
+from benchmarks.evidence import NAMES, against_trl, command, masters, page, pictures, pool, presets, samplers
 from benchmarks.evidence.deep_models import deepened, phases
 from benchmarks.evidence.pool import Job, divided, side_by_side
 from benchmarks.evidence.readings import learning, reach, read_log, sampler, thinned
@@ -22,6 +22,8 @@ from grpo_fn import PRESETS
 from runners.errors import UserError
 from runners.quickstart import DATA_DIR
 from tests.support.pages import ROOT
+from tests.support.processes.waiting import wait_until
+from tests.support.ranks.launching import is_running
 
 LATER = float("inf")
 
@@ -31,16 +33,26 @@ def job(tmp_path, name, code, **more):
     return Job(name=name, command=[sys.executable, "-c", code], printed=tmp_path / f"{name}.txt", **more)
 
 
-def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path):
-    """Two that wait for each other both end; one that fails has its last words in its error."""
+def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path, monkeypatch):
+    """Two that wait for each other, and until their memory was looked at, both end; one that fails has its
+    last words in its error.
+    """
     wait = (
-        "import pathlib, time, sys\n"
-        "mine, other = (pathlib.Path('{0}') / name for name in ('{1}', '{2}'))\n"
+        "import os, pathlib, time, sys\n"
+        "mine, other, seen = (pathlib.Path('{0}') / name for name in ('{1}', '{2}', str(os.getpid())))\n"
         "mine.touch()\n"
         "block = bytearray(60_000_000)\n"
-        "while not other.exists(): time.sleep(0.01)\n"
-        "time.sleep(0.3)\n"  # memory is looked at every 50 ms
+        "while not (other.exists() and seen.exists()): time.sleep(0.01)\n"
     )
+    resident = pool._resident
+
+    def looked_at(pid):
+        found = resident(pid)
+        if found > 60_000_000 or sys.platform != "linux":
+            (tmp_path / str(pid)).touch()
+        return found
+
+    monkeypatch.setattr(pool, "_resident", looked_at)
     jobs = [
         job(tmp_path, "a", wait.format(tmp_path, "x", "y")),
         job(tmp_path, "b", wait.format(tmp_path, "y", "x")),
@@ -55,24 +67,24 @@ def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path):
     assert (tmp_path / "d.txt").read_text().split() == [str(found["d"].cores), "yes"]
 
 
-def test_a_process_is_ended_when_the_time_is_over(tmp_path):
+def test_a_process_is_ended_when_the_time_is_over(tmp_path, monkeypatch):
     """It, what it started, and those that have not begun: all are named."""
     child = (
         "import subprocess, sys\n"
-        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6000)'])\n"
         "print(started.pid, flush=True)\n"
         "started.wait()\n"
     )
     jobs = [job(tmp_path, "long", child), job(tmp_path, "next", "pass")]
-    started = time.monotonic()
-    found = {done.name: str(outcome) for done, outcome in side_by_side(jobs, 1, until=started + 2)}
-    assert time.monotonic() - started < 20
-    state = Path(f"/proc/{(tmp_path / 'long.txt').read_text().strip()}/stat")
-    if sys.platform == "linux":
-        latest = time.monotonic() + 20  # a busy machine lets a killed process live on for a moment
-        while state.exists() and state.read_text().rpartition(")")[2].split()[0] not in "ZX":
-            assert time.monotonic() < latest
-            time.sleep(0.01)
+    printed = tmp_path / "long.txt"
+    over = SimpleNamespace(  # once the child has begun
+        monotonic=lambda: float(printed.exists() and "\n" in printed.read_text()),
+        **{name: getattr(time, name) for name in ("sleep", "perf_counter")},
+    )
+    monkeypatch.setattr(pool, "time", over)
+    found = {done.name: str(outcome) for done, outcome in side_by_side(jobs, 1, until=1.0)}
+    if sys.platform == "linux":  # a busy machine lets a killed process live on for a moment
+        wait_until(lambda: not is_running(int(printed.read_text())))
     assert found == {
         "long": "long: ended before it was done: the time is over",
         "next": "next: not started: the time is over",

@@ -4,14 +4,14 @@ import json
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 
 import pytest
 
 from runners.config.loading import load_config
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.training.train import run_training
+from tests.support.processes.waiting import wait_until
+from tests.support.services.judge_servers import answers
 from tests.support.tiny_runs import Notes, small
 
 pytest.importorskip(
@@ -107,17 +107,11 @@ def server(tmp_path):
         process = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=log)
     base = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            assert process.poll() is None, (tmp_path / "server.log").read_text()
-            try:
-                with urllib.request.urlopen(f"{base}/health", timeout=1):
-                    break
-            except OSError:
-                time.sleep(0.1)
+        wait_until(lambda: answers(f"{base}/health"), process)
         yield base
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,6 @@
 """Conversations with tools: `grpo chat` and `grpo generate` with calls that are run, shown and bounded."""
 
 import json
-import time
 from types import SimpleNamespace
 
 import mlx_lm
@@ -40,7 +39,7 @@ def odd(kind: str) -> str:
         kind: Which.
     """
     if kind == "hang":
-        time.sleep(20)
+        time.sleep(6000)
     return "\\x1b[2J\\n>>> done"
 
 
@@ -144,10 +143,9 @@ def test_bounds_and_control_characters(grpo):
         "chat", "embedded", "--tools", "tools.py", "--max-tool-calls", 1, said=[asks * 2, "So."], input="?\n"
     )
     assert "used up" in lines(result)[-1]
-    started = time.monotonic()
     said = [call("odd", kind="hang") + call("double", a=2), "So.", call("odd", kind="x"), "So."]
-    result = grpo("chat", "embedded", "--tools", "tools.py", "--tool-timeout", 0.3, said=said, input="?\n?\n")
-    assert time.monotonic() - started < 15 and "timed out after 0.3 s" in result.stderr
+    result = grpo("chat", "embedded", "--tools", "tools.py", "--tool-timeout", 1, said=said, input="?\n?\n")
+    assert "timed out after 1 s" in result.stderr
     assert lines(result)[-2:] == ["answer | \x1b[2J", "| >>> done"]
 
 
@@ -179,13 +177,12 @@ def test_ctrl_c_leaves_a_call_behind(grpo, monkeypatch):
 
     monkeypatch.setattr(mlx_lm, "stream_generate", scripted)
     conversation = open_here("embedded", tools=("tools.py",))
-    events, started = [], time.monotonic()
-    asked = []
+    events, asked = [], []
     for piece in conversation.reply("?", stopped=lambda: bool(asked)):
         if isinstance(piece, Event):
             events.append(piece)
             asked.append(1)
-    assert [event.kind for event in events] == ["call", "stop"] and time.monotonic() - started < 5
+    assert [event.kind for event in events] == ["call", "stop"]
     again = [piece for piece in conversation.reply("And 4?") if isinstance(piece, Event)]
     assert again == [Event("call", "double(a=4)"), Event("answer", "8")]
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
 from runners.judges import keys
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
+from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
@@ -82,14 +82,15 @@ def test_answers_are_kept_between_runs_by_content():
 
 
 def test_requests_run_side_by_side_up_to_the_limit():
-    """Twelve answers of 0.1 s, four at a time."""
+    """Twelve answers, each of which waits until it is one of four."""
+    four = threading.Barrier(4, timeout=HANGS)
 
     def slow(*_):
-        time.sleep(0.1)
+        four.wait()
         return "SCORE: 5"
 
     with answering(slow) as (url, asked):
-        scores = score(judge(url, concurrency=4), [str(i) for i in range(12)])
+        scores = score(judge(url, concurrency=4, timeout=HANGS), [str(i) for i in range(12)])
     assert scores.problems == [] and asked.together == 4
 
 
@@ -178,16 +179,14 @@ def test_a_slow_answer_is_given_up():
 
     def answer(body, _):
         if "slow" in body["messages"][0]["content"]:
-            over.wait(60)
+            over.wait(HANGS)
         return "SCORE: 5"
 
     with answering(answer) as (url, _):
         scores = score(judge(url, timeout=2), ["slow", "b"])
         assert "got no answer in 2 s, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
-        started = time.perf_counter()
-        scores = score(judge(url, timeout=50, batch_timeout=2), ["slow 2", "c"])
-        assert time.perf_counter() - started < 30
+        scores = score(judge(url, timeout=HANGS, batch_timeout=2), ["slow 2", "c"])
         assert "within the 2 s of a batch step, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
         over.set()
@@ -297,7 +296,4 @@ def test_judges_leave_no_thread_behind():
             return [thread for thread in threading.enumerate() if thread not in earlier]
 
         score(judge(url), ["a", "b"])
-        end = time.monotonic() + 5
-        while left() and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not any("grpo-reward" in thread.name for thread in left())
+        wait_until(lambda: not any("grpo-reward" in thread.name for thread in left()))

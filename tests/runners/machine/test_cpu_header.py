@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from grpo_fn.backends import disabled
 from runners.machine.programs import cpu_header
 from runners.machine.programs.cpu_header import compile_header, programs_folder
 from runners.machine.startup import Platform
+from tests.support.processes.waiting import wait_until
 
 CPU = Platform("cpu", device="a device")
 needs_gcc = pytest.mark.skipif(
@@ -50,12 +50,9 @@ def test_it_is_compiled_once_and_found(empty):
     whole = compile_header(CPU)
     assert whole is not None and compile_header(CPU) == whole  # it is being compiled
     whole.with_name("another").write_text("not one")
-    until = time.monotonic() + 60
-    while not whole.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(whole.exists)
     assert whole.stat().st_size > 1e6
-    time.sleep(0.1)  # the rest of the shell's line
-    assert {path.name for path in programs_folder().iterdir()} == {"mlx"}
+    wait_until(lambda: [path.name for path in programs_folder().iterdir()] == ["mlx"])
     made = whole.stat().st_mtime_ns
     assert compile_header(CPU) == whole and whole.stat().st_mtime_ns == made
 
@@ -133,7 +130,5 @@ def test_a_folder_that_cannot_be_made_is_no_fault(empty):
 def test_a_library_of_another_form_has_the_whole_header_compiled(empty, monkeypatch):
     monkeypatch.setattr(cpu_header, "_TEXT", "#error another form\n")
     whole = compile_header(CPU)
-    until = time.monotonic() + 60
-    while not whole.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(whole.exists)
     assert whole.stat().st_size > 1e6

@@ -14,20 +14,21 @@ from tests.support.tiny_runs import small
 ROOT = Path(__file__).resolve().parents[3]
 REWARD = """
 import time
+from pathlib import Path
 
 def slow(completions, trainer_state, **_):
-    if trainer_state.global_step >= 2:
-        time.sleep({seconds})
+    while trainer_state.global_step >= 2 and not Path({go!r}).exists():
+        time.sleep(0.002)
     return [float(n % 2) for n in range(len(completions))]
 """
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a run on a terminal, whose reward takes so many seconds from the third update on."""
+    """Starts a run on a terminal, whose reward waits in the third update until there is a file "go"."""
 
-    def start_run(seconds, columns=70):
-        (tmp_path / "slow.py").write_text(REWARD.format(seconds=seconds))
+    def start_run(columns=70):
+        (tmp_path / "slow.py").write_text(REWARD.format(go=str(tmp_path / "go")))
         (tmp_path / "train.toml").write_text(
             small(
                 run={"output_dir": str(tmp_path / "out put")},
@@ -52,11 +53,13 @@ def blocks(lines):
     return [len(block) for block in whole]
 
 
-def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start):
+def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start, tmp_path):
     """The block is as wide as the terminal allows; the command is run as it was printed, to the end."""
-    with start(seconds=0.5) as session:
+    with start() as session:
         session.read_until("update 2/4")
         session.type(CTRL_C)
+        session.read_until("Saving after this step.")
+        (tmp_path / "go").touch()
         code, screen = session.finish()
     lines = [line for line in screen.lines if line]
     assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
@@ -81,7 +84,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
 
 def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start):
     """The process ends at once, in the midst of a step; the cursor is back, on a line of its own."""
-    with start(seconds=600) as session:
+    with start() as session:
         session.read_until("update 2/4")
         session.type(CTRL_C)
         session.read_until("Saving after this step.")
@@ -94,7 +97,7 @@ def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start)
 
 def test_a_key_shows_an_example_and_the_terminal_is_given_back(start):
     """e shows one, e hides it; keys are not echoed meanwhile; a second Ctrl-C gives it back, too."""
-    with start(seconds=30) as session:
+    with start() as session:
         session.read_until("e: an example")
         assert not session.echoes
         session.type(b"e")

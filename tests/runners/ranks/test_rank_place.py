@@ -13,7 +13,7 @@ let_launcher_sleep({"MLX_RANK": "0"} if sys.argv[1] == "rank" else {})
 print("done", flush=True)
 sys.stdout.close()
 import time
-time.sleep(60)
+time.sleep(6000)
 """
 
 
@@ -39,7 +39,7 @@ def test_another_standard_input_than_a_pipe_is_left_alone(given, tmp_path):
     """Such as a file, or nothing at all."""
     (tmp_path / "in").write_text("kept")
     with open(tmp_path / "in") as file:
-        code = CODE.replace("time.sleep(60)", "pass")
+        code = CODE.replace("time.sleep(6000)", "pass")
         done = subprocess.run(
             [sys.executable, "-c", code, "rank"],
             stdin=given or file,

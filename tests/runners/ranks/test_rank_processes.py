@@ -117,7 +117,8 @@ def test_sigterm_to_a_rank_while_the_model_loads_ends_all_with_one_line(write, t
     pid = run.pid(1)
     assert pid is not None
     os.kill(pid, signal.SIGTERM)
-    said = run.end(60)
+    (folder / "go").touch()
+    said = run.end()
     told = [line for line in said.splitlines() if line.strip() and "Node with rank" not in line]
     assert told == [f"rank 1 ({os.uname().nodename}): stopped by SIGTERM"]
     # -15: once one has ended, the launcher stops the other, and may be faster than its end.

@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_all_with_its_name(one):
     config = write(
         folder, "killed", reward={"functions": ["fault.py:fault"]}, optim={"batch_size": 2, "max_steps": 5}
     )
-    done = launch(2, config, timeout=200)
+    done = launch(2, config)
     assert "rank 1 (" in done.stdout, done.stdout
     assert "is gone: it was killed, or has crashed" in done.stdout
     fault = lines(folder / "outputs/killed", "training_log.jsonl")[-1]["fault"]

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from runners.config.loading import load_config
 from runners.report import RunRecord, write_report
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.processes.warm_process import Popen
 from tests.support.services.browsing import opened, quiet
 from tests.support.tiny_runs import PROBLEMS
@@ -29,7 +29,6 @@ SHORT = (
     "eval.samples=4",
     "eval.every=2",
 )
-LIMIT = 300  # seconds: for what hangs
 
 
 def started(folder, *settings):
@@ -61,7 +60,7 @@ def read_until(process, update):
 def answer(url, path):
     """Status and place of an answer of the live page; None where nobody listens."""
     place = urlsplit(url)
-    line = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+    line = http.client.HTTPConnection(place.hostname, place.port, timeout=HANGS)
     try:
         line.request("GET", path)
         found = line.getresponse()
@@ -70,14 +69,6 @@ def answer(url, path):
         return None
     finally:
         line.close()
-
-
-def wait_until(what):
-    """Until it is true."""
-    end = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +88,7 @@ def stopped(tmp_path_factory):
         seen = answer(url, "/"), answer(url, "/run/quickstart/first")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of the foreground
         printed = process.stdout.read()
-        code = process.wait(LIMIT)
+        code = process.wait(HANGS)
     finally:
         process.kill()
         process.wait()

@@ -217,11 +217,9 @@ def test_lines_scroll_above_the_block():
 
 
 TERMINAL = """
-import time
 from runners.telemetry.report import make_report
 with make_report() as report:
     report.status("loading the model")
-    time.sleep(0.05)
     report.start(3, {"run": "tiny"})
     report.step({"update": 1, "reward": 0.5})
     print("a reward function prints")

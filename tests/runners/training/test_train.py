@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.roles import RolloutRole
 from runners.training.train import RunResult, run_training
+from tests.support.processes.waiting import wait_until
 from tests.support.processes.warm_process import Popen
 from tests.support.runs.talking_runs import talking_run
 from tests.support.tiny_models import make_model_folder
@@ -369,9 +369,7 @@ def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     log = tmp_path / "small" / "training_log.jsonl"
-    deadline = time.monotonic() + 600
-    while not (log.exists() and log.read_text().count("\n") >= 2) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output

@@ -15,6 +15,7 @@ from pathlib import Path
 import attrs
 
 from tests.support.processes import warm_process
+from tests.support.processes.waiting import HANGS
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,7 +64,7 @@ class Launched:
         """All that was printed so far."""
         return self.output.read_text(errors="replace")
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 120) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = HANGS) -> bool:
         """Whether it came to hold before the launcher's end."""
         latest = time.monotonic() + seconds
         while time.monotonic() < latest:
@@ -74,7 +75,7 @@ class Launched:
             time.sleep(0.002)
         raise RuntimeError(f"not after {seconds:.0f} s: {self.said()[-2000:]}")
 
-    def end(self, seconds: float = 300) -> str:
+    def end(self, seconds: float = HANGS) -> str:
         """Waits for the launcher and all its ranks; what they printed. After so long it kills them all."""
         try:
             self.process.wait(seconds)
@@ -124,7 +125,7 @@ def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **envir
     return Launched(process, output, folder, ranks)
 
 
-def launch(ranks: int, config: Path, *options: str, timeout: float = 300, **environ: str):
+def launch(ranks: int, config: Path, *options: str, timeout: float = HANGS, **environ: str):
     """A finished `mlx.launch -n RANKS grpo-run CONFIG OPTIONS`, with its output as text."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         started = begin(ranks, Path(folder), [str(config), *options], **environ)

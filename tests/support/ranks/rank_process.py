@@ -5,7 +5,7 @@
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
 `R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "loading" makes a rank
-write `R.loading` when it is about to load the model, which then takes a second longer.
+write `R.loading` when it is about to load the model, and wait there until there is a file `go`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
         if "digests" in hooks:
             _write_digests(folder / f"{rank}.digests")
         if "loading" in hooks:
-            _load_slowly(folder / f"{rank}.loading")
+            _load_later(folder / f"{rank}.loading", folder / "go")
         if "memory" in hooks and rank == "1":
             _run_out_of_memory(3)
     run_command()
@@ -60,8 +60,8 @@ def _write_digests(file: Path) -> None:
     TrainSteps.finish_update = finish_update
 
 
-def _load_slowly(file: Path) -> None:
-    """The model's loading writes this file, and takes a second longer."""
+def _load_later(file: Path, go: Path) -> None:
+    """The model's loading writes a file, and waits for another."""
     import time
 
     from runners.training import setup
@@ -70,7 +70,8 @@ def _load_slowly(file: Path) -> None:
 
     def load_model(*args: Any, **kwargs: Any) -> Any:
         file.touch()
-        time.sleep(1)
+        while not go.exists():
+            time.sleep(0.002)
         return load(*args, **kwargs)
 
     setup.load_model = load_model

@@ -11,6 +11,7 @@ from grpo_fn.trees import materialize
 from runners.ranks.ranks import Ranks
 from runners.ranks.watchdog import Watchdog
 from runners.ranks.wire import Wire
+from tests.support.processes.waiting import HANGS
 
 
 class ThreadRanks:
@@ -42,9 +43,9 @@ class ThreadRanks:
     def _exchange(self, name: str, x: mx.array) -> list[np.ndarray]:
         self.calls.append((name, x.size))
         self._places[self._rank] = np.array(x)
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(HANGS)
         self._latest = list(self._places)
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(HANGS)
         return self._latest
 
 
@@ -66,7 +67,7 @@ def on_ranks(number: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANGS)
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results

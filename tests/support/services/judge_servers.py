@@ -4,11 +4,11 @@ import json
 import socket
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.processes.warm_process import Popen
 
 
@@ -95,6 +95,15 @@ def free_port():
         return found.getsockname()[1]
 
 
+def answers(url):
+    """Whether a server is there."""
+    try:
+        urllib.request.urlopen(url, timeout=HANGS).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def mlx_lm_server(model, log):
     """The URL of `mlx_lm.server` with the model of a folder, in a process of its own."""
@@ -103,14 +112,7 @@ def mlx_lm_server(model, log):
     with open(log, "wb") as stream:
         process = Popen(command, stdout=stream, stderr=stream)
         try:
-            end = time.monotonic() + 120
-            while True:
-                assert process.poll() is None and time.monotonic() < end, log.read_text()
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2).close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
+            wait_until(lambda: answers(f"http://127.0.0.1:{port}/v1/models"), process)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.kill()
