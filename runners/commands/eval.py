@@ -221,12 +221,8 @@ def _measure_all(
         every = all_rewards(rewards, environments)
         tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
-        if too_long:
-            echo(
-                f"{name}: {too_long} of {len(rows)} prompts left out, longer than data.max_prompt_length = "
-                f"{config.data.max_prompt_length} tokens",
-                err=True,
-            )
+        for line in rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length):
+            echo(line, err=True)
         if wanted is not None:
             chosen = {index: example for index, example in chosen.items() if index in wanted}
             if not chosen:

@@ -18,6 +18,7 @@ from runners.data.prompts import (
 )
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.row_images import image_folder, with_image_bytes
+from runners.data.rows import Row, Rows
 from runners.data.transforms import Transform, custom_transform, transformed
 from runners.data.value_text import widened
 from runners.errors import UserError, did_you_mean, error_line, listed, show
@@ -40,28 +41,6 @@ __all__ = [
 
 _HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _MAX_HELD_OUT = 1000
-
-
-class Rows(list[dict[str, Any]]):
-    """Usable rows with all their columns, the number of skipped rows, and the fault of the first one."""
-
-    skipped: int = 0
-    dropped: int = 0  # by data.transform
-    first_fault: str = ""
-
-    def notices(self, split: str, too_long: int, limit: int) -> list[str]:
-        """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit` tokens."""
-        found = []
-        if self.dropped:
-            found.append(f"{split} data: {self.dropped} rows left out by data.transform")
-        if self.skipped:
-            found.append(f"{split} data: {self.skipped} bad rows left out (the first: {self.first_fault})")
-        if too_long:
-            found.append(
-                f"{split} data: {too_long} of {len(self)} prompts left out, longer than "
-                f"data.max_prompt_length = {limit} tokens"
-            )
-        return found
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
@@ -178,7 +157,7 @@ def _usable(
     for raw in raw_rows:
         fault = raw.fault or _fault(raw.values, config)
         if not fault:
-            rows.append(raw.values)
+            rows.append(Row(raw.values, raw.place))
             continue
         message = f"{raw.place}: {fault}"
         if config.on_bad_row == "raise":

@@ -34,6 +34,7 @@ class Example:
     answer: str  # the gold answer; empty if the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
+    number: int = 0  # of the row, among the split's usable ones
 
 
 def build_examples(
@@ -46,52 +47,77 @@ def build_examples(
     """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
 
     An empty system prompt means no system message. `processor` is needed if `data.image` names a column.
-    Every example has all columns of `reward_columns`; they are None if its row lacks them.
+    Every example has all columns of `reward_columns`; they are None if its row lacks them. With `on_bad_row`
+    "skip" a row that the chat template or the tokenizer refuses is left out, and noted in `Rows.refused`.
 
-    Raises UserError if the chat template fails, a row has no answer, or every prompt is too long.
+    Raises UserError, with the row's place, if the chat template or the tokenizer refuses a row or a row has
+    no answer; and if no row is left.
     """
-    examples: list[Example] = []
-    lengths: list[int] = []
-    dropped = 0
-    columns = reward_columns(rows, with_answer=bool(config.answer))
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
-    template = {} if processor is None or not processor.template else {"chat_template": processor.template}
-    for row in rows:
-        gold = gold_answer(row[config.answer]) if config.answer else ""
-        if gold is None:
-            raise UserError(f"a row has no answer in {config.answer}: {show(row[config.answer])}")
-        messages = prompt_messages(row, config)
-        characters = sum(len(str(message.get("content") or "")) for message in messages[-1:])
-        if characters > _LONGEST_TOKEN * config.max_prompt_length:
-            dropped += 1  # counting its tokens would take long
+    columns = reward_columns(rows, with_answer=bool(config.answer))
+    examples: list[Example] = []
+    lengths: list[int] = []
+    refused: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        place = getattr(row, "place", "") or f"row {number + 1}"
+        try:
+            example = _example(row, config, tokenizer, tools, processor, columns)
+        except UserError as error:
+            refused[place] = f"{place}: {error}"
+            if config.on_bad_row == "raise":
+                raise UserError(f'{refused[place]} (data.on_bad_row = "skip" would leave it out)') from error
             continue
-        images = row_images(row, config)
-        text, tokens = render(
-            tokenizer,
-            with_image_parts(messages, len(images)) if images else messages,
-            config.nudge,
-            tools=tools,
-            template_kwargs={**config.chat_template_kwargs, **template},
-        )
-        if processor is not None:
-            tokens = processor.expanded(tokens, images)
-        lengths.append(len(tokens))
-        if len(tokens) <= config.max_prompt_length:
-            values = {column: row.get(field) for column, field in columns.items()}
-            answers = {"answer": gold} if config.answer else {}
-            examples.append(Example(messages, text, tokens, gold, {**values, **answers}, images))
-    if dropped and not lengths:
-        raise UserError(
-            f"data.max_prompt_length is {config.max_prompt_length}, but each of {dropped} prompts has over "
-            f"{_LONGEST_TOKEN * config.max_prompt_length:,} characters"
-        )
-    if lengths and not examples:
+        if example is not None:
+            lengths.append(len(example.tokens))
+            if lengths[-1] <= config.max_prompt_length:
+                examples.append(attrs.evolve(example, number=number))
+    getattr(rows, "refused", {}).update(refused)
+    if examples or not rows:
+        return examples, len(rows) - len(refused) - len(examples)
+    if len(refused) == len(rows):
+        raise UserError(f"all {len(rows)} rows are refused, the first: {next(iter(refused.values()))}")
+    if lengths:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "
             f"prompts has {min(lengths)} tokens"
         )
-    return examples, dropped + len(lengths) - len(examples)
+    raise UserError(
+        f"data.max_prompt_length is {config.max_prompt_length}, but each of {len(rows) - len(refused)} "
+        f"prompts has over {_LONGEST_TOKEN * config.max_prompt_length:,} characters"
+    )
+
+
+def _example(
+    row: Mapping[str, Any],
+    config: DataConfig,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]],
+    processor: ImageProcessor | None,
+    columns: Mapping[str, str],
+) -> Example | None:
+    """A row's example; None if its prompt is so long that counting its tokens would take long."""
+    gold = gold_answer(row[config.answer]) if config.answer else ""
+    if gold is None:
+        raise UserError(f"no answer in {config.answer}: {show(row[config.answer])}")
+    messages = prompt_messages(row, config)
+    characters = sum(len(str(message.get("content") or "")) for message in messages[-1:])
+    if characters > _LONGEST_TOKEN * config.max_prompt_length:
+        return None
+    images = row_images(row, config)
+    template = {} if processor is None or not processor.template else {"chat_template": processor.template}
+    text, tokens = render(
+        tokenizer,
+        with_image_parts(messages, len(images)) if images else messages,
+        config.nudge,
+        tools=tools,
+        template_kwargs={**config.chat_template_kwargs, **template},
+    )
+    if processor is not None:
+        tokens = processor.expanded(tokens, images)
+    values = {column: row.get(field) for column, field in columns.items()}
+    answers = {"answer": gold} if config.answer else {}
+    return Example(messages, text, tokens, gold, {**values, **answers}, images)
 
 
 def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:

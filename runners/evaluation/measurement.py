@@ -15,6 +15,7 @@ from grpo_fn.prng import EVALUATION
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples, columns_of
+from runners.data.rows import Rows
 from runners.errors import UserError
 from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
 from runners.evaluation.exact_match import held_out, is_correct
@@ -73,7 +74,7 @@ class ModelResult:
     seconds: float = 0.0  # of conversations with tools
 
 
-def eval_rows(config: Config, *, whole: bool) -> Problems:
+def eval_rows(config: Config, *, whole: bool) -> Rows:
     """The problems of a config: those that training holds out, or with `whole` all of `data.eval_split`.
 
     Raises UserError if the data is missing or has faults.
@@ -91,9 +92,7 @@ def choose_problems(
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
     processor = model.vision.processor if model.vision else None
     examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
-    fitting = [
-        (i, each) for i, each in enumerate(examples) if len(each.tokens) <= config.data.max_prompt_length
-    ]
+    fitting = [(each.number, each) for each in examples if len(each.tokens) <= config.data.max_prompt_length]
     if not fitting:
         shortest = min(len(example.tokens) for example in examples)
         raise UserError(

@@ -1,8 +1,10 @@
 """Prompts: chat templates and their quirks, the plain fallback, and what becomes of a row."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -145,9 +147,36 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     assert build_examples([], short, tokenizer(TEMPLATE)) == ([], 0)
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|user|>{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
+    """It is named with its place, or left out, counted and reported; the others keep their numbers."""
+    rows: list[Any] = [{"prompt": f"{n}+1?", "answer": n + 1} for n in range(9)]
+    rows[3]["prompt"] = [{"role": "user", "content": "3+1?"}, {"role": "user", "content": "Be brief."}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(source=str(path), prompt="prompt", system_prompt="")
+    fault = f"{path}, line 4: the tokenizer's chat template fails: TemplateError: roles must alternate"
+    with pytest.raises(UserError, match="roles must alternate") as caught:
+        build_examples(load_rows(config)[0], config, tokenizer(ALTERNATING))
+    assert str(caught.value) == f'{fault} (data.on_bad_row = "skip" would leave it out)'
+    config = attrs.evolve(config, on_bad_row="skip")
+    found, _ = load_rows(config)
+    examples, too_long = build_examples(found, config, tokenizer(ALTERNATING))
+    assert [example.number for example in examples] == [0, 1, 2, 4, 5, 6, 7] and too_long == 0
+    assert found.notices("train", 0, 9) == [f"train data: 1 bad rows left out (the first: {fault})"]
+    refuses = tokenizer("{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match="all 8 rows are refused, the first: .* line 1: .*never"):
+        build_examples(found, config, refuses)
+
+
 def test_rows_without_an_answer() -> None:
     """A row that never went through load_rows and has no answer is refused, not trained on."""
-    with pytest.raises(UserError, match="a row has no answer in answer: None"):
+    with pytest.raises(UserError, match="row 1: no answer in answer: None"):
         build_examples([{"question": "1+1?", "answer": None}], DataConfig(), tokenizer(TEMPLATE))
 
 
