@@ -112,13 +112,13 @@ class Saver:
         return seconds
 
     def _write(self, snapshot: Snapshot) -> Path:
-        name, keep = f"checkpoint-{snapshot.step}", self._settings
+        name = f"checkpoint-{snapshot.step}"
 
         def write(folder: Path, held: int) -> Path:
             for log in self._logs:
                 flush(log, within=held)
             path = write_checkpoint(folder, snapshot, within=held)
-            prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best, within=held)
+            self._prune(folder, held)
             return path
 
         try:
@@ -130,7 +130,15 @@ class Saver:
                 f"{self._folder.path}: {name} cannot be saved: {error.strerror or error}"
             ) from error
 
+    def _prune(self, folder: Path, held: int) -> None:
+        keep = self._settings
+        prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best, within=held)
+
     def __enter__(self) -> Saver:
+        try:  # a run that was killed before it pruned may have nothing left to save
+            self._folder.write(self._prune)
+        except (OSError, UserError) as error:
+            self.failed(UserError(f"{self._folder.path}: old checkpoints cannot be removed: {error}"))
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:

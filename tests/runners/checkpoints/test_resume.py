@@ -5,7 +5,7 @@ import pytest
 from runners.checkpoints.snapshot import checkpoint_folders
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHIPPED, config_in, killed, outcome, saved, straight_run
+from tests.support.resuming import SHIPPED, SHORT, config_in, killed, outcome, saved, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
@@ -77,6 +77,18 @@ def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(name):
     for path in checkpoint_folders(straight.folder).values():
         assert saved(resumed.folder / path.name) == saved(path)
     assert (resumed.first_em, resumed.last_em) == (straight.first_em, straight.last_em)
+
+
+def test_a_run_killed_before_it_pruned_keeps_no_more_than_it_should():
+    """After its last checkpoint it has nothing to save that would remove an older one."""
+    settings = [*SHORT, "checkpoint.keep_best=0"]
+    straight = straight_run(*settings).folder
+    config = config_in(straight.parents[1] / "unpruned", *settings)
+    killed(config, "saving the final", 1)
+    keep_two = config_in(straight.parents[1] / "unpruned", *settings, "checkpoint.keep_last=2")
+    resumed = run_training(keep_two, report=Quiet(), resume=True)
+    assert [*checkpoint_folders(resumed.folder)] == [2, 3]
+    assert outcome(resumed.folder) == outcome(straight)
 
 
 class Start(Notes):

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import attrs
 import mlx.core as mx
 import pytest
 
@@ -14,7 +13,9 @@ from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, dige
 from runners.checkpoints.resume import find_origin
 from runners.checkpoints.snapshot import LATEST
 from runners.errors import UserError
+from runners.memory.forecast import with_keys
 from runners.telemetry.report import Quiet
+from runners.training import setup
 from runners.training.train import run_training
 from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, killed, lines_of, outcome
@@ -331,23 +332,18 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
 
 
 def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
-    """The number of rows that fit into memory is not counted again."""
-    import runners.training.setup
+    """Rows that fit into memory, and how steps are launched, as the first process found them."""
+    config = config_in(tmp_path / "b", *SHORT, "rollout.launch=auto")
 
-    config = config_in(tmp_path / "b", *SHORT)
-
-    def resolve(config, *_, **__):
-        rollout = attrs.evolve(config.rollout, launch="eval", max_batch=4)
-        return attrs.evolve(config, rollout=rollout), ()
+    def decide(patch, launch, rows):
+        patch.setattr(setup, "usual_launch", lambda platform: launch)
+        outlook = lambda config, *_: (with_keys(config, "rollout", max_batch=rows), "", [])  # noqa: E731
+        patch.setattr(setup, "memory_outlook", outlook)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.training.setup, "resolve_decoding", resolve)
+        decide(patch, "eval", 4)
         killed(config, "sampling", 3)
-
-    def forbidden(*_, **__):
-        raise AssertionError("decided again")
-
-    monkeypatch.setattr(runners.training.setup, "resolve_decoding", forbidden)
+    decide(monkeypatch, "async", 8)
     result = run_training(config, report=Quiet(), resume=True)
     resolved = json.loads((result.folder / "config.resolved.json").read_text())["rollout"]
     assert (resolved["launch"], resolved["max_batch"]) == ("eval", 4)
