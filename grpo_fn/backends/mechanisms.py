@@ -30,7 +30,6 @@ OPERATIONS = {
     "attention": "(queries, keys, mask): attention over whole sequences",
     "rope": "(x, dims, offset): rotary embeddings; its function takes x, the base and the offset",
     "weighted_values": "(weights, values): the product of attention weights and values",
-    "draw": "(logits): a token of each row by its random words",
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",

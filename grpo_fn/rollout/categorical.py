@@ -2,8 +2,8 @@
 
 A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before it: a third of
 150,000 nearly equal tokens. And a random number in float32 has at most 24 bits. So the vocabulary is cut into
-groups of 64 tokens, and a large one into blocks of 64 groups. A block is drawn, then a group of it, then a
-token of that, each with its own 32 random bits.
+groups of `WIDTH` tokens, and a large one into blocks of `WIDTH` groups. A block is drawn, then a group of it,
+then a token of that, each with its own 32 random bits.
 
 A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So no token with a
 weight is lost. Weights below 2^−30 at their level are drawn too often: in at most 2e-7 of all draws.

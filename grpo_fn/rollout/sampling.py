@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import attrs
 import mlx.core as mx
 
-from grpo_fn.backends import find
 from grpo_fn.backends.composed import exp, softmax, softmax_sums
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
@@ -121,9 +120,6 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
         return token_b.astype(mx.int32), -softmax_sums(z_bv).log_total
-    fast = find("draw", logits_bv) if cut == (1, 0, 0) else None
-    if fast is not None:
-        return fast(logits_bv, bits_bw, temperature, categorical.WIDTH)
     if temperature != 1:
         z_bv = z_bv / temperature
     z_bv = truncate(z_bv, *cut)

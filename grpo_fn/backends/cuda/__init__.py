@@ -8,7 +8,6 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 # As `backends.mechanisms` describes them.
 MECHANISMS = {
     "rms_norm": ("norm_kernels", "unit_rms", "takes_rows"),
-    "draw": ("decoding.draw_kernel", "draw_rows", "takes_logits"),
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
     "decode_blocks": ("decoding.decode_blocks", "FORM", ""),
