@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import attrs
 
 from runners.report.line_files import LineFile
-from runners.report.page_json import columns_json, deflated, packed, plain_json
+from runners.report.page_json import columns_json, deflated, packed
 
 COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
@@ -31,21 +30,6 @@ class Part:
     numbers: bytes  # columns for filters and sorting
     texts: bytes  # texts and other content of the rows
     tokens: bytes | None  # each row's tokens; None: unknown
-
-
-@attrs.frozen(eq=False)
-class PartTexts:
-    """A part before compression."""
-
-    rows: int
-    numbers: str
-    texts: str
-    tokens: str | None
-
-    def deflated(self) -> Part:
-        """The compressed part; other threads can run most of the time."""
-        tokens = None if self.tokens is None else deflated(self.tokens)
-        return Part(self.rows, deflated(self.numbers), deflated(self.texts), tokens)
 
 
 @attrs.define(eq=False)
@@ -75,13 +59,13 @@ class PartMaker:
         self.waiting.append(record)
         return len(self.waiting) >= ROWS
 
-    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> PartTexts:
+    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> Part:
         """The collected part; `tokens` are the records of tokens.jsonl by batch step."""
         records, self.waiting = self.waiting, []
         return part_of(records, tokens)
 
 
-def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> PartTexts:
+def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> Part:
     """A part of these records."""
     rewards = [_table(record, "rewards") for record in records]
     names = dict.fromkeys(chain.from_iterable(rewards))
@@ -112,8 +96,8 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
         },
     }
     shown = _tokens(records, tokens) if tokens else None
-    return PartTexts(
-        len(records), columns_json(numbers), plain_json(texts), plain_json(shown) if shown else None
+    return Part(
+        len(records), deflated(columns_json(numbers)), packed(texts), packed(shown) if shown else None
     )
 
 
@@ -145,13 +129,9 @@ def read_completions(folder: Path, group_size: int, most_bytes: int, last_update
     only = None if stride == 1 else wanted
     file, maker = LineFile(path), PartMaker(group_size)
     tokens = read_tokens(LineFile(folder / TOKENS).read(only))
-    with ThreadPoolExecutor(1) as pool:  # deflates a part while the next one is read
-        waiting = [
-            pool.submit(maker.take(tokens).deflated) for record in file.read(only) if maker.add(record)
-        ]
-        if maker.waiting:
-            waiting.append(pool.submit(maker.take(tokens).deflated))
-        parts = [each.result() for each in waiting]
+    parts = [maker.take(tokens) for record in file.read(only) if maker.add(record)]
+    if maker.waiting:
+        parts.append(maker.take(tokens))
     left_out = sum((update - 1) % stride != 0 and update != last_update for update in seen)
     return CompletionParts(parts, sum(part.rows for part in parts), left_out, file.bad)
 

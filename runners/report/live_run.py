@@ -92,7 +92,7 @@ class LiveRun:
         """The part that still grows; a page requests its pieces one by one."""
         made_of = (self._generation(), len(self._parts), len(self._maker.waiting), self._token_lines())
         if self._tail is None or self._tail[0] != made_of:
-            self._tail = made_of, part_of(self._maker.waiting, self._tokens).deflated()
+            self._tail = made_of, part_of(self._maker.waiting, self._tokens)
         return self._tail[1]
 
     def _token_lines(self) -> int:
@@ -117,7 +117,7 @@ class LiveRun:
         for record in completions.read():
             waiting = self._maker.waiting
             if len(waiting) >= ROWS and record.get("batch_step") != waiting[-1].get("batch_step"):
-                self._parts.append(self._maker.take(self._tokens).deflated())
+                self._parts.append(self._maker.take(self._tokens))
                 step = record.get("batch_step")
                 if isinstance(step, int):
                     self._tokens = {each: value for each, value in self._tokens.items() if each >= step}

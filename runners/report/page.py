@@ -87,23 +87,10 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
     a file, makes no connections.
     """
-    script, style = _assets()
-    begin = json.dumps(start).replace("<", "\\u003c")
+    script, _ = _assets()
     connect = "'self'" if start["mode"] == "live" else "'none'"
-    policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src 'unsafe-inline'; img-src data:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
-    )
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="referrer" content="no-referrer">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{html.escape(_printable(title))} – training report</title>",
-        f'<link rel="icon" href="{_ICON}">',
-        f"<style>{style}</style></head><body>",
+    begin = json.dumps(start).replace("<", "\\u003c")
+    body = [
         _asset("page.html"),
         f'<script type="application/json" id="start">{begin}</script>',
         *(
@@ -111,26 +98,35 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
             for number, blob in enumerate(blobs)
         ),
         f"<script>{script}</script>",
-        "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    policy = f"script-src {_digest(script)}; connect-src {connect}"
+    return _document(f"{title} – training report", "\n".join(body), policy)
 
 
 def small_page(title: str, body: str, *, again: int) -> str:
     """A page without a script, from safe HTML; it reloads itself after `again` seconds."""
-    _, style = _assets()
     name = html.escape(_printable(title))
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta http-equiv="refresh" content="{again}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="{_ICON}"><style>{style}</style></head><body>'
-        f'<main class="listing"><h1>{name}</h1><div class="scroll">{body}</div></main></body></html>\n'
-    )
+    listing = f'<main class="listing"><h1>{name}</h1><div class="scroll">{body}</div></main>'
+    return _document(title, listing, "script-src 'none'", f'<meta http-equiv="refresh" content="{again}">')
+
+
+def _document(title: str, body: str, policy: str, more: str = "") -> str:
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; {policy}"
+    _, style = _assets()
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="referrer" content="no-referrer">',
+        f'<meta name="color-scheme" content="light dark">{more}',
+        f"<title>{html.escape(_printable(title))}</title>",
+        f'<link rel="icon" href="{_ICON}">',
+        f"<style>{style}</style></head><body>",
+        body,
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def group_size(record: RunRecord) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import RESOLVED, SECTIONS
+from runners.config.loading import RESOLVED, load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
 from runners.report.line_files import LineFile, open_file
@@ -181,7 +181,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
     """The keys whose values differ from the defaults; of the keys that a preset decides, the `given` ones."""
-    defaults = flattened(_defaults())
+    defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
     asked = {key for key in given if isinstance(key, str)} if isinstance(given, list) else set()
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
     return [
@@ -189,29 +189,6 @@ def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
         for key, value in flat.items()
         if (key in asked if key in by_preset else defaults.get(key, {}) != value)
     ]
-
-
-def _defaults() -> dict[str, Any]:
-    import attrs
-
-    found: dict[str, Any] = {}
-    for name, kind in SECTIONS.items():
-        table: dict[str, Any] = {}
-        for field in attrs.fields(kind):
-            default = field.default
-            if default is attrs.NOTHING:
-                continue
-            value = default.factory() if isinstance(default, attrs.Factory) else default  # pyright: ignore
-            table[field.name] = _plain(attrs.asdict(value) if attrs.has(type(value)) else value)
-        found[name] = table
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: lists in place of tuples."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _texts(value: Any) -> dict[str, str]:

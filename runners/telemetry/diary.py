@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Self
 
 from runners.config.loading import Config
 from runners.errors import UserError, error_line, one_line
@@ -22,7 +22,7 @@ from runners.telemetry.report import Report
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
-class Diary:
+class Diary(Report):
     """A `Report` that passes everything on to another one, and keeps what is worth reading later.
 
     Notices from before the start are written after the event "start". Times are seconds since 1970.
@@ -104,10 +104,12 @@ class Diary:
         """See `Report.finish`."""
         self._report.finish(summary)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._report, name)  # `fault`
+    @property
+    def fault(self) -> Exception | None:
+        """See `Report`."""
+        return getattr(self._report, "fault", None)
 
-    def __enter__(self) -> Diary:
+    def __enter__(self) -> Self:
         self._report.__enter__()
         return self
 

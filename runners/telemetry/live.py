@@ -31,6 +31,7 @@ from runners.telemetry.progress import (
     percent_text,
     sparkline,
 )
+from runners.telemetry.report import Report
 
 MAX_WIDTH = 100  # columns; the rest of a wider terminal stays empty
 # Columns that stay empty at the right: the terminal writes "^C" behind the block's last line. If that
@@ -46,7 +47,7 @@ _SMALL = (
 )
 
 
-class LiveReport:
+class LiveReport(Report):
     """A `Report` for terminals, drawn with rich."""
 
     def __init__(
@@ -150,9 +151,6 @@ class LiveReport:
         self._live.stop()
         self._finished = True
         self._print(_table(summary))
-
-    def __enter__(self) -> LiveReport:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if not self._finished:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, Self, TextIO
 
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
@@ -26,8 +26,8 @@ from runners.telemetry.progress import (
 LINE_WIDTH = 100  # columns of a plain line
 
 
-class Report(Protocol):
-    """Takes the loop's reports. A context manager that restores the terminal, also after an interrupt.
+class Report:
+    """Takes the loop's reports; this one shows nothing. A context manager that restores the terminal.
 
     A report that writes to standard output has `fault`: the exception of the first failed write, or None. No
     method raises it; from then on notes go to standard error.
@@ -45,89 +45,50 @@ class Report(Protocol):
 
         For a resumed run, `done` is its current update, and `scores` are the evaluations before that.
         """
-        ...
 
     def status(self, text: str) -> None:
         """The current activity, such as "evaluating"; a terminal shows it until the next step or status."""
-        ...
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """An update is done. `metrics` has the log's names, none of which is required."""
-        ...
 
     def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
         """An evaluation is done: `score`, in 0..1, is the share of exact matches."""
-        ...
 
     def example(self, record: Mapping[str, Any]) -> None:
         """A completion of the batch step, as in completions.jsonl; shown if a person asks for one."""
-        ...
 
     def note(self, text: str) -> None:
         """A line worth reading: a notice, a checkpoint."""
-        ...
 
     def alert(self, text: str) -> None:
         """A line that must be shown at once; another thread may call this."""
-        ...
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A small table of text under a line."""
-        ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is over. `summary` is name -> value, shown once."""
-        ...
 
-    def __enter__(self) -> Report: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class Quiet:
-    """Shows only the answer to a signal: for tests, and for use from other programs."""
-
-    def start(
-        self,
-        total_updates: int,
-        header: Mapping[str, Any],
-        *,
-        done: int = 0,
-        scores: Sequence[float] = (),
-    ) -> None: ...
-
-    def status(self, text: str) -> None: ...
-
-    def step(self, metrics: Mapping[str, Any]) -> None: ...
-
-    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None: ...
-
-    def example(self, record: Mapping[str, Any]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def alert(self, text: str) -> None:
-        """See `Report.alert`."""
-        to_stderr(text)
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-    def __enter__(self) -> Quiet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
 
-class Silent(Quiet):
-    """Shows nothing at all: for a rank whose run is shown by another rank."""
+Silent = Report
+"""Shows nothing at all: for a rank whose run is shown by another rank."""
+
+
+class Quiet(Report):
+    """Shows only the answer to a signal: for tests, and for use from other programs."""
 
     def alert(self, text: str) -> None:
-        """Shows nothing: the rank with the display shows the line."""
+        """See `Report.alert`."""
+        to_stderr(text)
 
 
-class PlainReport:
+class PlainReport(Report):
     """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
 
     def __init__(
@@ -161,9 +122,6 @@ class PlainReport:
         self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
         self._table(header)
 
-    def status(self, text: str) -> None:
-        """Shows nothing: these lines report what was done, not what comes next."""
-
     def step(self, metrics: Mapping[str, Any]) -> None:
         """See `Report.step`."""
         self._progress.step(metrics)
@@ -175,9 +133,6 @@ class PlainReport:
         """See `Report.eval`."""
         self._progress.eval(score, seconds)
         self._line(eval_line(name, score, correct, total, seconds))
-
-    def example(self, record: Mapping[str, Any]) -> None:
-        """Shows nothing: completions.jsonl has all completions."""
 
     def note(self, text: str) -> None:
         """See `Report.note`."""
@@ -207,9 +162,6 @@ class PlainReport:
         """See `Report.finish`."""
         self._line(f"finished in {duration_text(self._progress.elapsed())}")
         self._table(summary)
-
-    def __enter__(self) -> PlainReport:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stream.flush()

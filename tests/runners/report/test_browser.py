@@ -109,7 +109,7 @@ def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
     card = tab.locator(".card", has=tab.locator(".turn.observed")).first
     sampled, given = card.locator(".turn.sampled"), card.locator(".turn.observed")
     assert sampled.first.locator(".token.unlikely").count() and given.locator(".token").count() == 0
-    assert given.first.locator(".text").inner_text() == "<|tool|>seen: <b>again</b>"
+    assert given.first.locator(".text").inner_text() == "<|end|><|tool|>seen: <b>again</b><|assistant|>"
     assert "given, 26 tokens" in given.first.inner_text().lower()
     tab.select_option("#shade", "none")
     assert 'check({"text":"<b>again</b>"})' in sampled.first.inner_text()
