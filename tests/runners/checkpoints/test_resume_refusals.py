@@ -335,9 +335,14 @@ def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
     """Rows that fit into memory, and how steps are launched, as the first process found them."""
     config = config_in(tmp_path / "b", *SHORT, "rollout.launch=auto")
 
+    real = setup.memory_outlook
+
     def decide(patch, launch, rows):
+        def outlook(config, *more):
+            config, *notes = real(config, *more)
+            return with_keys(config, "rollout", max_batch=rows), *notes
+
         patch.setattr(setup, "usual_launch", lambda platform: launch)
-        outlook = lambda config, *_: (with_keys(config, "rollout", max_batch=rows), "", [])  # noqa: E731
         patch.setattr(setup, "memory_outlook", outlook)
 
     with monkeypatch.context() as patch:
