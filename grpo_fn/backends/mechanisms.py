@@ -30,6 +30,7 @@ OPERATIONS = {
     "attention": "(queries, keys, mask): attention over whole sequences",
     "rope": "(x, dims, offset): rotary embeddings; its function takes x, the base and the offset",
     "weighted_values": "(weights, values): the product of attention weights and values",
+    "gather_mm": "(): products with chosen experts, in any floating dtype",
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",

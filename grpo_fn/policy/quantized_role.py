@@ -1,8 +1,8 @@
 """Quantized roles: the sampler, or the reference, may have few-bit weights; the learner keeps its own.
 
-The linear layers inside the model's blocks are quantized, and embeddings and head if asked for. Norms keep
-their precision. `dequantized` storage rounds the weights at each sync and computes with them at full speed;
-`packed` keeps them small (see `packed`). Both compute with the same rounded weights.
+The linear layers and experts inside the model's blocks are quantized, and embeddings and head if asked for.
+Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes with them at
+full speed; `packed` keeps them small (see `packed`). Both compute with the same rounded weights.
 """
 
 from collections.abc import Callable
@@ -136,9 +136,12 @@ def is_quantized(module: nn.Module) -> bool:
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
     """Whether a role rounds this layer's weights, if its rows are multiples of the group."""
-    if head:
-        return isinstance(module, nn.Linear | nn.Embedding) and not is_position_table(module)
-    return isinstance(module, nn.Linear) and any(part.isdigit() for part in path.split("."))
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    if head and isinstance(module, nn.Embedding):
+        return not is_position_table(module)
+    inside = head or any(part.isdigit() for part in path.split("."))
+    return inside and isinstance(module, nn.Linear | SwitchLinear)
 
 
 def _packed_split(split: HeadSplit, names: tuple[str, ...], mode: QuantMode) -> HeadSplit:

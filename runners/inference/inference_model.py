@@ -18,7 +18,7 @@ from runners.images.families import check_family
 from runners.images.tower import VisionPart, prepare_vision
 from runners.machine.launch_modes import usual_launch
 from runners.models.adapters import base_of, check_adapters, read_adapters
-from runners.models.dtypes import cast_floating, check_experts, choose_dtype
+from runners.models.dtypes import cast_floating, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
 from runners.models.model_reader import custom_loader, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
@@ -87,7 +87,6 @@ def load_inference(
     module.freeze()
     module.eval()
     compute_dtype = choose_dtype(dtype, platform, module)
-    check_experts(module, compute_dtype, platform, "dtype")
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy inspects the model
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None

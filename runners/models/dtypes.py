@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
-from runners.errors import UserError
 
 if TYPE_CHECKING:
     from runners.machine.startup import Platform
@@ -20,24 +19,6 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
     """The compute dtype: the one named, or with "auto" the platform's, or else the model's own."""
     name = platform.default_dtype if wish == "auto" else wish
     return main_dtype(module) if name is None else getattr(mx, name)
-
-
-def check_experts(module: nn.Module, dtype: mx.Dtype, platform: Platform, key: str) -> None:
-    """Raises UserError, at `key`, if the model cannot be computed in this dtype.
-
-    On a CPU MLX multiplies by chosen experts (`gather_mm`) only in float32; packed experts work in any dtype.
-    """
-    if platform.backend != "cpu" or dtype == mx.float32 or not any(map(_gathers, module.modules())):
-        return
-    raise UserError(
-        f'{key}: found "{str(dtype).removeprefix("mlx.core.")}", but the model has a mixture of experts, '
-        'which MLX computes on a CPU in float32 alone; want "float32" or "auto"'
-    )
-
-
-def _gathers(layer: nn.Module) -> bool:
-    code = getattr(type(layer).__call__, "__code__", None)
-    return code is not None and "gather_mm" in code.co_names
 
 
 def cast_floating(module: nn.Module, dtype: mx.Dtype) -> None:

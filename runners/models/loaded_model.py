@@ -18,7 +18,7 @@ from runners.images.families import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import base_digest
-from runners.models.dtypes import cast_floating, cast_leaves, check_experts, choose_dtype, main_dtype
+from runners.models.dtypes import cast_floating, cast_leaves, choose_dtype, main_dtype
 from runners.models.folders import resolve_model
 from runners.models.model_reader import custom_loader, read_model
 
@@ -73,8 +73,7 @@ def load_model(
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
     not finite, the tokenizer's vocabulary exceeds the embedding, the weights are packed with `tune = "full"`,
-    a mixture of experts should compute in 16 bits on a CPU, or `lora.keys` or `lora.layers` name missing
-    layers; with `images`, as `load_vision_part` does.
+    or `lora.keys` or `lora.layers` name missing layers; with `images`, as `load_vision_part` does.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -107,7 +106,6 @@ def load_model(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
             'wanted model.tune = "lora" or "dora", or an unquantized model'
         )
-    check_experts(module, compute_dtype, platform, "model.dtype")
     cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
     trainable, frozen = split_leaves(module)
     mx.eval(module.parameters())

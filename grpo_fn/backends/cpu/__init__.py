@@ -21,6 +21,7 @@ MECHANISMS = {
     "attention": ("attention", "attention", "takes_sequences"),
     "rope": ("rotations", "rope", "takes_heads"),
     "weighted_values": ("elementwise", "weighted_values", ""),
+    "gather_mm": ("elementwise", "gather_mm", ""),
     "add_at": ("elementwise", "add_at", ""),
 }
 NUMBERS = {

@@ -213,6 +213,11 @@ def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 
 
+def gather_mm(x: mx.array, weights: mx.array, **options: Any) -> mx.array:
+    """`mx.gather_mm` of any floating dtype: on a CPU MLX multiplies by chosen experts only in float32."""
+    return mx.gather_mm(x.astype(mx.float32), weights.astype(mx.float32), **options).astype(x.dtype)
+
+
 # On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
 # does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
 @mx.custom_function

@@ -20,7 +20,7 @@ from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
 from grpo_fn.policy.layers.gated_mlp import down_of_gated
 from grpo_fn.policy.layers.model_fixes import fix_known_faults
-from grpo_fn.policy.layers.quantized_layers import QuantMode, unpack_rows, unpacked_product
+from grpo_fn.policy.layers.quantized_layers import QuantMode, is_unpacked, unpack_rows, unpacked_product
 
 
 def patch_layers(module: nn.Module) -> int:
@@ -32,9 +32,9 @@ def patch_layers(module: nn.Module) -> int:
     fix_known_faults(module)
     if not enabled("patched_layers"):
         return 0
-    changed, unpacks = 0, unpack_rows() > 0
+    changed = 0
     for layer in module.modules():
-        kind = _patched(type(layer), unpacks)
+        kind = _patched(type(layer))
         if kind is not type(layer):
             layer.__class__ = kind
         changed += hasattr(kind, "patched")
@@ -87,13 +87,19 @@ def _unit_norm(x: mx.array) -> mx.array:
     return rms_norm(x, None, 1e-5)
 
 
-class _LayersNN:
-    """A replacement of mlx.nn for a layer's module, with this library's `relu2`."""
+def _gather_mm(*arrays: mx.array, **options: Any) -> mx.array:
+    return (find("gather_mm") or mx.gather_mm)(*arrays, **options)
 
-    relu2 = staticmethod(relu2)
+
+class _Module:
+    """A module of mlx with one of its functions replaced, for the globals of a layer's module."""
+
+    def __init__(self, module: Any, name: str, function: Callable[..., mx.array]) -> None:
+        self.module, self.name = module, name
+        setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(nn, name)
+        return getattr(self.module, name)
 
 
 _OWN: dict[str, Any] = {
@@ -101,7 +107,8 @@ _OWN: dict[str, Any] = {
     "swiglu": swiglu,
     "rms_norm": _unit_norm,
     "gated_delta_update": gated_delta_update,
-    "nn": _LayersNN(),
+    "nn": _Module(nn, "relu2", relu2),
+    "mx": _Module(mx, "gather_mm", _gather_mm),
 }
 
 
@@ -139,7 +146,7 @@ class _QuantizedLinear(nn.QuantizedLinear):
     patched = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.size // x.shape[-1] < unpack_rows():
+        if not _is_unpacked(x):
             return super().__call__(x)
         y = _packed_product(self, x)
         return y + self["bias"] if "bias" in self else y
@@ -150,7 +157,11 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
     patched = ("linear",)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return super().as_linear(x) if x.size // x.shape[-1] < unpack_rows() else _packed_product(self, x)
+        return _packed_product(self, x) if _is_unpacked(x) else super().as_linear(x)
+
+
+def _is_unpacked(x: mx.array) -> bool:
+    return is_unpacked(x.size // x.shape[-1], x.shape[-1], unpack_rows())
 
 
 def _packed_product(layer: Any, x: mx.array) -> mx.array:
@@ -177,7 +188,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def _patched(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
+def _patched(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are none."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "patched") or not isinstance(call, FunctionType):
@@ -189,14 +200,16 @@ def _patched(kind: type[nn.Module], unpacks: bool) -> type[nn.Module]:
     if _is_gated_mlp(call):
         return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "patched": ("swiglu",)})
     if kind in _PACKED:
-        return _PACKED[kind] if unpacks else kind
+        return _PACKED[kind]
     names = [
         name
         for name, original in _originals().items()
         if name in call.__code__.co_names and call.__globals__.get(name) is original
     ]
-    if "relu2" in call.__code__.co_names and call.__globals__.get("nn") is nn:
-        names.append("nn")
+    for name in ("nn", "mx"):
+        own_module = _OWN[name]
+        if own_module.name in call.__code__.co_names and call.__globals__.get(name) is own_module.module:
+            names.append(name)
     if not names:
         return kind
     own = with_globals(call, **{name: _OWN[name] for name in names})

@@ -28,6 +28,15 @@ def unpack_rows() -> int:
     return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
+def is_unpacked(rows: int, width: int, unpack_rows: int) -> bool:
+    """Whether a product of so many rows unpacks its weight, of that many columns, first; 0 rows: never.
+
+    But for 64 columns always from 16 rows on: on CUDA MLX 0.32.4's packed product is wrong there
+    (docs/upstream.md).
+    """
+    return 0 < unpack_rows <= rows or (width == 64 and rows >= 16)
+
+
 @attrs.frozen
 class QuantMode:
     """One of mlx's quantized formats."""
@@ -109,7 +118,7 @@ def packed_module(
 
     Args:
         module: stays as it is.
-        names: of the weights that are packed, each of an `nn.Linear` or `nn.Embedding`.
+        names: of the weights that are packed, each of an `nn.Linear`, `nn.Embedding` or mlx-lm's experts.
         leaves: the module's parameters by name.
         mode: their format.
         dtype: of an unpacked embedding; None: its own dtype.
@@ -121,7 +130,8 @@ def packed_module(
     replaced = []
     for name in names:
         path = name.removesuffix(".weight")
-        kind = _PackedEmbedding if isinstance(parts[path], nn.Embedding) else _PackedLinear
+        plain = _PackedEmbedding if isinstance(parts[path], nn.Embedding) else _PackedLinear
+        kind = _PackedExperts if leaves[name].ndim == 3 else plain
         layer = kind(mode, dtype or leaves[name].dtype, unpack_rows, f"{path}.bias" in leaves)
         replaced.append((path, layer))
     structure.update_modules(tree_unflatten(replaced))
@@ -140,8 +150,7 @@ class _Packed(nn.Module):
 
     def product(self, x: mx.array) -> mx.array:
         """x [..., in] times the weight's transpose."""
-        rows = x.size // x.shape[-1]
-        if self._unpack_rows and rows >= self._unpack_rows:
+        if is_unpacked(x.size // x.shape[-1], x.shape[-1], self._unpack_rows):
             parts = [self[name] for name in packed_names("weight", self._mode)]
             return unpacked_product(self._mode)(x, *parts)
         return mx.quantized_matmul(
@@ -160,6 +169,25 @@ class _PackedLinear(_Packed):
     def __call__(self, x: mx.array) -> mx.array:
         y = self.product(x)
         return y + self["bias"] if "bias" in self else y
+
+
+class _PackedExperts(_Packed):
+    """Weights [E,out,in] of E experts."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = mx.gather_qmm(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            rhs_indices=indices,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=sorted_indices,
+        )
+        return y + self["bias"][indices][..., None, :] if "bias" in self else y
 
 
 class _PackedEmbedding(_Packed):

@@ -5,8 +5,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
 from grpo_fn.policy.quantized_role import MODES, quantized_role
-from grpo_fn.trees import map_arrays
+from grpo_fn.trees import map_arrays, named_leaves
 from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_module, tiny_policy, token_rows
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128}
@@ -42,6 +43,25 @@ def test_both_storages_are_the_same_rounded_model(name):
         logits[storage] = role.policy.logits(role.transform(policy.params), tokens)
     assert relative_error(logits["packed"], logits["dequantized"]) < 1e-5
     assert 1e-4 < relative_error(logits["dequantized"], full) < COARSE[name]
+
+
+@pytest.mark.parametrize("name", ["affine-8", "affine-4", "nvfp4"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_rounded(model, name):
+    """Of all layers, in both storages; packed they take their bits, and give the dequantized logits."""
+    policy, tokens = g.Policy.from_module(small_model(model)), token_rows(2, 6)
+    logits = {}
+    for storage in ("packed", "dequantized"):
+        role = quantized_role(policy, name, storage, group_size=0 if name == "nvfp4" else 32)
+        params = role.transform(policy.params)
+        logits[storage] = role.policy.logits(params, tokens)
+        experts = [leaf for leaf in role.names if "_proj" in leaf and "self_attn" not in leaf]
+        assert len(experts) == 3 * 4 and not role.unfit
+        packed = storage == "packed"
+        assert {named_leaves(params)[leaf].dtype == mx.uint32 for leaf in experts} == {packed}
+    assert relative_error(logits["packed"], logits["dequantized"]) < 1e-5
+    bits = {"affine-8": 0.05, "affine-4": 1.0, "nvfp4": 1.4}[name]
+    assert 1e-4 < relative_error(logits["dequantized"], policy.logits(policy.params, tokens)) < bits
 
 
 def test_more_bits_are_closer():

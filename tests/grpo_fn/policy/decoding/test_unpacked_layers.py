@@ -205,13 +205,18 @@ def test_large_packed_weights_stay_packed(monkeypatch):
 
 
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
-    """On Metal mlx's own kernels take many rows."""
+    """On Metal mlx's own kernels take many rows; 16 rows of 64 numbers, wrong on CUDA, are unpacked."""
     monkeypatch.setattr(substitutes, "unpack_rows", lambda: 0)
     monkeypatch.setattr(unpacking, "number", lambda name: 0)
-    substitutes._patched.cache_clear()
-    try:
-        module = packed_module()
-        substitutes.patch_layers(module)
-    finally:
-        substitutes._patched.cache_clear()
-    assert "QuantizedLinear" in kinds(module) and unpackable(module) == []
+    assert unpackable(packed_module()) == []
+    taken, packed = [], mx.quantized_matmul
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda x, *a, **k: taken.append(x.shape) or packed(x, *a, **k)
+    )
+    for width, rows in ((64, 15), (64, 16), (128, 100)):
+        layer = nn.QuantizedLinear.from_linear(nn.Linear(width, 32), 32, 4)
+        x = mx.random.normal((rows, width), key=mx.random.key(0))
+        wanted = packed(x, layer.weight, layer.scales, layer.biases, True, 32, 4) + layer.bias
+        substitutes.patch_layers(layer)
+        assert mx.allclose(layer(x), wanted, atol=1e-5)
+    assert taken == [(15, 64), (100, 128)]

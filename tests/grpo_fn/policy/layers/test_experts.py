@@ -3,10 +3,13 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.models import switch_layers
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
+from grpo_fn.trees import arrays_of
+from tests.support.closeness import apart
 from tests.support.generating import roll
 from tests.support.tiny_policies import token_rows, worst_difference
 
@@ -58,6 +61,24 @@ def test_few_tokens_of_the_learner_are_sorted(name, rows, length, said):
     assert all(is_sorted == (size == 64) for is_sorted, size in said)
     assert mx.abs(value - plain_value).item() < 1e-3
     assert worst_difference(grads, plain) < 1e-4
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="MLX has the other products of GPUs")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_in_16_bits_compute_on_a_cpu(name, dtype):
+    """With and without adapters: in float32 inside, with the numbers of the same weights in float32."""
+    tokens, found = token_rows(2, 6) % VOCABULARY, []
+    for compute in (dtype, mx.float32):
+        module = small_model(name)
+        module.set_dtype(dtype)
+        module.freeze()
+        linear_to_lora_layers(module, 2, {"rank": 4, "scale": 1.0, "dropout": 0.0})
+        found.append(gradient(g.Policy.from_module(module, compute_dtype=compute), tokens))
+    (value, grads), (wanted, wanted_grads) = found
+    assert value.item() == pytest.approx(wanted.item(), rel=2e-3)
+    assert apart(grads, wanted_grads) < 0.9  # a token at the border of two experts may change sides
+    assert any(leaf.ndim == 3 for leaf in arrays_of(grads))  # an adapter of each expert
 
 
 def test_a_rollout_s_few_tokens_stand_once(said):
