@@ -124,6 +124,11 @@ def test_a_python_snippet_runs(snippet, folder):
         assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
 
 
+def test_the_changelog_is_short():
+    """A line a change; a merge that brings removed lines back doubles it."""
+    assert (ROOT / "CHANGELOG.md").stat().st_size < 30_000
+
+
 def test_the_loop_of_the_readme_is_seen_to_learn():
     """One snippet is held to that."""
     (snippet,) = [snippet for snippet in SNIPPETS if "learns" in snippet.comments]
