@@ -108,8 +108,8 @@ def _learner(record: Record) -> str:
     time = _value(record, "32 × (128 + 256): time, ours / naive")
     peak = _value(record, "32 × (128 + 256): peak, ours / naive")
     return (
-        f"the gradient of 32 completions of 256 tokens, vocabulary 32,768, {_cores(record)}: {time:.2f} of "
-        f"the plain way's time, {peak:.2f} of its peak memory"
+        f"the gradient of 32 completions of 256 tokens, vocabulary 32,768, {_cores(record)}: {time:.2f} × "
+        f"the time of a straightforward implementation, {peak:.2f} × its peak memory"
     )
 
 

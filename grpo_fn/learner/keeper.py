@@ -8,7 +8,7 @@ Keep = Callable[[mx.array, mx.array], mx.array]
 
 
 class Keeper:
-    """A `keep`: a new value replaces the old one if it is finite and the update may be taken."""
+    """A `keep`: it keeps the old value if the new one, or the whole update, is not finite."""
 
     def __init__(self, finite: mx.array, store: Keep) -> None:
         """`finite`: 0-d bool, whether the update may be taken; `store`: from `rounding.storing`."""

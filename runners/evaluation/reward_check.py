@@ -218,5 +218,5 @@ def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarr
     gold = totals_a[list(kinds).index(GOLD)]
     better = [kind for kind, total in zip(kinds, totals_a, strict=True) if kind != GOLD and total >= gold]
     if better:
-        found.append(f"the rewards together do not prefer the gold answer to: {', '.join(better)}")
+        found.append(f"the gold answer's total reward is not above: {', '.join(better)}")
     return found

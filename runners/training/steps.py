@@ -31,7 +31,7 @@ from runners.training.loop_state import LoopState
 from runners.training.setup import Run
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
-_SMALL = 2_500_000  # parameters; smaller models compute no faster
+_SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
 
 
 class TrainSteps:

@@ -145,18 +145,17 @@ _fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))
 
 
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Two arrays whose product is e^x: whoever multiplies them can do more in the same pass."""
+    """Two arrays whose product is e^x, returned separately so that callers can fuse the product."""
     rounded = _fused_rounded(x)
     power = _fused_power(_fused_remainder(x, rounded))
     return power, _scale(rounded)
 
 
 def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Those of −gate, for what follows in `swiglu`.
+    """Factors of e^(−gate).
 
-    The two views end one kernel and begin the next. Without them the chain up to SwiGLU is longer than MLX
-    makes a kernel: it would compute the constants of its second half in the first, as arrays that are read
-    with strides, and g++ makes no vector instructions of that.
+    The two views force a kernel boundary, because MLX limits a kernel's depth: where the chain up to SwiGLU
+    exceeds it, the constants of its second half come as strided inputs, and g++ does not vectorize that loop.
     """
     rounded = _fused_rounded_of_minus(gate)
     remainder = _fused_remainder_of_minus(gate, rounded)

@@ -18,7 +18,7 @@ from grpo_fn.layers import is_one_token
 
 
 def takes_heads(x: mx.array, dims: int, offset: Any) -> bool:
-    """Whether `rope` is for these: float32 heads [B,H,L,D] that turn as a whole.
+    """Whether `rope` supports this input: float32 [B,H,L,D], all D rotated.
 
     Heads of one token: where all layers take the same positions.
     """

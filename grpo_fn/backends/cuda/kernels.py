@@ -44,7 +44,7 @@ struct bfloat16 {
     __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
 };
 """
-# A size of an input, in a kernel's source: handed over as a number.
+# Matches `x_shape[0]` in a kernel's source; passed as a scalar.
 _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 

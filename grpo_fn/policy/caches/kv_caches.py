@@ -56,7 +56,7 @@ def shares_keys(model: nn.Module) -> bool:
 
 
 def needs_caches(model: nn.Module) -> bool:
-    """Whether the model computes something else without caches: then it would not train what it decodes.
+    """Whether logits differ with and without caches, so that training would not match sampling.
 
     Only models that `shares_keys` are checked, by computing a few tokens: without caches to share, layers of
     gemma3n use their own keys.

@@ -116,7 +116,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
     assert "reward constant gave 0.25 to every answer, good or bad" in text
     assert "reward silent gave no reward to any answer" in text
     assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
-    assert "do not prefer the gold answer to: wrong answer, gold without form" in text
+    assert "the gold answer's total reward is not above: wrong answer, gold without form" in text
     assert "likes_nothing gave" not in text
 
 

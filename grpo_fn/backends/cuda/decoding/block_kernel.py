@@ -199,5 +199,5 @@ def _split(columns: int, depth: int, groups: int) -> int:
 
 
 def _stages(limits: DeviceLimits) -> int:
-    """Of the ring, beside a kilobyte that the kernel and the driver take."""
+    """Ring-buffer stages that fit in shared memory, minus 1 KiB that is reserved."""
     return min(_MOST_STAGES, (limits.shared_bytes - 1024) // _STAGE)
