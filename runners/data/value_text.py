@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 _NARROW = {"halffloat": np.float16, "float16": np.float16, "float": np.float32, "float32": np.float32}
-_WITH_EXPONENT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
+_WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 
 
 def value_text(value: object) -> str:

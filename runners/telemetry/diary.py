@@ -17,7 +17,7 @@ from runners.machine.memory_readings import read_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
-from runners.telemetry.report import Report
+from runners.telemetry.display import Report
 
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 

@@ -19,6 +19,7 @@ from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.block.key_presses import KeyPresses
 from runners.telemetry.block.rows import ShownCompletion, detail_rows, example_rows
+from runners.telemetry.display import Report
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -31,7 +32,6 @@ from runners.telemetry.progress import (
     percent_text,
     sparkline,
 )
-from runners.telemetry.report import Report
 
 MAX_WIDTH = 100  # columns; the rest of a wider terminal stays empty
 # Columns that stay empty at the right: the terminal writes "^C" behind the block's last line. If that
