@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import attrs
+
 # Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
 _OUT_OF_MEMORY = (
     "[malloc] unable to allocate",
@@ -46,6 +48,14 @@ class ConfigError(UserError):
 
 class RewardError(UserError):
     """A reward failed, and reward.on_error or reward.stop_if_all_fail lets that end the run."""
+
+
+@attrs.frozen
+class Failure:
+    """Says, in place of a reward, why there is none. The scorer counts it as a fault of the reward."""
+
+    reason: str  # equal ones are reported in one line
+    found: str = ""  # the text of one completion in which it was found
 
 
 class NumbersError(UserError):

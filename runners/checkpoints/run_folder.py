@@ -18,7 +18,6 @@ from runners.checkpoints.snapshot import LATEST, TRAINER_STATE, checkpoint_folde
 from runners.config.loading import RESOLVED
 from runners.errors import UserError
 from runners.files.durable import remove_folder
-from runners.files.held_file import HeldFile
 from runners.files.staging import FOLDER_FLAGS, sweep
 
 LOCK = ".lock"
@@ -37,16 +36,8 @@ class RunFolder:
     """A run's folder, held open, so that it stays the same folder even if its path changes."""
 
     path: Path  # as the config names it
-    held: HeldFile
-    lock: HeldFile | None = None
-
-    @property
-    def descriptor(self) -> int:
-        """The open folder's descriptor. FolderGone if a reward closed it and its path leads elsewhere."""
-        try:
-            return self.held.number
-        except OSError as error:
-            raise FolderGone(f"{self.path}: the run's folder is gone: {error.strerror or error}") from error
+    descriptor: int
+    lock: int | None = None  # the descriptor of its file
 
     def here(self) -> Path:
         """The folder's current path: its own, or the one after a rename. FolderGone if it is deleted."""
@@ -67,7 +58,6 @@ class RunFolder:
         called once more with the new path.
         """
         path = self.here()
-        self._keep_lock()
         try:
             return act(path, self.descriptor)
         except (OSError, UserError):
@@ -75,16 +65,6 @@ class RunFolder:
             if now == path:
                 raise
         return act(now, self.descriptor)
-
-    def _keep_lock(self) -> None:
-        """Takes the lock again if a reward has closed it. UserError if another run was faster."""
-        try:
-            _ = self.lock and self.lock.number
-        except BlockingIOError as error:
-            raise UserError(f"{self.path}: the run's lock was closed, and another run has it") from error
-        except OSError as error:
-            why = error.strerror or error
-            raise UserError(f"{self.path}: the run's lock was closed, and its file is gone: {why}") from error
 
     @contextmanager
     def anew(self) -> Iterator[RunFolder]:
@@ -109,8 +89,8 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = RunFolder(folder, HeldFile(folder, os.O_RDONLY | os.O_DIRECTORY))
-            stack.callback(held.held.close)
+            held = RunFolder(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+            stack.callback(os.close, held.descriptor)
             held = attrs.evolve(held, lock=_acquire(held))
             stack.callback(_release, held, made)
             _sweep(held)
@@ -132,53 +112,49 @@ def _sweep(held: RunFolder) -> None:
         os.close(inside)
 
 
-def _acquire(held: RunFolder) -> HeldFile:
+def _acquire(held: RunFolder) -> int:
     other = "or choose another run.name"
     while True:
-        lock = HeldFile(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, within=held.held, prepare=_flock)
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=held.descriptor)
         try:
-            _flock(lock.number)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = os.read(lock.number, 32).decode("ascii", "replace").strip()
-            lock.close()
+            owner = os.read(lock, 32).decode("ascii", "replace").strip()
+            os.close(lock)
             raise UserError(
                 f"{held.path} is in use by process {owner or 'unknown'}; wait for it, {other}"
             ) from error
-        if not _OWNER.fullmatch(os.read(lock.number, 64)):
-            lock.close()
+        if not _OWNER.fullmatch(os.read(lock, 64)):
+            os.close(lock)
             raise UserError(f"{held.path / LOCK}: found a file that is no run's lock; move it, {other}")
         # Between the two calls its owner may have removed the file: then the lock is useless.
         if _is_lock(held, lock):
-            os.ftruncate(lock.number, 0)
-            os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             return lock
-        lock.close()
-
-
-def _flock(number: int) -> None:
-    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
 
 
 def _release(held: RunFolder, made: Sequence[Path]) -> None:
     """Removes the lock's file, and those of this run's folders in `made` that are still empty."""
-    with suppress(OSError, FolderGone):
-        if held.lock and _is_lock(held, held.lock):
-            os.unlink(LOCK, dir_fd=held.descriptor)
-    if held.lock:
-        held.lock.close()
-    with suppress(OSError, FolderGone):  # a folder that is not empty stays
+    if held.lock is not None:
+        with suppress(OSError):
+            if _is_lock(held, held.lock):
+                os.unlink(LOCK, dir_fd=held.descriptor)
+        os.close(held.lock)
+    with suppress(OSError):  # a folder that is not empty stays
         if made and os.path.samestat(os.stat(held.path), os.fstat(held.descriptor)):
             for path in made:
                 path.rmdir()
 
 
-def _is_lock(held: RunFolder, lock: HeldFile) -> bool:
+def _is_lock(held: RunFolder, lock: int) -> bool:
     """Whether an open lock file still has its name."""
     try:
         found = os.stat(LOCK, dir_fd=held.descriptor, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(lock.number))
+    return os.path.samestat(found, os.fstat(lock))
 
 
 def _path_of(descriptor: int) -> Path | None:

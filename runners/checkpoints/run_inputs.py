@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,15 @@ def run_inputs(
         f'the column "{name}", which a reward reads': _column_digest(examples, name)
         for name in columns_read(rewards, _columns(examples))
     }
-    names = {f"the file of the reward {name}": name for name in config.reward.functions if ":" in name}
+    files = {
+        f"the file of the reward {name}": getattr(reward.function, "file", None)
+        or function_file(name, config.folders)
+        for name, reward in zip(config.reward.functions, rewards, strict=False)
+        if ":" in name
+    }
     if config.model.loader:
-        names["the file of model.loader"] = config.model.loader
-    for what, name in names.items():
-        file = function_file(name, config.folders)
-        if file is not None:
-            found[what] = digest(file)
+        files["the file of model.loader"] = function_file(config.model.loader, config.folders)
+    found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
     found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
     if config.data.image:

@@ -180,17 +180,18 @@ def _measure_all(
     """Measures one model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
-    from runners.environments.tools import check_environment_names
+    from runners.environments.tools import loading, start_worker
     from runners.evaluation.episode_measurement import measure_episodes
     from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
     from runners.inference.inference_model import load_inference
-    from runners.rewards.functions import check_columns, check_judges, resolve_rewards
+    from runners.rewards.functions import check_columns, check_judges, rewards_of
     from runners.tokenization.text import TextDecoder
 
-    functions, weights = config.reward.functions, config.reward.weights
-    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
+    worker = start_worker(config)
+    rewards = rewards_of(config, worker)
     check_judges(rewards)
-    check_environment_names(config.env, config.folders)
+    if code := loading(config.env, config.folders):
+        worker.load(*code)
     rows = eval_rows(config, whole=bool(values["data"]))
     check_columns(rewards, reward_columns(rows))
     plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)
@@ -215,6 +216,7 @@ def _measure_all(
             TextDecoder(loaded.tokenizer),
             loaded.eos_ids,
             config.folders,
+            worker,
         )
         if environments is not None:
             environments.check_columns(reward_columns(rows))

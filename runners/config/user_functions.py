@@ -12,6 +12,8 @@ from typing import Any
 
 from runners.errors import UserError, did_you_mean, error_line, show
 
+_loaded: dict[str, ModuleType] = {}  # modules of files, by path and time stamp
+
 FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
 
@@ -117,14 +119,17 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
     path = path.resolve()
     # The time stamp lets a notebook edit its functions and resolve them again.
-    stamp = f"{path}:{path.stat().st_mtime_ns}".encode()
-    module_name = f"grpo_own_{hashlib.sha256(stamp).hexdigest()[:16]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
+    stamp = f"{path}:{path.stat().st_mtime_ns}"
+    known = _loaded.get(stamp)
+    if known is not None and sys.modules.get(known.__name__) is known:
+        return known
+    _extend_path([path.parent])
+    module_name = path.stem
+    if not _imports(module_name, path):
+        module_name = f"grpo_own_{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{what}: Python cannot import {path}")
-    _extend_path([path.parent])
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before execution: dataclasses and pickle look their module up
     try:
@@ -132,7 +137,15 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise UserError(f"{what}: importing {path} failed: {error_line(error, path)}") from error
+    _loaded[stamp] = module
     return module
+
+
+def _imports(name: str, path: Path) -> bool:
+    """Whether `import name` would import the file, now and in a process that a pool of the user's starts."""
+    importlib.invalidate_caches()
+    spec = None if "." in name or name in sys.modules else importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
 
 
 def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,25 @@ from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Replies
 from grpo_fn.trees import on_host
 from runners.config.sections import DataConfig, EnvConfig
-from runners.config.user_functions import resolve_function
 from runners.data.prompts import Example, render
 from runners.environments.calculator import CalculatorSession, mark_ids
-from runners.environments.call_pool import CallPool
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.episodes import Episode, Limits, Session, begun_episode, begun_prompt
+from runners.environments.episodes import Episode, Limits, Session
 from runners.environments.tool_calls import CallReader
-from runners.environments.tools import (
-    CALCULATOR,
-    Tool,
-    check_environment,
-    check_reset,
-    resolve_tools,
-    tool_methods,
-    tool_of,
-)
+from runners.environments.tools import CALCULATOR, Tool, loading
 from runners.errors import UserError, error_line
+from runners.rewards.calls import GET_REWARD
 from runners.rewards.finished_episodes import FinishedEpisodes
-from runners.rewards.functions import Reward
+from runners.rewards.functions import Reward, UserFunction
 from runners.tokenization.text import TextDecoder
+from runners.user_code.calls import Calls
+from runners.user_code.host import THREAD, Outcome
+from runners.user_code.worker import Here, Worker
 
 # Takes prompts, G, the replies and tokens that also end a turn; returns completions.
 PlayTurns = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
+
+_numbers = itertools.count()  # of environments
 
 
 @attrs.frozen(eq=False)
@@ -50,25 +47,32 @@ class Begun:
 
 @attrs.define(eq=False)
 class Environments:
-    """The environments of a run. Instances are made when needed, and reused after a `reset`."""
+    """The environments of a run. Instances are made when needed, and reused after a `reset`.
+
+    They live where user code runs, and have numbers here.
+    """
 
     config: EnvConfig
-    factory: Callable[[], Any] | None
-    functions: Mapping[str, Callable[..., Any]]  # plain tools
+    calls: Calls
     tools: tuple[Tool, ...]
     tokenizer: Any
     decoder: TextDecoder
     end_ids: frozenset[int]
     nudge: str
     template_kwargs: Mapping[str, Any]
-    pool: CallPool
     reward: Reward | None  # the environment's own reward
-    _idle: list[Any] = attrs.field(factory=list)  # instances that no episode uses
+    _idle: list[int] = attrs.field(factory=list)  # instances that no episode uses
+    _hung: list[int] = attrs.field(factory=list)  # those that are not used again
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in the form for a chat template."""
         return [tool.schema for tool in self.tools]
+
+    @property
+    def has_instances(self) -> bool:
+        """Whether there is an instance for each completion, besides plain tools."""
+        return bool(self.config.factory) and not self.is_calculator
 
     @property
     def is_calculator(self) -> bool:
@@ -94,7 +98,7 @@ class Environments:
         prompts, session, size = begun.prompts, begun.session, num_generations
         groups = [prompts[start : start + size] for start in range(0, len(rows), size)]
         differ = any(len(set(group)) > 1 for group in groups)
-        if self.factory is not None:
+        if self.has_instances:
             differ = agree(differ)
         try:
             if not differ:
@@ -125,20 +129,23 @@ class Environments:
             self.config.max_turns,
             self.config.max_tool_calls,
             self.config.max_observation_tokens,
+            self.config.timeout,
             self.config.on_error == "no_reward",
         )
         reader = CallReader.of(self.tokenizer, self.schemas)
-        return Begun(Session(episodes, reader, self.chat, self.pool, limits, self.nudge), prompts)
+        session = Session(episodes, reader, self.chat, self.calls, self.tools, limits, self.nudge)
+        return Begun(session, prompts)
 
     def release(self, begun: Begun) -> None:
         """The episodes are over: their instances may be reset for others, except those with hanging calls."""
-        episodes = begun.session.episodes
-        self._idle += [e.environment for e in episodes if e.environment is not None and not e.hung]
+        numbers = [(e.environment, e.hung) for e in begun.session.episodes if e.environment is not None]
+        self._idle += [number for number, hung in numbers if not hung]
+        self._hung += [number for number, hung in numbers if hung]
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise UserError if the environment's `reset` does not take the data's columns."""
-        for instance in self._idle[:1]:
-            check_reset(instance, columns, f"env.factory {self.config.factory}")
+        if self.has_instances:
+            _asked(self, "check_columns", self._idle[0], list(columns))
 
     @property
     def chat(self) -> ChatTurns:
@@ -147,41 +154,36 @@ class Environments:
 
     def _begun(self, rows: Sequence[Example]) -> tuple[list[Episode], list[tuple[int, ...]]]:
         """Episodes after `reset`, and each one's prompt."""
-        if self.factory is None:
-            return [begun_episode(row, None, self.functions) for row in rows], [row.tokens for row in rows]
-        for number, example in enumerate(rows):
-            self._submit_reset(number, self._idle.pop() if self._idle else None, example)
-        outcomes: dict[int, Any] = {}
+        if not self.has_instances:
+            return [Episode(row) for row in rows], [row.tokens for row in rows]
+        self._drop(self._hung)
+        self._hung = []
+        numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]
+        for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
+            columns, timeout = dict(example.columns), self.config.timeout
+            self.calls.submit(row, "runners.environments.instances:reset", number, columns, timeout=timeout)
+        outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(rows):
-            outcomes |= self.pool.collect(1)
+            outcomes |= self.calls.collect(1)
+        self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
         episodes, prompts = [], []
-        for number, example in enumerate(rows):
-            outcome = outcomes[number]
-            environment, observation = (None, None) if outcome.fault else outcome.value
-            episode = begun_episode(example, environment, self.functions)
-            if outcome.fault:
-                episode.fault = f"reset: {outcome.fault}"
-            _, tokens = begun_prompt(
-                example, observation, self.tokenizer, self.nudge, self.schemas, self.template_kwargs
-            )
-            episodes.append(episode)
-            prompts.append(tokens)
+        for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
+            fault, said = outcomes[row].fault, outcomes[row].value
+            episodes.append(Episode(example, None if fault else number, fault=fault and f"reset: {fault}"))
+            prompts.append(self._prompt(example, said) if said else example.tokens)
         return episodes, prompts
 
-    def _submit_reset(self, number: int, instance: Any, example: Example) -> None:
-        factory, columns = self.factory, dict(example.columns)
-        assert factory is not None
+    def _prompt(self, example: Example, said: str) -> tuple[int, ...]:
+        """The prompt after a `reset` that returned a text: it is appended to the last message."""
+        *before, last = example.messages
+        messages = (*before, {**last, "content": f"{last['content']}{said}"})
+        kwargs = self.template_kwargs
+        return render(self.tokenizer, messages, self.nudge, tools=self.schemas, template_kwargs=kwargs)[1]
 
-        async def reset_later(environment: Any) -> tuple[Any, Any]:
-            return environment, await environment.reset(**columns)
-
-        def reset() -> Any:
-            environment = factory() if instance is None else instance
-            if inspect.iscoroutinefunction(environment.reset):
-                return reset_later(environment)
-            return environment, environment.reset(**columns)
-
-        self.pool.submit(number, reset)
+    def _drop(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            drop = "runners.environments.instances:drop"
+            self.calls.place.submit(drop, numbers, mode=THREAD, done=lambda *_: None)
 
 
 def build_environments(
@@ -191,8 +193,9 @@ def build_environments(
     decoder: TextDecoder,
     end_ids: Sequence[int],
     folders: Sequence[Path],
+    worker: Worker | Here,
 ) -> Environments | None:
-    """The environments of [env]; None if it names none.
+    """The environments of [env]; None if it names none. Their code runs in the `worker`.
 
     One instance is made to inspect its tools.
 
@@ -200,75 +203,61 @@ def build_environments(
     """
     if not env.factory and not env.tools:
         return None
-    functions = resolve_tools(env.tools, folders)
-    pool = CallPool(env.workers, env.timeout)
-    factory, first, reward = None, None, None
-    methods: dict[str, Callable[..., Any]] = {}
-    if env.factory == CALCULATOR:
-        mark_ids(tokenizer)
-        if functions:
-            raise UserError(f'env.tools has functions, which env.factory = "{CALCULATOR}" does not call')
-    elif env.factory:
-        key = f"env.factory {env.factory}"
-        factory = resolve_function(env.factory, folders, key="env.factory", takes=(), classes=True)
-        pool.submit(0, factory)
-        (outcome,) = pool.collect(1).values()
-        if outcome.fault:
-            raise UserError(f"{key} cannot be made: {outcome.fault}")
-        first = outcome.value
-        check_environment(first, key)
-        methods = tool_methods(first)
-        twice = sorted(methods.keys() & functions.keys())
-        if twice:
-            raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
-        reward = environment_reward(type(first))
-    tools = [tool_of(function, name, "env.tools") for name, function in functions.items()]
-    tools += [tool_of(method, name, f"env.factory {env.factory}") for name, method in methods.items()]
+    calls = Calls(worker, env.workers)
     made = Environments(
         env,
-        factory,
-        functions,
-        tuple(tools),
+        calls,
+        (),
         tokenizer,
         decoder,
         frozenset(end_ids),
         data.nudge,
         data.chat_template_kwargs,
-        pool,
-        reward,
+        None,
     )
-    if first is not None:
+    if made.is_calculator:
+        mark_ids(tokenizer)
+        if env.tools:
+            raise UserError(f'env.tools has functions, which env.factory = "{CALCULATOR}" does not call')
+        return made
+    worker.load(*loading(env, folders))
+    first = next(_numbers)
+    found = _asked(made, "describe", first)
+    made.tools = tuple(Tool(*tool) for tool in found["tools"])
+    if made.has_instances:
         made._idle.append(first)
-    if not made.is_calculator:
-        _check_follows(made)
+    if found["reward"]:
+        parameters = [inspect.Parameter("environments", inspect.Parameter.KEYWORD_ONLY)]
+        function = UserFunction(worker, GET_REWARD, inspect.Signature(parameters), is_async=False)
+        made.reward = Reward(found["reward"], function)
+    _check_follows(made)
     return made
 
 
-def environment_reward(kind: type) -> Reward | None:
-    """The reward of a class with `get_reward`, named like the class; a failure affects one environment."""
-    method = getattr(kind, "get_reward", None)
-    if not callable(method):
-        return None
-
-    if inspect.iscoroutinefunction(method):
-
-        async def get_rewards(environments: Sequence[Any]) -> list[Any]:
-            return [await each.get_reward() if type(each) is kind else None for each in environments]
-
-        return Reward(kind.__name__, get_rewards)
-
-    def get_reward(environments: Sequence[Any]) -> list[Any]:
-        return [each.get_reward() if type(each) is kind else None for each in environments]
-
-    return Reward(kind.__name__, get_reward)
+def _asked(environments: Environments, operation: str, number: int, *arguments: Any) -> Any:
+    """An operation on an environment before any episode. Raises UserError, also if it takes too long."""
+    key, env = f"env.factory {environments.config.factory}", environments.config
+    name = f"runners.environments.instances:{operation}"
+    environments.calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
+    (outcome,) = environments.calls.collect(1).values()
+    if outcome.fault:
+        raise UserError(outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}")
+    return outcome.value
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
     """The config's rewards and the environment's. UserError if there are none, or one lacks an argument."""
     for reward in rewards:
-        if environments is None and "environments" in reward.needs:
+        if "environments" not in reward.needs:
+            continue
+        if environments is None:
             raise UserError(
                 f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
+            )
+        if not isinstance(reward.function, UserFunction):
+            raise UserError(
+                f"reward {reward.name} takes environments, which are in the process of user code; expected "
+                "reward.timeout above 0, found 0, with which rewards are called in the run's own process"
             )
     own = () if environments is None or environments.reward is None else (environments.reward,)
     if not rewards and not own:

@@ -9,9 +9,12 @@ from typing import Any
 
 import attrs
 
-from runners.config.sections import CALCULATOR, EnvConfig
+from runners.config.loading import Config
+from runners.config.sections import CALCULATOR, EnvConfig, judge_of
 from runners.config.user_functions import public_functions, resolve_function
 from runners.errors import UserError, error_line, show
+from runners.rewards.functions import loading as reward_loading
+from runners.user_code.worker import Worker
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -25,21 +28,20 @@ class Tool:
     is_async: bool
 
 
-def tool_of(function: Callable[..., Any], name: str, key: str) -> Tool:
-    """The tool for a function or bound method.
+def tool_schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]:
+    """The schema of a function or bound method.
 
     Raises UserError if its type hints or docstring do not describe each argument.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        schema = get_json_schema(function)
+        return get_json_schema(function)
     except Exception as error:
         raise UserError(
             f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; wanted type hints "
             "for all arguments and a docstring with an Args section"
         ) from error
-    return Tool(name, schema, inspect.iscoroutinefunction(function))
 
 
 def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[str, Callable[..., Any]]:
@@ -62,12 +64,23 @@ def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[st
     return found
 
 
-def check_environment_names(env: EnvConfig, folders: Iterable[Path] = ()) -> None:
-    """Raise UserError if a factory or tool of [env] cannot be found; nothing is made or called."""
-    dirs = tuple(folders)
-    resolve_tools(env.tools, dirs)
-    if env.factory and env.factory != CALCULATOR:
-        resolve_function(env.factory, dirs, key="env.factory", takes=(), classes=True)
+def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
+    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
+    factory = "" if env.factory == CALCULATOR else env.factory
+    if not factory and not env.tools:
+        return ()
+    return "runners.environments.instances:load", factory, tuple(env.tools), tuple(map(str, folders))
+
+
+def start_worker(config: Config) -> Worker:
+    """The process for the code that a config names. If there is some, it is started now, and imports it."""
+    worker = Worker([judge.api_key_env for judge in config.judge.values()])
+    for name in config.reward.functions if config.reward.timeout else ():
+        if ":" in name and judge_of(name) not in config.judge:
+            worker.preload(*reward_loading(name, config.folders))
+    if tools := loading(config.env, config.folders):
+        worker.preload(*tools)
+    return worker
 
 
 def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:

@@ -17,7 +17,7 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
-from runners.environments.tools import check_environment_names
+from runners.environments.tools import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.evaluation.scripted_episode import Rehearsal, rehearse
@@ -26,7 +26,7 @@ from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.rewards.builtin import parse_number
-from runners.rewards.functions import Reward, check_columns, check_judges, resolve_rewards
+from runners.rewards.functions import Reward, check_columns, check_judges, rewards_of
 from runners.rewards.scoring import Scorer, Scores
 from runners.tokenization.text import TextDecoder, encode
 
@@ -68,9 +68,10 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     """
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
-    functions, weights = config.reward.functions, config.reward.weights
-    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
-    check_environment_names(config.env, config.folders)
+    worker = start_worker(config)
+    rewards = rewards_of(config, worker)
+    if tools := loading(config.env, config.folders):
+        worker.load(*tools)
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0]))
     check_judges(rewards)
@@ -85,7 +86,9 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     processor = processor_of(config.data, path, stated)
     ends = tuple(sorted(tokenizer.eos_token_ids))
     decoder = TextDecoder(tokenizer)
-    environments = build_environments(config.env, config.data, tokenizer, decoder, ends, config.folders)
+    environments = build_environments(
+        config.env, config.data, tokenizer, decoder, ends, config.folders, worker
+    )
     every = all_rewards(rewards, environments)
     # Without an episode these have nothing to check.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]

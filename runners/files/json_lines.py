@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.files.held_file import HeldFile
-
 _BLOCK = 1 << 16  # bytes read at a time
 # Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
 # that JSON does not escape, because such files are shown on terminals.
@@ -79,8 +77,8 @@ class JsonLines:
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = HeldFile(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.written = os.fstat(self._file.number).st_size  # bytes; only whole lines if no line waits
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
@@ -93,7 +91,7 @@ class JsonLines:
         """Writes the waiting lines, as far as the disk allows."""
         try:
             while self._waiting:
-                count = os.write(self._file.number, self._waiting)
+                count = os.write(self._file, self._waiting)
                 self.written += count
                 self._waiting = self._waiting[count:]
         except OSError as error:
@@ -104,7 +102,7 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file; nothing can be written afterwards."""
         self.push()
-        self._file.close()
+        os.close(self._file)
 
 
 def _cut(path: Path, most: int) -> None:

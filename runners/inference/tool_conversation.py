@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 
 from runners.data.prompts import Example, Message, render
-from runners.environments.call_pool import CallPool
 from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session
 from runners.errors import UserError
@@ -157,10 +156,8 @@ class ToolConversation(Conversation):
             if 0 in found:
                 return found[0]
             if stopped():
-                env = self.environments.config
-                pool = self.environments.pool = CallPool(env.workers, env.timeout)
                 assert isinstance(begun.session, Session)
-                begun.session.leave(0, pool)
+                begun.session.leave(0)
                 return None
             time.sleep(_LOOK)
 

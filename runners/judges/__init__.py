@@ -6,6 +6,5 @@ May import models, tokenization, config, machine and files; not rewards, which c
 from runners.judges.called_judge import CalledJudge, build_judge
 from runners.judges.judge import EndpointJudge, Exchange
 from runners.judges.metrics import combined
-from runners.judges.verdicts import Failure
 
-__all__ = ["CalledJudge", "EndpointJudge", "Exchange", "Failure", "build_judge", "combined"]
+__all__ = ["CalledJudge", "EndpointJudge", "Exchange", "build_judge", "combined"]

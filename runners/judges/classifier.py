@@ -12,10 +12,9 @@ import numpy as np
 
 import grpo_fn as g
 from runners.config.sections import JudgeConfig
-from runners.errors import UserError, did_you_mean, error_line, is_out_of_memory, listed, show
+from runners.errors import Failure, UserError, did_you_mean, error_line, is_out_of_memory, listed, show
 from runners.files.json_files import read_json
 from runners.files.tensor_header import check_header
-from runners.judges.verdicts import Failure
 from runners.models.dtypes import cast_floating
 from runners.models.folders import resolve_model
 from runners.models.model_reader import check_finite, load_tokenizer

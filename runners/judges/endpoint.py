@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.config.judge_checks import is_local
-from runners.errors import UserError, error_line, one_line, show
-from runners.judges.verdicts import Failure
+from runners.errors import Failure, UserError, error_line, one_line, show
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response

@@ -11,11 +11,12 @@ from typing import Any
 import attrs
 
 from runners.config.sections import JudgeConfig
+from runners.errors import Failure
 from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
 from runners.judges.endpoint import Endpoint, Reply
 from runners.judges.metrics import metric_name
 from runners.judges.questions import judge_columns, messages_for
-from runners.judges.verdicts import Failure, presentation_order, read_ranking, read_score
+from runners.judges.verdicts import presentation_order, read_ranking, read_score
 
 Verdict = float | Failure
 LogMetric = Callable[[str, float], None]

@@ -7,9 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
-import attrs
-
-from runners.errors import show
+from runners.errors import Failure, show
 
 _MOST = 10_000  # characters at the end of an answer that are read: a custom pattern may be quadratic
 _THOUGHT_END = "</think>"
@@ -18,14 +16,6 @@ _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)"
 _ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
 _RANKING = re.compile(r"\branking\b[\s*_`\"]*[:=]([^\n]*)", re.IGNORECASE)
 _LIST = re.compile(r"\[([\d,\s]*)\]")
-
-
-@attrs.frozen
-class Failure:
-    """Says, in place of a reward, why there is none. The scorer counts it as a fault of the reward."""
-
-    reason: str  # equal ones are reported in one line
-    found: str = ""  # the text of one completion in which it was found
 
 
 def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> float | Failure:

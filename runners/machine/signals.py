@@ -27,14 +27,6 @@ def _write(number: int, text: bytes) -> None:
         os.write(number, text)
 
 
-def _read(number: int) -> bytes:
-    """The next byte; empty if the descriptor is closed."""
-    try:
-        return os.read(number, 1)
-    except OSError:
-        return b""
-
-
 class Stopped(KeyboardInterrupt):
     """A run was ended by a signal after it was saved."""
 
@@ -118,7 +110,6 @@ class StopSignals(Interrupts):
         super().__enter__()
         if self._before:
             self._reader, self._writer = os.pipe()
-            self._pipe = os.fstat(self._reader)
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
@@ -126,7 +117,7 @@ class StopSignals(Interrupts):
 
     def _restore(self) -> None:
         signal.set_wakeup_fd(self._wakeup)
-        self._close(self._writer)  # ends the thread
+        os.close(self._writer)  # ends the thread
         super()._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -134,7 +125,7 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         asked = False
-        while self._is_open(self._reader) and (number := _read(self._reader)):
+        while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
             if asked:
@@ -146,14 +137,4 @@ class StopSignals(Interrupts):
             self.received = self.received or number[0]  # no handler runs while a collective waits
             # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
             threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
-        self._close(self._reader)
-
-    def _is_open(self, descriptor: int) -> bool:
-        """Whether it is still an end of the pipe: a reward may close it, and open a file in its place."""
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(descriptor), self._pipe)
-        return False
-
-    def _close(self, descriptor: int) -> None:
-        if self._is_open(descriptor):
-            os.close(descriptor)
+        os.close(self._reader)

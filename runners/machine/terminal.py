@@ -98,29 +98,16 @@ def _encodable(text: str, stream: TextIO | None) -> str:
     return text
 
 
-def _identity(stream: TextIO) -> tuple[int, int] | None:
-    """The file that a stream writes to; None if it is not a file of the system."""
-    try:
-        found = os.fstat(stream.fileno())
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found.st_dev, found.st_ino
-
-
 class Output:
     """A stream that never raises: after a failed write, `fault` has the error and later text is dropped."""
 
     def __init__(self, stream: TextIO):
         """Writes to `stream`."""
         self._stream = stream
-        self._file = _identity(stream)
         self.fault: Exception | None = None
 
     def write(self, text: str) -> int:
         """Writes a text, unless a write has failed."""
-        if self.fault is None and _identity(self._stream) != self._file:
-            # A reward closed it: its number may now belong to a checkpoint's file.
-            self.fault = OSError(errno.EBADF, "it was closed by something that the run called")
         if self.fault is None:
             try:
                 self._stream.write(_encodable(text, self._stream))

@@ -1,37 +1,144 @@
-"""Calls user functions: in a thread with a time limit, errors as values, async ones together."""
+"""A reward's call, where its function runs: its arguments, what counts of its result, and its faults.
 
-import asyncio
+`load` and `score` are operations of the process of user code (`runners.user_code`). What comes back is plain.
+"""
+
+from __future__ import annotations
+
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
-import attrs
+from runners.config.user_functions import function_file, resolve_function
+from runners.errors import Failure, UserError, error_line, show
+from runners.rewards.trl_arguments import RewardLog
+from runners.user_code.host import finished, is_async
 
-from runners.errors import error_line
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+GET_REWARD = "get_reward"  # in place of a name: the environments' own
+_LARGEST = 1e18  # of a reward times its weight, because advantages square it
 
-# Seconds that a loop of async calls gets after its time limit to cancel them and close.
-_CLOSING_TIME = 0.5
-
-Call = tuple[Callable[..., Any], Mapping[str, Any]]
-
-
-@attrs.frozen(eq=False)
-class Outcome:
-    """The outcome of a call: a value, an error, or neither because it exceeded its time."""
-
-    value: Any = None  # arrays and their scalars turned into lists and numbers
-    error: BaseException | None = None
-    message: str = ""  # the error in a line; making an exception's text is foreign code, too
-    timed_out: bool = False
-    thread: threading.Thread | None = (
-        None  # of a call that exceeded its time; nothing can stop it from outside
-    )
+Result = dict[
+    str, Any
+]  # values, faults, failures; of the log extras, metrics, refused; or error, index, exited
+Store = dict[Any, Any]
 
 
-def python_value(value: Any) -> Any:
+def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Imports a reward's function for `score`, and describes it. Raises UserError as `resolve_function`."""
+    function = store["reward", name] = resolved_function(name, folders)
+    parameters = inspect.signature(function).parameters.values()
+    file = function_file(name, folders)
+    return {
+        "parameters": [(each.name, each.kind.value, each.default is not each.empty) for each in parameters],
+        "is_async": is_async(function),
+        "file": None if file is None else str(file),
+    }
+
+
+def resolved_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
+    """The function of a reward that is not built in; UserError for a signature that cannot be called."""
+    function = resolve_function(name, folders, key="reward")
+    signature = inspect.signature(function)
+    kinds = [each.kind for each in signature.parameters.values() if each.default is each.empty]
+    named = [each.name for each in signature.parameters.values() if each.kind in BY_NAME]
+    if inspect.Parameter.POSITIONAL_ONLY in kinds or not (
+        inspect.Parameter.VAR_KEYWORD in kinds or {"completions", "environments"} & {*named}
+    ):
+        attribute = name.rpartition(":")[2]
+        raise UserError(
+            f"reward {show(name)}: the signature is {attribute}{signature}; arguments are passed by name, so "
+            f"expected {attribute}(completions, ...)"
+        )
+    getattr(function, "check_ready", lambda: None)()
+    return function
+
+
+def score(
+    store: Store,
+    name: str,
+    arguments: dict[str, Any],
+    logs: Sequence[str],
+    size: int,
+    weight: float,
+    environments: Sequence[int | None] | None,
+) -> Any:
+    """`run` for a loaded reward, awaitable if its function is async; `environments` by their numbers."""
+    function = store["reward", name]
+    if environments is not None:
+        known = store.get("environments", {})
+        gone = [number for number in environments if number is not None and number not in known]
+        if gone:
+            return {
+                "error": "the environments are gone: their process was ended",
+                "index": None,
+                "exited": True,
+            }
+        arguments["environments"] = [known.get(number) for number in environments]
+    return (run_async if is_async(function) else run)(function, arguments, logs, size, weight)
+
+
+def run(
+    function: Callable[..., Any], arguments: dict[str, Any], logs: Sequence[str], size: int, weight: float
+) -> Result:
+    """Calls a reward on `size` completions; `logs` are its ways to log, of `RewardLog`."""
+    log = RewardLog(size)
+    try:
+        return _read(finished(function(**arguments, **log.named(logs))), log, size, weight)
+    except (Exception, SystemExit) as error:
+        return _failed(error, arguments)
+
+
+async def run_async(
+    function: Callable[..., Any], arguments: dict[str, Any], logs: Sequence[str], size: int, weight: float
+) -> Result:
+    """The same for an async reward."""
+    log = RewardLog(size)
+    try:
+        return _read(await function(**arguments, **log.named(logs)), log, size, weight)
+    except (Exception, SystemExit) as error:
+        return _failed(error, arguments)
+
+
+def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
+    """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
+    completions there is none."""
+    found = {"extras": log.extras, "metrics": log.metrics, "refused": list(log.refused)}
+    values = _python_value(result)
+    if not isinstance(values, list):
+        fault = f"returned {type(values).__name__}; expected a list of {size} numbers or None"
+    elif len(values) != size:
+        fault = f"returned {len(values)} values for {size} completions"
+    else:
+        faults: dict[str, list[int]] = {}
+        numbers_b = []
+        for index, value in enumerate(values):
+            number, fault = _as_float(value, weight)
+            numbers_b.append(number)
+            if fault:
+                faults.setdefault(fault, []).append(index)
+        lines = [
+            f"{fault}, at completion {first}"
+            + (f" ({quoted})" if (quoted := _quoted(values[first])) else "")
+            + (f" and {len(others)} more" if others else "")
+            for fault, (first, *others) in faults.items()
+        ]
+        return {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values())), **found}
+    return {"values": [], "faults": [fault], "failures": size, **found}
+
+
+def _failed(error: BaseException, arguments: Mapping[str, Any]) -> Result:
+    index = _culprit(error, arguments.get("completions", []))
+    return {"error": error_line(error), "index": index, "exited": isinstance(error, SystemExit)}
+
+
+def _python_value(value: Any) -> Any:
     """A result with arrays and their scalars as lists and numbers."""
-    # In the thread of the call, because a lazy MLX array can be evaluated only there.
+    # Where the call ran, because a lazy MLX array can be evaluated only in that thread.
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -41,101 +148,54 @@ def python_value(value: Any) -> Any:
     return value
 
 
-def call(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    timeout: float,
-    read: Callable[[Any], Any] = python_value,
-) -> Outcome:
-    """Call a function with keywords; after `timeout` seconds it is left running in a daemon thread.
-
-    The outcome's value is `read(result)`, computed in the same thread and within the same time, because
-    reading a result may run foreign code.
-
-    With timeout 0 it is called in this thread, without a limit: some code (signal handlers, MLX graphs that
-    the main thread has not evaluated) works only there. An awaitable result is awaited.
-    """
-
-    def act() -> Any:
-        result = function(**arguments)
-        return read(asyncio.run(_wait(result)) if inspect.isawaitable(result) else result)
-
-    if not timeout:
-        return _attempt(act)
-    outcomes: list[Outcome] = []
-    thread = _start(lambda: outcomes.append(_attempt(act, everything=True)))
-    thread.join(timeout)
-    if outcomes:
-        return outcomes[0]
-    return Outcome(timed_out=True, thread=thread) if thread.is_alive() else _DIED
+def _quoted(value: Any) -> str:
+    """The quotation of a value that is not a reward."""
+    return value.found if isinstance(value, Failure) else show(value)
 
 
-def call_together(
-    calls: Sequence[Call], timeout: float, read: Sequence[Callable[[Any], Any]] | None = None
-) -> list[Outcome]:
-    """Await async functions concurrently in one event loop; after `timeout` seconds late ones are cancelled.
-
-    The loop runs in a separate thread, so that it does not conflict with the caller's loop (in a notebook),
-    and a function that blocks the loop can be left behind with it. Timeout 0 means no limit. `read`: as in
-    `call`, one for each function.
-    """
-    outcomes: dict[int, Outcome] = {}
-
-    async def run_one(index: int, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        try:
-            result = await function(**arguments)
-            outcomes[index] = Outcome(value=(read[index] if read else python_value)(result))
-        except (
-            BaseException
-        ) as error:  # an error that is not an Exception would end the loop and the other calls
-            outcomes.setdefault(index, _failed(error))
-
-    async def run_all() -> None:
-        tasks = {asyncio.create_task(run_one(i, *each)): i for i, each in enumerate(calls)}
-        _, late = await asyncio.wait(tasks, timeout=timeout or None)
-        for task in late:
-            # asyncio.run cancels it on its way out; the thread ends unless the task refuses.
-            outcomes[tasks[task]] = Outcome(timed_out=True, thread=threading.current_thread())
-
-    ends: list[Outcome] = []
-    thread = _start(lambda: ends.append(_attempt(lambda: asyncio.run(run_all()), everything=True)))
-    thread.join(timeout + _CLOSING_TIME if timeout else None)
-    missing = ends[0] if ends and ends[0].error else Outcome(timed_out=True, thread=thread)
-    if not ends and not thread.is_alive():
-        missing = _DIED
-    return [outcomes.get(index, missing) for index in range(len(calls))]
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine: an ``async def``, or an object with one."""
-    method = getattr(type(function), "__call__", None)  # noqa: B004 (its kind is asked, not whether it exists)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
-
-
-_DIED = Outcome(error=RuntimeError("it ended its thread"), message="it ended the thread that it ran in")
-
-
-def _failed(error: BaseException) -> Outcome:
-    return Outcome(error=error, message=error_line(error))
-
-
-async def _wait(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
-def _attempt(action: Callable[[], Any], everything: bool = False) -> Outcome:
+def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
+    """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
+    if value is None:
+        return math.nan, ""
+    if isinstance(value, Failure):
+        return math.nan, value.reason
+    if not isinstance(value, numbers.Real | Decimal):
+        return math.nan, f"returned {type(value).__name__}, expected a number or None"
     try:
-        return Outcome(value=action())
-    except (Exception, SystemExit) as error:
-        return _failed(error)
-    except BaseException as error:
-        # In the caller's thread a KeyboardInterrupt comes from the user; in a reward's thread it is an error.
-        if not everything:
-            raise
-        return _failed(error)
+        number = float(value)
+    except (OverflowError, ValueError):  # an integer too large for floats; a signalling NaN of Decimal
+        number = math.nan
+    except (Exception, SystemExit) as error:  # raised by the reward's own class
+        kind = type(value).__name__
+        return math.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
+    if not math.isfinite(number):
+        return math.nan, "returned a number that is not finite"
+    if abs(number) * max(abs(weight), 1.0) > _LARGEST:
+        return math.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
+    return number, ""
 
 
-def _start(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, name="grpo-reward", daemon=True)
-    thread.start()
-    return thread
+def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
+    """The completion that a reward was processing when it failed; None if that is unknown.
+
+    Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
+    its message or its text. The objects belong to this one call, so identity is proof enough.
+    """
+    if len(completions) == 1:
+        return 0
+    owners: dict[int, set[int]] = {}
+    for index, completion in enumerate(completions):
+        for part in (completion, *completion, *(message.get("content") for message in completion)):
+            owners.setdefault(id(part), set()).add(index)
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    for frame in reversed(frames):
+        held = [owners[id(value)] for value in frame.f_locals.values() if id(value) in owners]
+        # Two completions may share one text object; such a local does not identify either.
+        indices = set().union(*(owner for owner in held if len(owner) == 1))
+        if len(indices) == 1:
+            return indices.pop()
+    return None

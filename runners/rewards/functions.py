@@ -1,5 +1,7 @@
 """Finds the function for a reward's name in the config, and checks it before anything is loaded."""
 
+from __future__ import annotations
+
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,16 +10,39 @@ from typing import Any
 
 import attrs
 
+from runners.config.loading import Config
 from runners.config.sections import REWARD_ARGUMENTS, JudgeConfig, judge_of
-from runners.config.user_functions import FUNCTION_FORMS, resolve_function
+from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.judges import build_judge
 from runners.rewards.builtin import REWARDS
-
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+from runners.rewards.calls import BY_NAME, resolved_function
+from runners.user_code.worker import Here, Worker
 
 
 def _nothing() -> None: ...
+
+
+@attrs.frozen(eq=False)
+class UserFunction:
+    """A reward's function in a process of user code, where the scorer calls it."""
+
+    worker: Worker | Here
+    name: str  # under which it is loaded there
+    signature: inspect.Signature
+    is_async: bool
+    file: str | None = None  # that it was loaded from
+
+    @classmethod
+    def of(cls, worker: Worker | Here, name: str, found: Mapping[str, Any]) -> UserFunction:
+        """The one that `calls.load` describes."""
+        parameters = [
+            inspect.Parameter(
+                name, inspect._ParameterKind(kind), default=None if optional else inspect.Parameter.empty
+            )
+            for name, kind, optional in found["parameters"]
+        ]
+        return cls(worker, name, inspect.Signature(parameters), found["is_async"], found["file"])
 
 
 @attrs.frozen(eq=False)
@@ -25,18 +50,25 @@ class Reward:
     """One reward: its name in logs, its function (plain or async, called with keywords only), its weight."""
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | UserFunction
     weight: float = 1.0
     timeout: float | None = None  # its own limit in seconds; None: the scorer's
     grouped: bool = False  # whether it gets the number of completions of a prompt, as `group_size`
     check: Callable[[], None] = _nothing  # of a judge: raises UserError if it cannot judge
 
+    @property
+    def parameters(self) -> Iterable[inspect.Parameter]:
+        """Those of the function."""
+        function = self.function
+        found = function.signature if isinstance(function, UserFunction) else inspect.signature(function)
+        return found.parameters.values()
+
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The available arguments that the function takes: all of them if it has ``**kwargs``."""
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = self.parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(available)
-        taken = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
+        taken = {parameter.name for parameter in parameters if parameter.kind in BY_NAME}
         return {name: value for name, value in available.items() if name in taken}
 
     @property
@@ -44,9 +76,20 @@ class Reward:
         """The parameters that the function cannot be called without."""
         return tuple(
             parameter.name
-            for parameter in inspect.signature(self.function).parameters.values()
-            if parameter.kind in _BY_NAME and parameter.default is parameter.empty
+            for parameter in self.parameters
+            if parameter.kind in BY_NAME and parameter.default is parameter.empty
         )
+
+
+def rewards_of(config: Config, worker: Worker) -> tuple[Reward, ...]:
+    """The rewards of a config, those of its own code in the worker; empty if it names none.
+
+    With reward.timeout = 0 they run in this process. Raises UserError as `resolve_rewards`.
+    """
+    reward, place = config.reward, worker if config.reward.timeout else None
+    if not reward.functions:
+        return ()
+    return resolve_rewards(reward.functions, reward.weights, config.folders, config.judge, place)
 
 
 def resolve_rewards(
@@ -54,6 +97,7 @@ def resolve_rewards(
     weights: Sequence[float] = (),
     base_dirs: Iterable[str | Path] = (),
     judges: Mapping[str, JudgeConfig] | None = None,
+    worker: Worker | Here | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
@@ -75,7 +119,7 @@ def resolve_rewards(
             raise UserError(f"reward.functions names {show(name)} twice; wanted each once")
     dirs = tuple(base_dirs)
     rewards = [
-        resolve_reward(name, dirs, weight, judges)
+        resolve_reward(name, dirs, weight, judges, worker)
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
     ]
     short = [reward.name for reward in rewards]
@@ -90,9 +134,12 @@ def resolve_reward(
     base_dirs: Iterable[str | Path] = (),
     weight: float = 1.0,
     judges: Mapping[str, JudgeConfig] | None = None,
+    worker: Worker | Here | None = None,
 ) -> Reward:
     """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
     ``judge.NAME``, if `judges` has the name.
+
+    A function that is not built in is loaded by the `worker`, and without one by this process.
 
     Files and modules are searched as in `resolve_function`. Raises UserError, in one line, for an unknown
     name, for faults that `resolve_function` reports, for a signature without `completions`, and if the
@@ -109,11 +156,15 @@ def resolve_reward(
             f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
             f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
         )
-    function = resolve_function(name, base_dirs, key="reward")
     attribute = name.rpartition(":")[2]
-    _check_signature(name, attribute, function)
-    getattr(function, "check_ready", lambda: None)()
-    return Reward(attribute, function, weight)
+    if worker is None:
+        return Reward(attribute, resolved_function(name, tuple(base_dirs)), weight)
+    return Reward(attribute, UserFunction.of(worker, name, worker.load(*loading(name, base_dirs))), weight)
+
+
+def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
+    """The operation that loads a reward, for `Worker.preload`."""
+    return "runners.rewards.calls:load", name, tuple(map(str, base_dirs))
 
 
 def check_judges(rewards: Iterable[Reward]) -> None:
@@ -132,19 +183,3 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
                     f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
                     f"{did_you_mean(needed, found)}"
                 )
-
-
-def _check_signature(name: str, attribute: str, function: Callable[..., Any]) -> None:
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    by_name = [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    positional = any(
-        parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
-        for parameter in parameters
-    )
-    if positional or not (any_name or {"completions", "environments"} & {*by_name}):
-        raise UserError(
-            f"reward {show(name)}: the signature is {attribute}{signature}; arguments are passed by name, so "
-            f"wanted {attribute}(completions, ...)"
-        )

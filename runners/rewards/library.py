@@ -18,7 +18,7 @@ from runners.errors import UserError
 from runners.machine import install_hints
 from runners.machine.bounded_process import BoundedFunction
 from runners.rewards.builtin import answer_text, extract_answer
-from runners.rewards.calls import is_async
+from runners.user_code.host import is_async
 
 Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]

@@ -3,10 +3,9 @@
 A reward that fails gives no reward (NaN) and a line; no fault of a reward is silent.
 """
 
-import numbers
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
-from threading import Thread
 from typing import Any, Literal
 
 import attrs
@@ -14,18 +13,26 @@ import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
-from runners.judges import Failure
-from runners.rewards.calls import Outcome, call, call_together, is_async, python_value
-from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
-from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
+from runners.rewards.calls import run, run_async
+from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState, refusal
+from runners.user_code.calls import Calls
+from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
+from runners.user_code.worker import Here, Worker
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
-# The most calls of one reward that may hang: each keeps a thread, maybe a core, until the process ends.
-_MAX_HANGING = 4
 _ON_ERROR = ("skip", "raise")
-_LARGEST = 1e18  # of a reward times its weight, because advantages square it
+_LOGS = ("log_extra", "log_metric")
 _PLAIN = {str, int, float, bool, type(None)}
+
+
+@attrs.frozen
+class Failed:
+    """Why a reward failed at every completion."""
+
+    line: str
+    ended: bool = False  # its call was too slow, or ended its process; another may be fine
 
 
 @attrs.frozen(eq=False)
@@ -34,7 +41,7 @@ class Scores:
 
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
     problems: list[str]  # one line for each fault, in the order of the rewards
-    failed: dict[int, str]  # rewards that failed at every completion: index -> the first fault
+    failed: dict[int, Failed]  # rewards that failed at every completion: index -> the first fault
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
@@ -44,13 +51,13 @@ class Scorer:
     """The rewards of a run and their time limit: seconds a call; 0 = none, called in the caller's thread.
 
     `on_error` says what a problem does: "skip" reports it in `Scores.problems` and goes on without that
-    reward, "raise" makes it a RewardError. Only `_hanging` changes: the threads of calls that never returned.
+    reward, "raise" makes it a RewardError. `_calls` are those that run, in each place.
     """
 
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
-    _hanging: dict[int, list[Thread]] = attrs.field(factory=dict, init=False)
+    _calls: dict[Worker | Here | None, Calls] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         if not self.rewards:
@@ -101,114 +108,111 @@ class Scorer:
             given["environments"] = environments
         completions = _wrap(texts) if conversations is None else conversations
 
-        log = RewardLog(len(texts))
-        same = {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
-        calls = [
-            _Called(reward, _arguments(reward, completions, given) | reward.pick(same), len(texts))
-            for reward in self.rewards
-        ]
-        for each in calls:
+        called = []
+        for reward in self.rewards:
+            arguments = _arguments(reward, completions, given) | reward.pick({"trainer_state": trainer_state})
+            called.append(_Called(reward, arguments, list(reward.pick(dict.fromkeys(_LOGS))), len(texts)))
+        for each in called:
             if each.reward.grouped:
                 each.arguments["group_size"] = group_size
-        outcomes = self._call_all(calls)
-        values_kb = np.full((len(calls), len(texts)), np.nan)
+        outcomes = self._call_all(called)
+        log = RewardLog(len(texts))
+        values_kb = np.full((len(called), len(texts)), np.nan)
         problems: list[str] = []
-        failed: dict[int, str] = {}
-        for k, (each, outcome) in enumerate(zip(calls, outcomes, strict=True)):
-            notes, failures = self._judge(outcome, each, texts, values_kb[k])
+        failed: dict[int, Failed] = {}
+        for k, (each, outcome) in enumerate(zip(called, outcomes, strict=True)):
+            notes, failures = self._judge(outcome, each.reward, texts, values_kb[k], log)
             if notes and self.on_error == "raise":
-                raise RewardError(notes[0]) from (outcome and outcome.error)
+                raise RewardError(notes[0])
             if notes and failures == len(texts):
-                failed[k] = notes[0]
+                failed[k] = Failed(notes[0], outcome.ended or (outcome.value or {}).get("exited", False))
             problems.extend(notes)
         for reward in self.rewards:  # of judges: faults besides their verdicts
             problems += getattr(reward.function, "take_notices", list)()
-        problems += log.problems()
-        # Copies, because a late call may still write into the log.
-        metrics = {name: list(values) for name, values in log.metrics.items()}
-        return Scores(values_kb, problems, failed, dict(log.extras), metrics)
+        for calls in self._calls.values():
+            problems += calls.place.notices
+            calls.place.notices.clear()
+        problems += map(refusal, log.refused)
+        return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
-    def _call_all(self, calls: Sequence["_Called"]) -> list[Outcome | None]:
-        """The outcome of each call; None if too many earlier calls of that reward still hang."""
+    def _call_all(self, calls: Sequence[_Called]) -> list[Outcome]:
+        """The outcome of each call: async ones together, then the others one after another."""
         outcomes: dict[int, Outcome] = {}
-        ready = [k for k in range(len(calls)) if self._is_free(k)]
-        together = [k for k in ready if is_async(calls[k].reward.function)]
-        for limit in dict.fromkeys(self._limit(calls[k].reward) for k in together):
-            some = [k for k in together if self._limit(calls[k].reward) == limit]
-            pairs = [(calls[k].reward.function, calls[k].arguments) for k in some]
-            found = call_together(pairs, limit, [calls[k].read for k in some])
-            outcomes.update(zip(some, found, strict=True))
-        for k in ready:
-            if k not in outcomes:
-                each = calls[k]
-                limit = self._limit(each.reward)
-                outcomes[k] = call(each.reward.function, each.arguments, limit, each.read)
-        for k, outcome in outcomes.items():
-            if outcome.thread is not None:
-                self._hanging.setdefault(k, []).append(outcome.thread)
-        return [outcomes.get(k) for k in range(len(calls))]
+        together = [k for k, each in enumerate(calls) if each.is_async]
+        for k in together:
+            self._start(k, calls[k])
+        for k in together:
+            while k not in outcomes:
+                outcomes.update(self._place(calls[k].reward).collect(1))
+        for k, each in enumerate(calls):
+            if k in outcomes:
+                continue
+            if not self._limit(each.reward) and not isinstance(each.reward.function, UserFunction):
+                outcomes[k] = Outcome(run(each.reward.function, *each.rest))
+                continue
+            self._start(k, each)
+            outcomes.update(self._place(each.reward).collect(1))
+        return [outcomes[k] for k in range(len(calls))]
+
+    def _start(self, k: int, each: _Called) -> None:
+        function, calls, limit = each.reward.function, self._place(each.reward), self._limit(each.reward)
+        mode = TOGETHER if each.is_async else MAIN
+        if isinstance(function, UserFunction):
+            environments = each.arguments.pop("environments", None)
+            what = (function.name, *each.rest, environments)
+            calls.submit(k, "runners.rewards.calls:score", *what, timeout=limit, mode=mode)
+        else:
+            act = run_async if each.is_async else run
+            calls.submit(k, act, function, *each.rest, timeout=limit, mode=mode)
+
+    def _place(self, reward: Reward) -> Calls:
+        """The calls of the place where a reward runs."""
+        worker = reward.function.worker if isinstance(reward.function, UserFunction) else None
+        if worker not in self._calls:
+            self._calls[worker] = Calls(worker or Here())
+        return self._calls[worker]
 
     def _limit(self, reward: Reward) -> float:
         return self.timeout if reward.timeout is None else reward.timeout
 
-    def _is_free(self, k: int) -> bool:
-        self._hanging[k] = [thread for thread in self._hanging.get(k, []) if thread.is_alive()]
-        return len(self._hanging[k]) < _MAX_HANGING
-
     def _judge(
-        self, outcome: Outcome | None, each: "_Called", texts: Sequence[str], row_b: np.ndarray
+        self, outcome: Outcome, reward: Reward, texts: Sequence[str], row_b: np.ndarray, log: RewardLog
     ) -> tuple[list[str], int]:
         """Fill one reward's row with the usable values; lines on the others, and for how many completions."""
-        prefix = f"reward {show(each.reward.name)}"
-        every = len(texts)
-        if outcome is None:
-            return [f"{prefix} was not called: {_MAX_HANGING} earlier calls have not come back"], every
+        prefix, every = f"reward {show(reward.name)}", len(texts)
         if outcome.timed_out:
-            return [f"{prefix} timed out after {self._limit(each.reward):g} s"], every
-        if outcome.error is not None:
-            index = _culprit(outcome.error, each.completions)
+            return [f"{prefix} {outcome.fault}"], every
+        if outcome.fault:
+            return [f"{prefix} failed: {outcome.fault}"], every
+        found = outcome.value
+        if "error" in found:
+            index = found["index"]
             where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-            return [f"{prefix} failed{where}: {outcome.message}"], every
-        values, faults, failures = outcome.value
-        row_b[: len(values)] = values
-        return [f"{prefix} {fault}" for fault in faults], failures
+            return [f"{prefix} failed{where}: {found['error']}"], every
+        log.add(found)
+        row_b[: len(found["values"])] = found["values"]
+        return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]
 
 
 @attrs.frozen(eq=False)
 class _Called:
-    """A reward and the arguments of its call; `completions` are the same objects."""
+    """A reward and the arguments of its call."""
 
     reward: Reward
     arguments: dict[str, Any]
+    logs: list[str]  # the ways to log that it takes
     size: int  # completions
 
     @property
-    def completions(self) -> list[list[dict[str, Any]]]:
-        return self.arguments.get("completions", [])
+    def is_async(self) -> bool:
+        """Whether its function is."""
+        function = self.reward.function
+        return function.is_async if isinstance(function, UserFunction) else is_async(function)
 
-    def read(self, result: Any) -> tuple[list[float], list[str], int]:
-        """The usable values of the function's result (NaN: no reward), lines on the others, and for how many
-        completions there is no usable value.
-
-        Only plain numbers and texts are returned, because reading the result may run the reward's own code.
-        """
-        values, fault = _as_list(python_value(result), self.size)
-        if fault:
-            return [], [fault], self.size
-        faults: dict[str, list[int]] = {}
-        numbers_b = []
-        for index, value in enumerate(values):
-            number, fault = _as_float(value, self.reward.weight)
-            numbers_b.append(number)
-            if fault:
-                faults.setdefault(fault, []).append(index)
-        lines = [
-            f"{fault}, at completion {first}"
-            + (f" ({found})" if (found := _found(values[first])) else "")
-            + (f" and {len(others)} more" if others else "")
-            for fault, (first, *others) in faults.items()
-        ]
-        return numbers_b, lines, sum(map(len, faults.values()))
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """The arguments of `calls.run` after the function."""
+        return self.arguments, self.logs, self.size, self.reward.weight
 
 
 def _arguments(
@@ -216,6 +220,8 @@ def _arguments(
 ) -> dict[str, Any]:
     """The arguments of a reward from completions and columns, as separate lists."""
     picked = reward.pick({"completions": completions, **given})
+    if isinstance(reward.function, UserFunction):  # another process gets copies
+        return {name: list(entries) for name, entries in picked.items()}
     return {name: _copied(list(entries)) for name, entries in picked.items()}
 
 
@@ -232,65 +238,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
     return value.copy() if isinstance(value, set | bytearray | np.ndarray) else value
-
-
-def _found(value: Any) -> str:
-    """The quotation of a value that is not a reward."""
-    return value.found if isinstance(value, Failure) else show(value)
-
-
-def _as_list(value: Any, wanted: int) -> tuple[list[Any], str]:
-    """A reward's result as a list of `wanted` entries, or its fault."""
-    if not isinstance(value, list):
-        return [], f"returned {type(value).__name__}; wanted a list of {wanted} numbers or None"
-    if len(value) != wanted:
-        return [], f"returned {len(value)} values for {wanted} completions"
-    return value, ""
-
-
-def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
-    """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
-    if value is None:
-        return np.nan, ""
-    if isinstance(value, Failure):
-        return np.nan, value.reason
-    if not isinstance(value, numbers.Real | Decimal):
-        return np.nan, f"returned {type(value).__name__}, wanted a number or None"
-    try:
-        number = float(value)
-    except (OverflowError, ValueError):  # an integer too large for floats; a signalling NaN of Decimal
-        number = np.nan
-    except (Exception, SystemExit) as error:  # raised by the reward's own class
-        kind = type(value).__name__
-        return np.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
-    if not np.isfinite(number):
-        return np.nan, "returned a number that is not finite"
-    if abs(number) * max(abs(weight), 1.0) > _LARGEST:
-        return np.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
-    return number, ""
-
-
-def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
-    """The completion that a reward was processing when it failed; None if that is unknown.
-
-    Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
-    its message or its text. The objects belong to this one call, so identity is proof enough.
-    """
-    if len(completions) == 1:
-        return 0
-    owners: dict[int, set[int]] = {}
-    for index, completion in enumerate(completions):
-        for part in (completion, *completion, *(message.get("content") for message in completion)):
-            owners.setdefault(id(part), set()).add(index)
-    frames = []
-    step = error.__traceback__
-    while step is not None:
-        frames.append(step.tb_frame)
-        step = step.tb_next
-    for frame in reversed(frames):
-        held = [owners[id(value)] for value in frame.f_locals.values() if id(value) in owners]
-        # Two completions may share one text object; such a local does not identify either.
-        indices = set().union(*(owner for owner in held if len(owner) == 1))
-        if len(indices) == 1:
-            return indices.pop()
-    return None

@@ -6,7 +6,7 @@ that a function written for TRL runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -52,7 +52,7 @@ class RewardLog:
     def log_metric(self, name: str, value: float) -> None:
         """A number for training_log.jsonl, which gets the mean of an update's values.
 
-        A name that the log itself uses is refused; `problems` reports it.
+        A name that the log itself uses is refused; see `refusal`.
         """
         name = _name("log_metric", name)
         if is_own_name(name):
@@ -60,12 +60,21 @@ class RewardLog:
             return
         self.metrics.setdefault(name, []).append(float(value))
 
-    def problems(self) -> list[str]:
-        """A line for each name that was refused."""
-        return [
-            f"log_metric: {show(name)} is a name of the log's own and is left out; call it something else"
-            for name in list(self.refused)
-        ]
+    def named(self, names: Sequence[str]) -> dict[str, Any]:
+        """These of its methods, by name."""
+        return {name: getattr(self, name) for name in names}
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """What a call of one reward has logged."""
+        self.extras.update(found["extras"])
+        self.refused.update(dict.fromkeys(found["refused"]))
+        for name, values in found["metrics"].items():
+            self.metrics.setdefault(name, []).extend(values)
+
+
+def refusal(name: str) -> str:
+    """The line on a name that was refused."""
+    return f"log_metric: {show(name)} is a name of the log's own and is left out; call it something else"
 
 
 def is_own_name(name: str) -> bool:

@@ -16,7 +16,7 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import PromptStream, RunLength
 from runners.environments.environments import Environments, all_rewards, build_environments
-from runners.environments.tools import check_environment_names
+from runners.environments.tools import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.machine.launch_modes import usual_launch
@@ -29,12 +29,13 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.functions import check_columns, check_judges, resolve_rewards
+from runners.rewards.functions import check_columns, check_judges, rewards_of
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.notices import image_notices, setting_warnings
 from runners.training.rollouts.rollout import Collector
 from runners.training.rollouts.sampling import build_collector
+from runners.user_code.worker import Worker
 
 Say = Callable[[str], None]
 
@@ -75,25 +76,26 @@ def build_run(
     decided: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     *,
     ranks: Ranks | None = None,
+    worker: Worker | None = None,
 ) -> Run:
     """Everything that `train` needs, from a checked config.
 
     Rewards come first, then data, then the model, so that a misspelt name fails quickly. `say` shows the
     current activity. `decided` holds the keys of [rollout] as an earlier process or another rank resolved
-    them. `ranks`: those that share the run; None: this process alone.
+    them. `ranks`: those that share the run; None: this process alone. `worker`: of `start_worker`.
 
     Raises UserError or ConfigError, in one line, for any fault.
     """
-    ranks = ranks or Ranks()
+    ranks, worker = ranks or Ranks(), worker or start_worker(config)
     if config.data.image and not ranks.alone:
         raise UserError(
             f"{config.where('data.image')}: prompts with images are trained on one rank, found {ranks.count}"
         )
     spec = config.loss_spec()
-    functions, weights = config.reward.functions, config.reward.weights
-    rewards = resolve_rewards(functions, weights, config.folders, config.judge) if functions else ()
+    rewards = rewards_of(config, worker)
     check_judges(rewards)
-    check_environment_names(config.env, config.folders)
+    if tools := loading(config.env, config.folders):
+        worker.load(*tools)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
@@ -102,7 +104,7 @@ def build_run(
     loaded, uncompiled = _loaded(config, platform, dtype, say)
     decoder = TextDecoder(loaded.tokenizer)
     environments = build_environments(
-        config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders
+        config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
     )
     if environments is not None:
         environments.check_columns(reward_columns(rows[0]))

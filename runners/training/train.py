@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differ
 from runners.checkpoints.saving import NoSaver, Saver
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
+from runners.environments.tools import start_worker
 from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
@@ -42,6 +43,7 @@ from runners.training.loop import Loop, RunResult
 from runners.training.loop_state import LoopState
 from runners.training.restoring import check_alike, restore, share_start
 from runners.training.setup import Run, build_run
+from runners.user_code.worker import Worker
 
 __all__ = ["RunResult", "run_training"]
 
@@ -72,13 +74,14 @@ def run_training(
     Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display can no longer be
     written, and NumbersError if too many updates in a row were skipped.
     """
-    machine = startup.prepare(config.system.memory_limit_gb)
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    if ranks is not None:  # their owner ends them
-        return _train(config, machine, ranks, report, **how)
-    ranks = Ranks(read_rank_place())
-    with ranks.ending_together():
-        return _train(config, machine, ranks, report, **how)
+    with closing(start_worker(config)) as worker:
+        machine = startup.prepare(config.system.memory_limit_gb)
+        if ranks is not None:  # their owner ends them
+            return _train(config, machine, ranks, report, worker, **how)
+        ranks = Ranks(read_rank_place())
+        with ranks.ending_together():
+            return _train(config, machine, ranks, report, worker, **how)
 
 
 def _train(
@@ -86,6 +89,7 @@ def _train(
     machine: startup.Platform,
     ranks: Ranks,
     report: Report | None,
+    worker: Worker,
     *,
     resume: Path | bool,
     allow_config_change: bool,
@@ -121,7 +125,7 @@ def _train(
             if not allow_config_change:
                 check_differences(found, origin)
             known = earlier_decisions(config, origin)
-        run, at = _build(config, machine, ranks, shown, known), LoopState()
+        run, at = _build(config, machine, ranks, shown, known, worker), LoopState()
         state = run.learner.state
         inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
         computing = arithmetic_facts(machine)
@@ -188,12 +192,13 @@ def _build(
     ranks: Ranks,
     shown: Report,
     known: Mapping[str, Any] | None,
+    worker: Worker,
 ) -> Run:
     """The run of this rank; rank 0 decides what depends on a measurement."""
     if ranks.alone:
-        return build_run(config, machine, shown.status, known)
+        return build_run(config, machine, shown.status, known, worker=worker)
     if ranks.first:
-        run = build_run(config, machine, shown.status, known, ranks=ranks)
+        run = build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
         ranks.meet("the decisions", decisions(run.config))
     else:
         run = build_run(

@@ -20,11 +20,12 @@ from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience, join_experiences, select_groups
 from runners.rewards.finished_episodes import FinishedEpisodes
+from runners.rewards.scoring import Failed
 
 _ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 
-RankExperience = tuple[Experience, dict[int, str]]  # and the rewards that failed for all its completions
+RankExperience = tuple[Experience, dict[int, Failed]]  # and the rewards that failed for all its completions
 
 
 def meet_for_rollout(
@@ -59,7 +60,7 @@ def meet_for_rollout(
     whole = select_groups(whole, [places[number] for number in range(len(examples))])
     failed = parts[0][1][1]
     for _, (_, others) in parts[1:]:
-        failed = {k: text for k, text in failed.items() if k in others}
+        failed = {k: fault for k, fault in failed.items() if k in others}
     spent = {rank: found.seconds for rank, (found, _) in parts}
     longest = max(each["rollout"] for each in spent.values())
     seconds = {
@@ -132,7 +133,7 @@ def _packed(part: RankExperience) -> tuple[dict[str, Any], dict[str, np.ndarray]
         "extras": {name: list(map(_plain, values)) for name, values in experience.extras.items()},
         "logged": {name: [float(value) for value in values] for name, values in experience.logged.items()},
         "reward_names": list(experience.reward_names),
-        "failed": list(failed.items()),
+        "failed": [(k, *attrs.astuple(fault)) for k, fault in failed.items()],
         "played": None if experience.played is None else _packed_played(experience.played),
         # An environment's `reset` may have added to the examples' prompts.
         "prompts": None
@@ -199,4 +200,4 @@ def _unpacked(message: RankMessage, examples: Sequence[Example]) -> RankExperien
         penalty_b=arrays.get("penalty_b"),
         played=None if value["played"] is None else _unpacked_played(value["played"]),
     )
-    return experience, {int(k): text for k, text in value["failed"]}
+    return experience, {int(k): Failed(*fault) for k, *fault in value["failed"]}

@@ -24,7 +24,7 @@ from runners.rewards.experience import (
     varied_groups,
 )
 from runners.rewards.finished_episodes import FinishedEpisodes
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Failed, Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 from runners.training.rollouts.rank_rollout import RankExperience, meet_for_rollout
@@ -34,6 +34,8 @@ Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollou
 PlayEpisodes = Callable[
     [Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, FinishedEpisodes]
 ]
+
+_PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +48,8 @@ class Collector:
     config: Config  # checked: [loss] complete
     ranks: Ranks = attrs.field(factory=Ranks)
     play: PlayEpisodes | None = None  # in place of `generate` where there are environments
+    # Each reward's batch steps in a row in which its calls were too slow, or ended their process.
+    _ended: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def collect(
         self,
@@ -61,12 +65,13 @@ class Collector:
         `max_resample` rounds. If groups are still missing, the last ones without variance fill the batch;
         the learner skips them.
 
-        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off.
+        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off. A
+        call that was too slow, or that ended its process, has to be the third in a row.
         """
         wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         kept: list[Experience] = []
-        failed: dict[int, str] | None = None  # rewards that failed for every completion of every round
+        failed: dict[int, Failed] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
             part, failed_now = self._on_all_ranks(params, take(missing), fold_in(key, number), trainer_state)
@@ -81,9 +86,13 @@ class Collector:
             replaced += missing
             if varied:
                 kept.append(select_groups(part, varied))
-        if failed and self.config.reward.stop_if_all_fail:
+        ended = {k: self._ended.get(k, 0) + 1 for k, fault in (failed or {}).items() if fault.ended}
+        self._ended.clear()
+        self._ended.update(ended)
+        broken = [fault.line for k, fault in (failed or {}).items() if ended.get(k, _PATIENCE) >= _PATIENCE]
+        if broken and self.config.reward.stop_if_all_fail:
             raise RewardError(
-                f"{next(iter(failed.values()))}; it failed for every completion of this batch step: fix it "
+                f"{broken[0]}; it failed for every completion of this batch step: fix it "
                 "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
             )
         whole = join_experiences(kept)

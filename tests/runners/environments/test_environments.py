@@ -1,8 +1,6 @@
 """Episodes: calls that a model writes, what they return as tokens, and what rewards get of them."""
 
-import asyncio
 import json
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +12,12 @@ import grpo_fn as g
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example, render
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.environments import build_environments, environment_reward
+from runners.environments.environments import build_environments
 from runners.errors import UserError
+from runners.rewards.functions import Reward, resolve_reward
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
+from runners.user_code.worker import Here
 from tests.support.processes.waiting import HANGS
 
 # Templates by the formats that Qwen 2.5 and Llama 3 document, and one that knows neither system nor tools.
@@ -235,6 +235,26 @@ class Either:
         return "caught"
 
 
+def by_environment(environments, **kwargs):
+    return [len(environment.log) for environment in environments]
+
+
+def of_words(environments, **kwargs):
+    return [each.reward if each.active == "words" else None for each in environments]
+
+
+class Judged:
+    """Rewards later."""
+
+    def reset(self, **row):
+        """Begin."""
+
+    async def get_reward(self):
+        """A number."""
+        await asyncio.sleep(0)
+        return 2.0
+
+
 SHOPS = {"one": Shop, "two": Either}
 
 
@@ -281,9 +301,8 @@ def built(tmp_path):
     def build(template=QWEN, **env):
         tokenizer = make_tokenizer(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
-        return build_environments(
-            EnvConfig(**keys), DataConfig(nudge=""), tokenizer, TextDecoder(tokenizer), [1], [tmp_path]
-        )
+        decoder, data = TextDecoder(tokenizer), DataConfig(nudge="")
+        return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [1], [tmp_path], Here())
 
     return build
 
@@ -452,7 +471,7 @@ def test_reset_may_speak_and_the_group_shares_what_it_can(built):
     assert " Welcome!<|im_end|>" in environments.tokenizer.decode(list(script.prompts[0]))
 
     greetings = iter([" A", " A", " B", " BB"])
-    environments.factory = lambda: SimpleShop(next(greetings))
+    environments.calls.place._store["factory"] = lambda: SimpleShop(next(greetings))
     environments._idle.clear()
     script = Scripted(environments.tokenizer, lambda row: ["Hello."])
     rollout, played = environments.play(examples(environments, 2), 2, script)
@@ -492,20 +511,16 @@ def test_a_reset_that_fails_costs_the_reward(built):
     assert played.faults[0].startswith("reset: ") and played.faults[1] == ""
 
 
-def test_rewards_get_messages_and_environments(built):
+def test_rewards_get_messages_and_environments(built, tmp_path):
     """TRL's signature; and the environment's own reward."""
     environments = built()
     _, played, _ = play(environments, call("price", item="apple"), "3", rows=2)
 
-    def by_environment(environments, **kwargs):
-        return [len(environment.log) for environment in environments]
-
     def by_messages(completions):
         return [len(completion) for completion in completions]
 
-    from runners.rewards.functions import Reward
-
-    rewards = [Reward("a", by_environment), Reward("b", by_messages), environments.reward]
+    by_environment = resolve_reward("shop.py:by_environment", [tmp_path], worker=environments.calls.place)
+    rewards = [by_environment, Reward("b", by_messages), environments.reward]
     scores = Scorer(rewards).score(
         ["x", "y"],
         [[], []],
@@ -517,7 +532,7 @@ def test_rewards_get_messages_and_environments(built):
     assert np.array_equal(scores.values_kb, [[1, 1], [3, 3], [1, 1]])
 
 
-def test_a_class_can_be_several_environments(built):
+def test_a_class_can_be_several_environments(built, tmp_path):
     """A column says which; all tools are shown, the other's fail; rewards may leave rows out with None."""
     environments = built(factory="shop.py:Either")
     assert {tool.name for tool in environments.tools} == {"guess", "move"}
@@ -529,30 +544,17 @@ def test_a_class_can_be_several_environments(built):
         "{'error': 'no guesses here'}",
     ]
 
-    def of_words(environments, **kwargs):
-        return [each.reward if each.active == "words" else None for each in environments]
-
-    from runners.rewards.functions import Reward
-
-    scores = Scorer([Reward("words", of_words)]).score(
-        ["x", "y"], [[], []], {}, environments=played.environments
-    )
+    of_words = resolve_reward("shop.py:of_words", [tmp_path], worker=environments.calls.place)
+    scores = Scorer([of_words]).score(["x", "y"], [[], []], {}, environments=played.environments)
     assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
 
 
-def test_an_async_reward_of_its_own_is_awaited():
+def test_an_async_reward_of_its_own_is_awaited(built):
     """get_reward may be a coroutine."""
-
-    class Judged:
-        async def get_reward(self):
-            """A number."""
-            await asyncio.sleep(0)
-            return 2.0
-
-    reward = environment_reward(Judged)
-    scores = Scorer([reward]).score(["x"], [[]], {}, environments=[Judged()])
-    assert scores.values_kb.tolist() == [[2.0]]
-    assert environment_reward(SimpleNamespace) is None
+    environments = built(factory="shop.py:Judged")
+    _, played, _ = play(environments, "2", rows=2)
+    scores = Scorer([environments.reward]).score(["x"] * 2, [[]] * 2, {}, environments=played.environments)
+    assert scores.values_kb.tolist() == [[2.0, 2.0]]
 
 
 def test_plain_functions_are_tools(built):
@@ -584,4 +586,4 @@ def test_what_cannot_be_an_environment_is_refused(built, env, said):
 
 def test_none_is_asked_for(tmp_path):
     """Without factory and tools there are no environments."""
-    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path]) is None
+    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path], Here()) is None

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.judges.verdicts import Failure, presentation_order, read_ranking, read_score
+from runners.errors import Failure
+from runners.judges.verdicts import presentation_order, read_ranking, read_score
 
 SCALE = (0.0, 10.0)
 

@@ -6,8 +6,6 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -202,18 +200,3 @@ def test_a_hangup_that_nohup_has_turned_off_stays_off():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert Stopped(signal.SIGHUP).exit_code == 129
-
-
-def test_closed_descriptors_are_survived(tmp_path):
-    """A reward may close every one that it finds, and open files in their place."""
-    earlier = threading.enumerate()  # another's may be about to end
-    with ExitStack() as opened, StopSignals() as signals:
-        [thread] = [each for each in threading.enumerate() if each.name == "signals" and each not in earlier]
-        others = [opened.enter_context(open(tmp_path / name, "w")) for name in ("a", "b")]
-        os.dup2(others[0].fileno(), signals._reader)
-        os.dup2(others[1].fileno(), signals._writer)
-        thread.join(60)
-        assert not thread.is_alive()
-        signals.__exit__(None, None, None)
-        for number in (signals._reader, signals._writer):
-            os.close(number)  # OSError, had the run closed it

@@ -1,8 +1,6 @@
 """What a reward cannot do to the run that calls it, whatever its arguments, results and exceptions are."""
 
 import json
-import os
-import sys
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -10,15 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runners.checkpoints.run_folder import locked
 from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.files.json_lines import JsonLines
 from runners.rewards.scoring import Reward, Scorer
 from runners.rewards.trl_arguments import RewardLog, is_own_name
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import PROBLEMS, Notes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,13 +167,13 @@ def test_exceptions_that_cannot_be_shown(error, line, timeout):
     ("value", "line"),
     [
         (Odd(1), "returned a Odd that is no float, as it raises ZeroDivisionError, at completion 0 (a Odd, "),
-        (Silent(), "returned Silent, wanted a number or None, at completion 0 (a Silent, whose text fails"),
+        (Silent(), "returned Silent, expected a number or None, at completion 0 (a Silent, whose text fails"),
         (1e39, "returned a number beyond 1e+18, whose square float32 cannot hold, at completion 0 (1e+39)"),
         (-(10**400), "returned a number that is not finite, at completion 0"),
         (10**30, "returned a number beyond 1e+18"),
         (Decimal("1e99"), "returned a number beyond 1e+18"),
         (np.float64("inf"), "returned a number that is not finite"),
-        ("\x1b[31m\x9b", r'returned str, wanted a number or None, at completion 0 ("\u001b[31m'),
+        ("\x1b[31m\x9b", r'returned str, expected a number or None, at completion 0 ("\u001b[31m'),
     ],
     ids=lambda part: type(part).__name__,
 )
@@ -304,79 +299,6 @@ def test_a_reward_of_1e39_is_named_and_the_weights_stay_finite(place):
     folder = run_training(load_config("train.toml"), report=report).folder
     assert any("returned a number beyond 1e+18" in line for line in report.lines)
     assert "update_skipped" not in (folder / "training_log.jsonl").read_text()
-
-
-CLOSES = {
-    "all but the first three": "os.closerange(3, 256)",
-    "and opens others in their place": (
-        "os.closerange(3, 256); global kept; kept = [open(f'other-{i}', 'w') for i in range(40)]"
-    ),
-    "standard input": "os.close(0)",
-    "standard error": "os.close(2)",
-}
-
-
-@pytest.mark.parametrize("act", CLOSES.values(), ids=CLOSES)
-def test_a_reward_that_closes_descriptors(place, act):
-    """The run comes to its end with every line of its logs, and nothing of them is in another file."""
-    place(f"    if not hasattr(sys, 'done'):\n        sys.done = 1\n        {act}\n{LENGTHS}")
-    done = run(
-        [sys.executable, "-m", "runners.cli", "run", "train.toml"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    rows = [json.loads(line) for line in Path("out/r/training_log.jsonl").read_text().splitlines()]
-    assert [row["update"] for row in rows if "loss" in row] == [1, 2, 3]
-    assert len(Path("out/r/completions.jsonl").read_text().splitlines()) == 12
-    assert all(path.stat().st_size == 0 for path in Path().glob("other-*"))
-
-
-@pytest.mark.parametrize("act", ["sys.stdout.close()", "os.close(1)"])
-def test_a_reward_that_closes_standard_output(place, act):
-    """The run saves and says so on standard error."""
-    place(f"    if not hasattr(sys, 'done'):\n        sys.done = 1\n        {act}\n{LENGTHS}")
-    done = run(
-        [sys.executable, "-m", "runners.cli", "run", "train.toml"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    lines = [line for line in done.stderr.splitlines() if "BLAS" not in line]
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert lines[0].endswith("it was closed by something that the run called: the run ends")
-    assert lines[1].startswith("interrupted: saved out/r/checkpoint-")
-
-
-def test_a_log_whose_name_is_another_files(tmp_path):
-    """A descriptor that was closed is opened again by its name; another file of that name is left alone."""
-    lines = JsonLines(tmp_path / "log.jsonl")
-    lines.write({"a": 1})
-    os.close(lines._file.number)
-    lines.write({"a": 2})
-    assert lines.fault is None and (tmp_path / "log.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
-    os.close(lines._file.number)
-    (tmp_path / "log.jsonl").rename(tmp_path / "moved.jsonl")
-    (tmp_path / "log.jsonl").write_text("mine")
-    lines.write({"a": 3})
-    assert lines.fault is not None and (tmp_path / "log.jsonl").read_text() == "mine"
-    lines.close()
-
-
-def test_a_lock_that_was_closed_is_taken_again(tmp_path):
-    """At the next save; where another run was faster, this one says so and touches nothing of the other's."""
-    with locked(tmp_path / "run", "run.name") as first:
-        os.close(first.lock.number)
-        assert first.write(lambda path, descriptor: path) == tmp_path / "run"
-        with pytest.raises(UserError, match="in use by process"), locked(tmp_path / "run", "run.name"):
-            pass
-        os.close(first.lock.number)
-        with (
-            locked(tmp_path / "run", "run.name"),
-            pytest.raises(UserError, match="another run has it"),
-        ):
-            first.write(lambda path, descriptor: path)
 
 
 def test_raise_names_the_log_as_well(place):

@@ -118,7 +118,7 @@ def test_results_of_mlx() -> None:
         (
             [1.0, "2", "3"],
             [1.0, None, None],
-            'returned str, wanted a number or None, at completion 1 ("2") and 1 more',
+            'returned str, expected a number or None, at completion 1 ("2") and 1 more',
         ),
         ([1.0, float("nan"), 2.0], [1.0, None, 2.0], "not finite, at completion 1 (nan)"),
         ([float("-inf"), 1, 10**400], [None, 1.0, None], "not finite, at completion 0 (-inf) and 1 more"),
@@ -126,11 +126,11 @@ def test_results_of_mlx() -> None:
         ([[1.0], 1.0, 2.0], [None, 1.0, 2.0], "returned list"),
         ([1.0, 2.0], [None] * 3, "returned 2 values for 3 completions"),
         ([], [None] * 3, "returned 0 values for 3 completions"),
-        (1.0, [None] * 3, "returned float; wanted a list of 3 numbers"),
+        (1.0, [None] * 3, "returned float; expected a list of 3 numbers"),
         (None, [None] * 3, "returned NoneType"),
-        ("abc", [None] * 3, "returned str; wanted a list"),
+        ("abc", [None] * 3, "returned str; expected a list"),
         ({0: 1.0, 1: 1.0, 2: 1.0}, [None] * 3, "returned dict"),
-        (np.zeros((3, 1)), [None] * 3, "returned list, wanted a number or None, at completion 0"),
+        (np.zeros((3, 1)), [None] * 3, "returned list, expected a number or None, at completion 0"),
     ],
 )
 def test_results_that_do_not_count(result: Any, expected: list[float | None], note: str) -> None:
@@ -203,14 +203,15 @@ def test_a_reward_that_fails_at_every_completion_is_named() -> None:
 
     scores = score(by_completion, numbers("a", 1.0), numbers("a", float("nan")), numbers(None, None))
     assert set(scores.failed) == {0, 2}
-    assert scores.failed[2] == 'reward "f2" returned str, wanted a number or None, at completion 0 ("a")'
+    assert (
+        scores.failed[2].line == 'reward "f2" returned str, expected a number or None, at completion 0 ("a")'
+    )
 
 
 def test_exceptions_raise_when_asked() -> None:
-    """With on_error="raise" the first problem ends the scoring, and the cause is kept."""
-    with pytest.raises(UserError, match="completion 1") as caught:
+    """With on_error="raise" the first problem ends the scoring."""
+    with pytest.raises(UserError, match=r"completion 1.*ZeroDivisionError"):
         score(by_completion, on_error="raise")
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])

@@ -3,9 +3,8 @@
 import os
 
 from runners.checkpoints.run_folder import RunFolder
-from runners.files.held_file import HeldFile
 
 
 def held(folder):
     """A folder as a run's, without its lock; the descriptor stays open until the process ends."""
-    return RunFolder(folder, HeldFile(folder, os.O_RDONLY))
+    return RunFolder(folder, os.open(folder, os.O_RDONLY))

@@ -1,0 +1,275 @@
+"""A process of its own for user code: it can be ended whatever it does, and ends with the run.
+
+It is kept, so that a call costs a message there and back. Arguments go there as pickles; results come back as
+JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from typing import Any
+
+import attrs
+
+from runners.errors import RewardError, UserError, error_line
+from runners.machine.bounded_process import python_command
+from runners.user_code.host import MAIN, THREAD, Done, Host, Outcome
+from runners.user_code.process import LARGEST, operation
+
+GRACE = 2.0  # seconds in which the process has to react when a call is too late
+MAX_HANGING = 64  # calls that were given up and go on: then the process is started again
+_MAX_LEFT = 4  # calls in this process that were given up and go on: then no more are made
+_RELOADING = 600.0  # seconds for importing the user's files once more
+# A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
+# the shell ends the group, whatever the worker and its children are doing.
+_GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
+_ENDED = Outcome(fault="its process was ended", ended=True)
+_numbers = itertools.count(1)
+
+
+@attrs.define(eq=False)
+class _Call:
+    mode: str
+    done: Done | None  # None: it was given up
+    reacted: threading.Event = attrs.field(factory=threading.Event)  # to being given up
+    over: threading.Event = attrs.field(factory=threading.Event)
+
+
+class _Process:
+    """One process, with a thread that sends to it and one that receives."""
+
+    def __init__(self, hidden: Collection[str]) -> None:
+        self.calls: dict[int, _Call] = {}
+        self.dead = ""  # why it has ended
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._connection, theirs = Pipe()
+        try:
+            stdout = os.dup(1)
+        except OSError:  # it is closed
+            stdout = os.open(os.devnull, os.O_WRONLY)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *("sh", "-c", _GUARD, "sh"),
+                    *python_command("from runners.user_code.process import serve; serve(*sys.argv[1:])"),
+                    str(stdout),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=theirs.fileno(),
+                pass_fds=[stdout],
+                env={name: value for name, value in os.environ.items() if name not in hidden},
+                start_new_session=True,
+            )
+        os.close(stdout)
+        for act in (self._send, self._receive):
+            threading.Thread(target=act, name="grpo-worker", daemon=True).start()
+
+    def start(self, number: int, call: _Call, name: str, arguments: bytes) -> None:
+        self.calls[number] = call
+        self._messages.put(pickle.dumps((number, call.mode, name, arguments)))
+        if self.dead:
+            self._end_all()
+
+    def cancel(self, number: int) -> None:
+        self._messages.put(pickle.dumps((number, "", "", b"")))
+
+    @property
+    def hanging(self) -> int:
+        """How many calls were given up and go on."""
+        return sum(call.done is None for call in list(self.calls.values()))
+
+    def kill(self, why: str = "the run has ended") -> None:
+        """Ends the process and its children."""
+        self.dead = self.dead or why
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._messages.put(None)
+
+    def forget(self) -> None:
+        """In a forked child of the run: the process is the parent's."""
+        self._process.returncode = 0
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._connection.close()
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
+
+    def _receive(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, *rest = json.loads(self._connection.recv_bytes(LARGEST + 1024))
+                if not rest:
+                    if call := self.calls.get(number):
+                        call.reacted.set()
+                    continue
+                self._end(number, Outcome(*rest))
+        self.kill("the one before ended by itself (os._exit, a crash)")
+        self._end_all()
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        call = self.calls.pop(number, None)
+        if call is not None:
+            call.over.set()
+            call.reacted.set()
+            if call.done is not None:
+                call.done(number, outcome)
+
+    def _end_all(self) -> None:
+        for number in list(self.calls):
+            self._end(number, _ENDED)
+
+
+class Worker:
+    """Where user code runs: starts its process when it is needed, and again after it was ended.
+
+    Calls name an operation, a function `package.module:name` of this package that gets the process's store
+    and the arguments. `notices` are lines on restarts, for whoever reports.
+    """
+
+    def __init__(self, hidden: Collection[str] = ()) -> None:
+        """`hidden`: variables of the environment that the process does not get."""
+        self.notices: list[str] = []
+        self._hidden = tuple(hidden)
+        self._loads: dict[tuple[Any, ...], Future[Any]] = {}
+        self._process: _Process | None = None
+        self._end = lambda: None
+        _workers.add(self)
+
+    def preload(self, name: str, *arguments: Any) -> Future[Any]:
+        """Begins an operation that later calls need; it is repeated in each new process."""
+        found = self._loads.get((name, *arguments))
+        if found is None:
+            found = self._loads[name, *arguments] = self._begin(name, *arguments)
+        return found
+
+    def load(self, name: str, *arguments: Any) -> Any:
+        """The result of `preload`. Raises UserError if it fails."""
+        try:
+            return self.preload(name, *arguments).result()
+        except UserError:
+            del self._loads[name, *arguments]  # a new process does without it
+            raise
+
+    def submit(self, name: str, *arguments: Any, mode: str, done: Done) -> int:
+        """Starts a call and returns its number; `done(number, outcome)` is called in another thread."""
+        number = next(_numbers)
+        self._running().start(number, _Call(mode, done), name, pickle.dumps(arguments))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
+        process = self._process
+        call = process and process.calls.get(number)
+        if process is None or call is None:
+            return
+        call.done = None
+        process.cancel(number)
+        if not (call.over if call.mode == MAIN else call.reacted).wait(GRACE):
+            process.kill("a call that took too long did not let go")
+
+    def close(self) -> None:
+        """Ends the process and everything that it has started."""
+        self._end()
+        self._process, self._end = None, lambda: None
+
+    def _running(self) -> _Process:
+        if self._process is not None and self._process.hanging >= MAX_HANGING:
+            self._process.kill(f"{MAX_HANGING} calls that took too long go on in it")
+        if self._process is not None and not self._process.dead:
+            return self._process
+        before, self._process = self._process, _Process(self._hidden)
+        self._end = weakref.finalize(self, self._process.kill)
+        if before is not None:
+            self.notices.append(
+                "rewards and tools go on in a new process, which has imported their files again: "
+                f"{before.dead}"
+            )
+            for load in self._loads:
+                self._loads[load] = self._begin(*load)
+            try:
+                for load in self._loads.values():
+                    load.result(_RELOADING)
+            except (UserError, TimeoutError) as error:
+                raise RewardError(f"user code cannot be loaded again: {error_line(error)}") from error
+        return self._process
+
+    def _begin(self, name: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def done(number: int, outcome: Outcome) -> None:
+            if outcome.fault:
+                text = outcome.fault if outcome.refused else f"{arguments[0]}: {outcome.fault}"
+                future.set_exception(UserError(text))
+            else:
+                future.set_result(outcome.value)
+
+        self.submit(name, *arguments, mode=MAIN, done=done)
+        return future
+
+    def _forget(self) -> None:
+        if self._process is not None:
+            self._end.detach()  # pyright: ignore[reportFunctionMemberAccess]
+            self._process.forget()
+        self._process, self._end = None, lambda: None
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [worker._forget() for worker in list(_workers)])
+
+
+class Here:
+    """The same in this process: for functions that a caller of the library hands over, and where nothing may
+    be started. A call that is given up goes on if it blocks."""
+
+    def __init__(self) -> None:
+        """Nothing is started yet."""
+        self.notices: list[str] = []
+        self._store: dict[Any, Any] = {}
+        self._done: dict[int, Done | None] = {}  # of running calls; None: it was given up
+        self._host = Host(self._end)
+
+    def load(self, name: str, *arguments: Any) -> Any:
+        """As `Worker`'s."""
+        return operation(name)(self._store, *arguments)
+
+    def submit(self, act: Any, *arguments: Any, mode: str, done: Done) -> int:
+        """As `Worker`'s; `act` may be a function, which gets the arguments alone."""
+        number = next(_numbers)
+        if list(self._done.values()).count(None) >= _MAX_LEFT:
+            fault = f"was not called: {_MAX_LEFT} earlier calls have not come back"
+            done(number, Outcome(fault=fault, ended=True, timed_out=True))
+            return number
+        self._done[number] = done
+        if isinstance(act, str):
+            act, arguments = operation(act), (self._store, *arguments)
+        self._host.start(number, lambda: act(*arguments), THREAD if mode == MAIN else mode)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """As `Worker`'s."""
+        if number in self._done:
+            self._done[number] = None
+            self._host.cancel(number)
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        if done := self._done.pop(number):
+            done(number, outcome)

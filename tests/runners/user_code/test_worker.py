@@ -1,0 +1,335 @@
+"""User code in a process of its own: whatever a call does, it ends in its time, and the next one is fine."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from runners.errors import UserError
+from runners.rewards.functions import resolve_reward
+from runners.rewards.scoring import Scorer
+from runners.user_code import worker as worker_module
+from runners.user_code.calls import Calls
+from runners.user_code.host import THREAD, TOGETHER
+from runners.user_code.worker import Here, Worker
+from tests.support.processes.new_process import ROOT
+
+REWARDS = r'''
+import asyncio, ctypes, multiprocessing, os, re, signal, sys, threading, time
+
+def ones(completions, **_):
+    return [1.0] * len(completions)
+
+def loops(completions, **_):
+    while True:
+        pass
+
+def sleeps(completions, **_):
+    time.sleep(300)
+
+def refuses_to_end(completions, **_):
+    while True:
+        try:
+            time.sleep(300)
+        except BaseException:
+            pass
+
+def computes(completions, **_):
+    return [9 ** 9 ** 9]
+
+def backtracks(completions, **_):
+    return [re.match("(a+)+$", "a" * 60 + "b")]
+
+def exits(completions, **_):
+    os._exit(3)
+
+def leaves(completions, **_):
+    sys.exit(3)
+
+def crashes(completions, **_):
+    ctypes.string_at(0)
+
+def closes(completions, **_):
+    os.closerange(3, 256)
+
+def closes_and_opens(completions, **_):
+    os.closerange(3, 256)
+    global kept
+    kept = [open(os.devnull, "w") for _ in range(40)]
+
+def ends_its_group(completions, **_):
+    os.killpg(0, signal.SIGTERM)
+
+def floods(completions, log_extra, **_):
+    log_extra("text", ["x" * 70_000_000] * len(completions))
+    return [1.0] * len(completions)
+
+def huge(completions, log_extra, **_):
+    log_extra("number", [10 ** 5000] * len(completions))
+    return [1.0] * len(completions)
+
+async def blocks(completions, **_):
+    time.sleep(300)
+
+async def waits(completions, **_):
+    await asyncio.sleep(300)
+
+async def leaves_later(completions, **_):
+    async def leave():
+        sys.exit(3)
+    asyncio.create_task(leave())
+    await asyncio.sleep(0.1)
+    return [1.0] * len(completions)
+
+async def stops_the_loop(completions, **_):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.1)
+    return [1.0] * len(completions)
+
+async def later(completions, **_):
+    await asyncio.sleep(0)
+    return [2.0] * len(completions)
+
+def comes_back_twice(completions, **_):
+    os.fork()
+    return [float(os.getpid() % 2)] * len(completions)
+
+def length(text):
+    return float(len(text))
+
+def pooled(method):
+    def reward(completions, **_):
+        context = multiprocessing.get_context(method)
+        with context.Pool(2) as pool:  # leaving the block terminates its processes
+            return pool.map(length, [completion[0]["content"] for completion in completions])
+    return reward
+
+forks, spawns, serves = map(pooled, ("fork", "spawn", "forkserver"))
+
+def alarms(completions, **_):
+    """A time limit by a signal, which only a main thread has."""
+    def late(*_):
+        raise TimeoutError
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(10)
+    except TimeoutError:
+        return [1.0] * len(completions)
+
+def leaves_children(completions, **_):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,)).start()
+    return [float(os.getpid())] * len(completions)
+'''
+PROCESS_ENDED = "its process was ended"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the rewards above."""
+    made = tmp_path_factory.mktemp("own")
+    (made / "mine.py").write_text(REWARDS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """One process for all tests."""
+    made = Worker()
+    yield made
+    made.close()
+
+
+def score(worker, folder, *names, timeout=60.0):
+    """The values and the lines of two completions."""
+    rewards = [resolve_reward(f"mine.py:{name}", [folder], worker=worker) for name in names]
+    scores = Scorer(rewards, timeout).score(["a", "bb"], [[]] * 2, {})
+    return scores.values_kb.tolist(), scores
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("loops", "timed out"),
+        ("sleeps", "timed out"),
+        ("refuses_to_end", "timed out"),
+        ("computes", "timed out"),
+        ("backtracks", "timed out"),
+        ("exits", PROCESS_ENDED),
+        ("leaves", "SystemExit: 3"),
+        ("crashes", PROCESS_ENDED),
+        ("closes", PROCESS_ENDED),
+        ("closes_and_opens", PROCESS_ENDED),
+        ("ends_its_group", PROCESS_ENDED),
+        ("floods", "returned more than 67,108,864 bytes"),
+        ("huge", "4300 digits"),
+        ("blocks", "timed out"),
+        ("waits", "timed out"),
+        ("leaves_later", ""),
+        ("stops_the_loop", ""),
+    ],
+)
+def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
+    """Within its time and a few seconds, as one reward's fault; the next calls are fine."""
+    score(worker, folder, "ones")
+    started = time.monotonic()
+    limit = 1.0 if fault == "timed out" else 60.0
+    values, scores = score(worker, folder, name, timeout=limit)
+    assert time.monotonic() - started < 30
+    assert fault in " ".join(scores.problems) and bool(scores.failed) == bool(fault)
+    values, scores = score(worker, folder, "ones", "later")
+    assert values == [[1.0, 1.0], [2.0, 2.0]]
+    assert all("new process" in line for line in scores.problems)
+
+
+@pytest.mark.parametrize("name", ["forks", "spawns", "serves"])
+def test_rewards_may_have_pools_of_processes(worker, folder, name):
+    """By every start method; their functions are found by name in the children."""
+    assert score(worker, folder, name)[0] == [[1.0, 2.0]]
+
+
+def test_rewards_are_called_in_a_main_thread(worker, folder):
+    """So that limits by signals work. A child that comes back from the call as well is no second answer."""
+    assert score(worker, folder, "alarms", "comes_back_twice", "ones")[0][::2] == [[1.0, 1.0]] * 2
+
+
+RUN = """
+import os, sys, time
+from runners.rewards.functions import resolve_reward
+from runners.rewards.scoring import Scorer
+from runners.user_code.worker import Worker
+
+worker = Worker()
+names = sys.argv[2:]
+rewards = [resolve_reward(f"mine.py:{name}", [sys.argv[1]], worker=worker) for name in names]
+scorer = Scorer(rewards[:1], 60.0)
+print(int(scorer.score(["a"], [[]], {}).values_kb[0, 0]), flush=True)
+input()
+Scorer(rewards[1:], 600.0).score(["a"], [[]], {})
+"""
+
+
+@pytest.mark.parametrize("blocked", ["computes", "sleeps", "ones"])
+def test_no_process_is_left_when_the_run_is_killed(folder, blocked):
+    """Not even one that keeps the GIL, and not the processes that a reward has started."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder), "leaves_children", blocked],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.stdin is not None and run.stdout is not None
+    pid = int(run.stdout.readline())
+    group = os.getpgid(pid)
+    assert group not in (os.getpgrp(), run.pid) and len(members(group)) >= 3
+    run.stdin.write(b"go on\n")
+    run.stdin.close()
+    if blocked != "ones":
+        time.sleep(0.5)  # the call begins; it may as well be killed before
+        run.kill()
+    run.wait()
+    end = time.monotonic() + 60
+    while members(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert members(group) == []
+
+
+def members(group):
+    """The processes of a group that are no zombies."""
+    text = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True).stdout
+    rows = [line.split() for line in text.splitlines()]
+    return [pid for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
+
+
+def test_calls_that_hang_are_counted_until_the_process_is_new(monkeypatch, folder):
+    """Threads and coroutines alike: not one is waited for longer than its time."""
+    monkeypatch.setattr(worker_module, "MAX_HANGING", 6)
+    worker = Worker()
+    operation = "runners.environments.instances:load"
+    (folder / "tools.py").write_text(
+        "import time\nasync def block(n):\n    time.sleep(300)\n"
+        "def nap(n):\n    time.sleep(300)\ndef double(n):\n    return 2 * n\n"
+    )
+    worker.load(operation, "", ("tools.py",), (str(folder),))
+    calls, started = Calls(worker, workers=2), time.monotonic()
+    for _ in range(3):
+        for row, (name, mode) in enumerate([("block", TOGETHER), ("nap", THREAD), ("nap", THREAD)]):
+            what = "call_together" if mode == TOGETHER else "call"
+            name = f"runners.environments.instances:{what}", None, [(name, {"n": 1})], 100
+            calls.submit(row, *name, timeout=0.3, mode=mode)
+        found = {}
+        while len(found) < 3:
+            found |= calls.collect(1)
+        assert all(outcome.timed_out for outcome in found.values())
+    calls.submit(0, "runners.environments.instances:call", None, [("double", {"n": 4})], 100, timeout=60.0)
+    assert calls.collect(1)[0].value == [["double", "8", False, False]]
+    assert time.monotonic() - started < 60 and len(worker.notices) == 1
+    worker.close()
+
+
+def test_what_cannot_be_loaded_is_one_line(worker, folder):
+    """As in this process: a missing file, a failing import, one that ends its process."""
+    (folder / "ends.py").write_text("import os\nos._exit(1)\n")
+    (folder / "fails.py").write_text("1 / 0\n")
+    for name, line in (
+        ("none.py:f", "no file at"),
+        ("fails.py:f", "line 1: ZeroDivisionError"),
+        ("ends.py:f", f"ends.py:f: {PROCESS_ENDED}"),
+        ("mine.py:lenght", "did you mean length?"),
+    ):
+        with pytest.raises(UserError, match=line):
+            resolve_reward(name, [folder], worker=worker)
+    assert score(worker, folder, "ones")[0] == [[1.0, 1.0]]
+
+
+def test_the_process_inherits_no_key_and_loads_no_mlx(folder, monkeypatch):
+    """A judge's key is hidden from it; without need it is as small as it can be."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    (folder / "looks.py").write_text(
+        "import os, sys\ndef looks(completions, **_):\n"
+        "    return [float('JUDGE_KEY' in os.environ), float('mlx.core' in sys.modules)]\n"
+    )
+    worker = Worker(["JUDGE_KEY"])
+    reward = resolve_reward("looks.py:looks", [folder], worker=worker)
+    assert Scorer([reward]).score(["a", "b"], [[]] * 2, {}).values_kb.tolist() == [[0.0, 0.0]]
+    worker.close()
+
+
+@pytest.mark.parametrize("mode", [THREAD, TOGETHER])
+def test_calls_of_many_rows_wait_once(mode):
+    """32 calls that sleep 100 ms take little more than one of them."""
+    import asyncio
+
+    async def later(row):
+        await asyncio.sleep(0.1)
+        return row
+
+    def sleeping(row):
+        time.sleep(0.1)
+        return row
+
+    calls, started = Calls(Here(), workers=32), time.monotonic()
+    for row in range(32):
+        calls.submit(row, later if mode == TOGETHER else sleeping, row, timeout=60.0, mode=mode)
+    assert {row: outcome.value for row, outcome in calls.collect(32).items()} == {n: n for n in range(32)}
+    assert time.monotonic() - started < 1.6, "not 3.2 s"
+
+
+def test_no_more_threads_than_workers():
+    """Calls beyond that wait for one."""
+    running, most = [], []
+
+    def act():
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+
+    calls, found = Calls(Here(), workers=3), {}
+    for row in range(12):
+        calls.submit(row, act, timeout=60.0)
+    while len(found) < 12:
+        found |= calls.collect(1)
+    assert max(most) <= 3
