@@ -26,7 +26,8 @@ from grpo_fn.policy import plain_caches
 from grpo_fn.rollout import FindStop, Respond
 from grpo_fn.rollout.extend import SharedPromptRows
 from grpo_fn.rollout.prefill import prefill_once, result_of
-from runners.environments.call_pool import CallPool
+from runners.user_code.calls import Calls
+from runners.user_code.worker import Here
 
 SLEEP = 0.1  # seconds of a call
 
@@ -149,20 +150,20 @@ def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
 
 
 class _Sleeping:
-    """Replies that take their time, each in the pool."""
+    """Replies that take their time, each in its thread."""
 
     def __init__(self, rows: int) -> None:
-        self._pool, self.waited = CallPool(rows, 0), 0.0
+        self._calls, self.waited = Calls(Here(), rows), 0.0
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """A call that sleeps."""
-        self._pool.submit(row, lambda: time.sleep(SLEEP))
+        self._calls.submit(row, lambda: time.sleep(SLEEP), timeout=0)
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """The end of each conversation."""
         started = time.perf_counter()
-        found = self._pool.collect(least)
+        found = self._calls.collect(least)
         self.waited += time.perf_counter() - started
         return dict.fromkeys(found)
 
