@@ -44,7 +44,6 @@ from runners.models.folders import copy_companions
 from runners.models.loaded_model import load_model
 from runners.quickstart import MODEL_DIR
 from runners.tuning.model_check import check_model
-from runners.tuning.model_comparison import Way
 from runners.tuning.saved_answers import cache_file
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
@@ -139,9 +138,9 @@ def checking(name: str, machine: Platform, repeats: int) -> list[Figure]:
                         policy,
                         policy.params,
                         prompts,
-                        Way.of(policy, share_prompts=True, compile=True),
                         model_config=loaded.config,
                         platform=machine,
+                        share_prompts=True,
                     )
                     samples[way].append(time.perf_counter() - started)
                 cache_file().unlink()

@@ -44,6 +44,7 @@ from grpo_fn.learner import (
     warmup_schedule,
 )
 from grpo_fn.policy import Policy
+from grpo_fn.policy_check import CheckedPolicy, check_policy
 from grpo_fn.prng import fold_in
 from grpo_fn.rollout import Decoding, Sampling, generate
 from grpo_fn.trees import arrays_of, map_arrays, materialize, named_leaves
@@ -62,10 +63,12 @@ __all__ = [  # noqa: RUF022 (in groups)
     "policy_loss",
     "preset",
     # the model, and completions from it
+    "CheckedPolicy",
     "Decoding",
     "Policy",
     "Rollout",
     "Sampling",
+    "check_policy",
     "generate",
     "join_rollouts",
     "take_groups",

@@ -19,10 +19,10 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_config, small_model
 from grpo_fn.learner import can_share, split_batch
 from grpo_fn.policy import checkpoint_layers, patch_layers
+from grpo_fn.policy_check import without_paths
 from grpo_fn.trees import Tree, named_leaves
 from runners.errors import UserError
 from runners.machine.bounded_process import limit
-from runners.tuning.model_comparison import Way, compare
 
 PROMPTS = {
     "equal": [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]],
@@ -103,9 +103,8 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
     def check() -> tuple[float, str]:
         of = policy()
         prompts = [list(range(3, 27)), PROMPTS["ragged"][0]]
-        way = Way.of(of, share_prompts=can_share(of.module), compile=True)
-        found = compare(of, of.params, prompts, way)
-        held["policy"], held["way"] = found.way.applied(of), found.way
+        found = g.check_policy(of, of.params, prompts, share_prompts=can_share(of.module))
+        held["policy"], held["given_up"] = found.policy, found.given_up
         return 0.0, "; ".join(found.notices)
 
     def rolled(kind: str, **options: Any) -> tuple[float, str]:
@@ -129,6 +128,9 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
         held["rollout"] = rollout
         return _worst_logp(model, rollout), note
 
+    def shares(of: g.Policy) -> bool:
+        return can_share(of.module) and "share_prompts" not in held["given_up"]
+
     def stopped() -> tuple[float, str]:
         return rolled(
             "ragged", find_stop=lambda tokens, start: 3 if len(tokens) >= 3 else None, check_every=2
@@ -142,20 +144,20 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
             g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS),
             key=mx.random.key(2),
         )
-        return _worst_gradient(of, plain, rollout, share, traced=held["way"].compile)
+        return _worst_gradient(of, plain, rollout, share, traced="compile" not in held["given_up"])
 
     def full() -> tuple[float, str]:
-        return gradient(policy(), model, held["way"].share_prompts), ""
+        return gradient(policy(), model, shares(policy())), ""
 
     def adapted(packed: bool) -> tuple[float, str]:
         ours, plain = _with_adapters(small_model(name), packed), _with_adapters(plain_model(name), packed)
         of = g.Policy.from_module(ours)
-        return gradient(held["way"].applied(of), plain, held["way"].share_prompts), ""
+        return gradient(without_paths(of, held["given_up"]), plain, shares(of)), ""
 
     def checkpointed() -> tuple[float, str]:
         ours = small_model(name)
         checkpoint_layers(ours)
-        return gradient(held["way"].applied(g.Policy.from_module(ours)), model, share=False), ""
+        return gradient(without_paths(g.Policy.from_module(ours), held["given_up"]), model, share=False), ""
 
     def reloaded() -> tuple[float, str]:
         return _reloaded(name, policy()), ""

@@ -10,6 +10,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token
+from grpo_fn.policy_check import CheckedPolicy
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.config.sections import OptimConfig
@@ -22,7 +23,6 @@ from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
 from runners.tuning.model_check import check_model
-from runners.tuning.model_comparison import Checked, Way
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
 
@@ -66,25 +66,24 @@ def build_learner(
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
     params = policy.params
-    compile_steps = config.system.compile
 
-    def checked(policy: g.Policy, params: Tree, role: str) -> Checked:
-        way = Way.of(policy, share_prompts=share_prompts, compile=compile_steps)
+    def checked(policy: g.Policy, params: Tree, role: str) -> CheckedPolicy:
         return check_model(
             config,
             policy,
             params,
             prompts,
-            way,
             model_config=loaded.config,
             platform=platform,
+            share_prompts=share_prompts,
             role=role,
             say=say,
         )
 
     found = checked(policy, params, "policy")
-    policy, compile_steps = found.way.applied(policy), found.way.compile
-    share_prompts = found.way.share_prompts
+    policy = found.policy
+    compile_steps = config.system.compile and "compile" not in found.given_up
+    share_prompts = share_prompts and "share_prompts" not in found.given_up
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
     if role.transform is not None:
@@ -94,7 +93,7 @@ def build_learner(
             # No reason to end the run: the role goes back to full precision if its numbers fail.
             notices += (f"rollout.quantization = {config.rollout.quantization}: {error}",)
         else:
-            role.decode_as(sampler.way.applied(role.policy))
+            role.decode_as(sampler.policy)
             notices += sampler.notices
     reference = make_reference_role(config, policy)
     policy = policy.without_weights()

@@ -12,10 +12,11 @@ import attrs
 
 import grpo_fn as g
 from grpo_fn.backends import disabled_names
+from grpo_fn.policy_check import DECODING_PATHS, PATHS, CheckedPolicy, offers_path, without_paths
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
+from runners.errors import UserError
 from runners.machine.startup import Platform
-from runners.tuning.model_comparison import Checked, Way, compare
 from runners.tuning.saved_answers import cache_file, recall, remember
 
 
@@ -24,58 +25,28 @@ def check_model(
     policy: g.Policy,
     params: Tree,
     prompts: Sequence[Sequence[int]],
-    way: Way,
     *,
     model_config: dict[str, Any],
     platform: Platform,
+    share_prompts: bool,
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
-) -> Checked:
-    """The fastest way with correct numbers; from the cache if it is known.
+) -> CheckedPolicy:
+    """The policy by its fastest path with correct numbers; from the cache if it is known.
 
     Args:
         policy, params: the policy that decodes, and its parameters.
         prompts: token ids of the run's prompts.
-        way: the fastest way that the policy offers.
         model_config: the model's config.json.
+        share_prompts: whether the learner is to compute a group's prompt once.
         role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own weights.
 
-    Raises:
-        UserError: even on the plainest way the model decodes something else than it learns, its log-probs or
-            gradients are not finite, or mlx-lm cannot compute it here.
+    Raises UserError as `grpo_fn.check_policy` raises ValueError.
     """
     if not config.system.check_model or not prompts:
-        return Checked(way)
-    facts = _facts(config, policy, way, model_config, platform, role)
-    file = cache_file()
-    kept, fault = recall(file, facts)
-    found = None if kept is None else _read(kept, way)
-    if found is None:
-        say("checking that the model decodes what it learns")
-        found = compare(
-            policy,
-            params,
-            prompts,
-            way,
-            learns=role == "policy",
-            recomputes=config.system.grad_checkpoint,
-        )
-        answer = attrs.asdict(found.way) | {"notices": list(found.notices)}
-        fault = remember(file, facts, answer) or fault
-    return attrs.evolve(found, notices=(*found.notices, *([fault] if fault else [])))
-
-
-def _facts(
-    config: Config,
-    policy: g.Policy,
-    way: Way,
-    model_config: dict[str, Any],
-    platform: Platform,
-    role: str,
-) -> dict[str, Any]:
-    """All facts that an answer depends on."""
+        return CheckedPolicy(policy)
     shape = json.dumps(model_config, sort_keys=True, default=str)
-    return {
+    facts: dict[str, Any] = {  # all that an answer depends on
         "check": role,
         "backend": platform.backend,
         "device": platform.device,
@@ -88,16 +59,36 @@ def _facts(
         "quantization": [config.rollout.quantization, config.rollout.storage],
         "grad_checkpoint": config.system.grad_checkpoint,
         "disabled": list(disabled_names()),
-        "offered": attrs.asdict(way),
+        "offered": [offers_path(policy, path) for path in DECODING_PATHS],
+        "learner": [share_prompts, config.system.compile],
     }
+    file = cache_file()
+    kept, fault = recall(file, facts)
+    found = None if kept is None else _read(kept, policy)
+    if found is None:
+        say("checking that the model decodes what it learns")
+        try:
+            found = g.check_policy(
+                policy,
+                params,
+                prompts,
+                learns=role == "policy",
+                share_prompts=share_prompts,
+                compile=config.system.compile,
+            )
+        except ValueError as error:
+            way = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
+            raise UserError(f"{error}; {way} = false goes on all the same") from error
+        answer = {"given_up": list(found.given_up), "notices": list(found.notices)}
+        fault = remember(file, facts, answer) or fault
+    return attrs.evolve(found, notices=(*found.notices, *([fault] if fault else [])))
 
 
-def _read(kept: dict[str, Any], offered: Way) -> Checked | None:
+def _read(kept: dict[str, Any], policy: g.Policy) -> CheckedPolicy | None:
     """A cached answer; None if it is damaged."""
-    notices = kept.get("notices")
-    values: dict[str, Any] = {name: kept.get(name) for name in attrs.fields_dict(Way)}
-    if not all(isinstance(value, bool) for value in values.values()):
+    given_up, notices = kept.get("given_up"), kept.get("notices")
+    if not isinstance(given_up, list) or not all(path in PATHS for path in given_up):
         return None
     if not isinstance(notices, list) or not all(isinstance(line, str) for line in notices):
         return None
-    return Checked(Way(**values), tuple(notices))
+    return CheckedPolicy(without_paths(policy, given_up), tuple(given_up), tuple(notices))

@@ -318,8 +318,10 @@ def test_the_plan_counts_the_tower(folder, run):
 
 def test_a_way_that_gives_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
     """Images have no plainer way than one copy of each prompt."""
-    plainer = staticmethod(lambda policy: attrs.evolve(policy, shares_prefix=False))
-    monkeypatch.setattr("runners.tuning.model_comparison.Way.applied", lambda way, policy: plainer(policy))
+    monkeypatch.setattr(
+        "runners.training.learner.check_model",
+        lambda config, policy, *_, **__: g.CheckedPolicy(attrs.evolve(policy, shares_prefix=False)),
+    )
     with pytest.raises(UserError, match="decoded over one copy of their prompt, which gives other numbers"):
         build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
 

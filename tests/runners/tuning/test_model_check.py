@@ -1,195 +1,60 @@
-"""A model that decodes something else than it learns takes a plainer way, or is refused."""
+"""The model check of a run: its answer is kept, and it can be switched off."""
 
 import attrs
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import can_share
-from grpo_fn.policy import checkpoint_layers, head, policy
 from runners.config.loading import Config
 from runners.config.sections import ModelConfig, SystemConfig
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.tuning import model_check
 from runners.tuning.model_check import check_model
-from runners.tuning.model_comparison import Way, compare, few_prompts
 from tests.support.tiny_policies import tiny_policy
 
 PROMPTS = [list(range(3, 33)), [7, 8, 9], [9, 8, 2, 5, 1]]
-CPU = Platform(backend="cpu")
 CONFIG = Config(model=ModelConfig(path="embedded"))
-
-
-def offered(of, **changes):
-    """What the policy offers, as a run takes it."""
-    way = Way.of(of, share_prompts=can_share(of.module), compile=True)
-    return attrs.evolve(way, **changes)
-
-
-def checked(of, way=None):
-    return compare(of, of.params, PROMPTS, way or offered(of))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek", "mamba"])
-def test_what_is_right_stays_as_it_is(name):
-    """Nothing is given up, and there is no line."""
-    of = tiny_policy(name)
-    found = checked(of)
-    assert found.way == offered(of) and found.notices == ()
-
-
-def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
-    """gemma3n's last layers attend to what others have cached: without caches to keys of their own."""
-    monkeypatch.setattr(head, "needs_caches", lambda module: False)
-    of = tiny_policy("gemma3n")
-    assert not of.split.over_caches
-    found = checked(of)
-    assert found.way == attrs.evolve(offered(of), over_caches=True)
-    assert "computes over caches" in found.notices[0] and "nats a token" in found.notices[0]
-
-
-def test_layers_that_attend_by_themselves_do_not_share_a_prompt(monkeypatch):
-    """phi3small's block-sparse layers attend by themselves: they would not see the prompt."""
-    monkeypatch.setattr(policy, "shares_prefix", lambda module: True)
-    monkeypatch.setattr("grpo_fn.rollout.generation.sharing_pays", lambda: True)
-    of = tiny_policy("phi3small")
-    assert of.shares_prefix
-    found = checked(of)
-    assert not found.way.shares_prefix and not found.way.takes_ragged
-    assert "a copy of the prompt for each completion" in found.notices[0]
-
-
-def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatch):
-    """afm7 takes a position from the number of keys, whatever the row's length."""
-    monkeypatch.setattr(policy, "takes_ragged", lambda module: True)
-    of = tiny_policy("afm7")
-    assert of.takes_ragged
-    found = checked(of)
-    assert not found.way.takes_ragged and found.way.shares_prefix == of.shares_prefix
-    assert "prompts of one length" in found.notices[0]
-
-
-def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
-    """afm7 reads keys where a shared prompt's layer has none."""
-    of = tiny_policy("afm7")
-    found = checked(of, offered(of, share_prompts=True))
-    assert found.way == offered(of)
-    assert "by itself" in found.notices[0]
-
-
-class Broken(nn.Module):
-    """A model that computes something else over caches, whatever they are: nothing plainer is right."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.args, self.model_type = inner.args, "broken"
-
-    @property
-    def layers(self):
-        return self.inner.layers
-
-    def __call__(self, tokens, cache=None):
-        logits = self.inner(tokens, cache=cache)
-        return logits if tokens.shape[1] > 1 else 2 * logits
-
-
-def test_a_model_whose_decoding_is_never_right_is_refused():
-    """The line names what was found, and the key that goes on all the same."""
-    of = g.Policy.from_module(Broken(tiny_policy("llama").module))
-    with pytest.raises(UserError, match=r"does not decode what it learns.*nats.*system\.check_model = false"):
-        checked(of)
-
-
-def test_gradients_that_are_not_finite_are_refused_before_the_first_update():
-    """The square root's slope at zero: finite log-probs, a gradient of NaN."""
-
-    class Rooted(Broken):
-        def __call__(self, tokens, cache=None):
-            zero = mx.sqrt(0 * mx.square(self.inner.model.embed_tokens.weight).sum())
-            return self.inner(tokens, cache=cache) + zero
-
-    of = g.Policy.from_module(Rooted(tiny_policy("llama").module))
-    with pytest.raises(UserError, match=r"cannot be trained here: the gradient of \S+ is not finite"):
-        checked(of)
-
-
-def test_blocks_that_cannot_be_checkpointed_are_refused():
-    """What a block leaves behind for a later one is a constant there: a part of the gradient is lost."""
-
-    class Keeping(nn.Module):
-        def __init__(self, inner, kept, is_last):
-            super().__init__()
-            self.inner = inner
-            self._kept, self._is_last = kept, is_last
-
-        def __call__(self, x, mask=None, cache=None):
-            if self._is_last:
-                return self.inner(x, mask, cache) + self._kept[0]
-            self._kept[:] = [mx.square(5 * x)]
-            return self.inner(x, mask, cache)
-
-    of = tiny_policy("qwen2")
-    checkpoint_layers(of.module)
-    assert compare(of, of.params, PROMPTS, offered(of), recomputes=True).notices == ()
-    module, kept = tiny_policy("qwen2").module, []
-    module.model.layers = [Keeping(layer, kept, n == 1) for n, layer in enumerate(module.model.layers)]
-    checkpoint_layers(module)
-    of = g.Policy.from_module(module)
-    with pytest.raises(UserError, match=r"system\.grad_checkpoint"):
-        compare(of, of.params, PROMPTS, offered(of), recomputes=True)
-
-
-def test_steps_that_cannot_be_traced_are_not_compiled():
-    """A model that looks at its own numbers (dbrx's experts) trains uncompiled."""
-
-    class Looking(Broken):
-        def __call__(self, tokens, cache=None):
-            logits = self.inner(tokens, cache=cache)
-            return logits if mx.isfinite(logits).all().item() else 0 * logits
-
-    of = g.Policy.from_module(Looking(tiny_policy("llama").module))
-    found = checked(of)
-    assert not found.way.compile and "not compiled" in found.notices[0]
-
-
-def test_few_tokens_of_the_run_s_own_prompts():
-    """The longest and the shortest prompt, cut, and of different lengths."""
-    long, short = few_prompts(PROMPTS)
-    assert long == PROMPTS[0][:24] and short == PROMPTS[1]
-    assert [len(row) for row in few_prompts([[5, 6, 7], [8, 9, 4]])] == [3, 2]
-    assert few_prompts([[5]]) == [[5], [5]]
+FACTS = {"model_config": {"model_type": "afm7"}, "platform": Platform(backend="cpu"), "share_prompts": True}
 
 
 def test_the_answer_is_kept(tmp_path, monkeypatch):
     """A second run compares nothing; another version of mlx does; so does a damaged answer."""
     monkeypatch.setattr(model_check, "cache_file", lambda: tmp_path / "tuning.json")
-    of = tiny_policy("afm7")
-    way = offered(of, share_prompts=True)
-    calls = []
-    monkeypatch.setattr(model_check, "compare", lambda *a, **k: calls.append(1) or compare(*a, **k))
+    of, calls, check = tiny_policy("afm7"), [], g.check_policy
+    monkeypatch.setattr(g, "check_policy", lambda *a, **k: calls.append(1) or check(*a, **k))
 
     def run():
-        return check_model(
-            CONFIG, of, of.params, PROMPTS, way, model_config={"model_type": "afm7"}, platform=CPU
-        )
+        found = check_model(CONFIG, of, of.params, PROMPTS, **FACTS)
+        return found.given_up, found.policy.takes_ragged, found.notices[:1]
 
     first, second = run(), run()
-    assert first == second and len(calls) == 1 and not first.way.share_prompts
+    assert first == second and len(calls) == 1 and first[0] == ("share_prompts",)
     monkeypatch.setattr(model_check.importlib.metadata, "version", lambda name: "9.9")
     run()
     assert len(calls) == 2
     file = tmp_path / "tuning.json"
-    file.write_text(file.read_text().replace('"takes_ragged"', '"takes"'))
-    assert run().way == first.way and len(calls) == 3
+    file.write_text(file.read_text().replace('"share_prompts"', '"shares"'))
+    assert run()[0] == first[0] and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "fault, key", [("checkpointed blocks give", "grad_checkpoint"), ("log-probs differ", "check_model")]
+)
+def test_a_fault_names_the_key_that_goes_on(fault, key, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError(fault)
+
+    monkeypatch.setattr(model_check, "cache_file", lambda: tmp_path / "tuning.json")
+    monkeypatch.setattr(g, "check_policy", refuse)
+    of = tiny_policy("afm7")
+    with pytest.raises(UserError, match=f"^{fault}; system.{key} = false goes on all the same$"):
+        check_model(CONFIG, of, of.params, PROMPTS, **FACTS)
 
 
 def test_it_can_be_switched_off(monkeypatch):
-    """system.check_model = false compares nothing and keeps the way."""
-    monkeypatch.setattr(model_check, "compare", lambda *a, **k: pytest.fail("it was compared"))
+    """system.check_model = false compares nothing and changes nothing."""
+    monkeypatch.setattr(g, "check_policy", lambda *a, **k: pytest.fail("it was compared"))
     of = tiny_policy("afm7")
-    way = offered(of, share_prompts=True)
     config = attrs.evolve(CONFIG, system=SystemConfig(check_model=False))
-    assert check_model(config, of, of.params, PROMPTS, way, model_config={}, platform=CPU).way == way
+    found = check_model(config, of, of.params, PROMPTS, **FACTS)
+    assert found.policy is of and not found.given_up

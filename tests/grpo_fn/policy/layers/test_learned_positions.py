@@ -7,7 +7,8 @@ import mlx.nn as nn
 import pytest
 
 import grpo_fn as g
-from grpo_fn.policy import bound_positions, completion_logprobs
+from grpo_fn.policy import bound_positions
+from grpo_fn.policy_check import completion_logprobs
 from grpo_fn.trees import named_leaves
 
 POSITIONS = 13

@@ -1,0 +1,242 @@
+"""Whether a policy decodes what it learns: its numbers are compared on a few tokens, before anything trains.
+
+    rollout of a few tokens, as later             forward pass of each row alone; the learner's batches
+                  log-probs        ──── the same, or a slower path ────        log-probs
+
+The structure of a model decides which fast paths are offered. Here its numbers decide.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.algorithm import LossSpec
+from grpo_fn.completions import Rollout
+from grpo_fn.learner import (
+    Batch,
+    adamw,
+    init_state,
+    make_batch,
+    make_grad_step,
+    make_logprob_step,
+    split_batch,
+)
+from grpo_fn.policy import Policy, is_quantized
+from grpo_fn.rollout import Sampling, generate
+from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
+
+LONG, SHORT = 24, 9  # tokens of the two prompts, at most
+SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
+# The largest difference of a row's mean log-prob that rounding can explain, nats a token.
+EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits or with packed weights
+
+# The fast paths in the order in which they are given up, with the words of the notice.
+DECODING_PATHS = {
+    "takes_program": "without compiled decoding steps",
+    "shares_prefix": "with a copy of the prompt for each completion",
+    "takes_ragged": "with prompts of one length in a batch",
+    "joins_weights": "with the weights as they are trained",
+    "plain_forward": "and the learner computes over caches, as decoding does",
+}
+PATHS = (*DECODING_PATHS, "share_prompts", "compile")
+
+
+@attrs.frozen(eq=False)
+class CheckedPolicy:
+    """A policy whose sampler and learner agree, and what that took."""
+
+    policy: Policy  # without the paths that were given up
+    given_up: tuple[str, ...] = ()  # of PATHS
+    notices: tuple[str, ...] = ()  # a line on each
+
+
+def check_policy(
+    policy: Policy,
+    params: Tree,
+    prompts: Sequence[Sequence[int]],
+    *,
+    learns: bool = True,
+    share_prompts: bool = False,
+    compile: bool = True,
+) -> CheckedPolicy:
+    """The policy with the fastest path on which its sampler and its learner have the same log-probs.
+
+    It takes a few tokens of two of the prompts: some seconds for a large model.
+
+    Args:
+        policy, params: the policy and its parameters.
+        prompts: token ids, at least one prompt.
+        learns: whether it trains, so that the learner's log-probs and gradient are checked as well, with
+            checkpointed blocks against plain ones; False for a sampler with its own weights.
+        share_prompts: whether `split_batch` will share prompts.
+        compile: whether the learner's steps will be compiled.
+
+    Raises:
+        ValueError: log-probs differ even on the slowest path, they or the gradient are not finite, or the
+            model ends with an error.
+    """
+    limit = EXACT if _is_exact(policy, params) else ROUNDED
+    found, rollout = _check_decoding(policy, params, few_prompts(prompts, policy.positions), limit)
+    if not learns:
+        return found
+    given_up, notices = list(found.given_up), list(found.notices)
+
+    def fault_of_learner(share: bool) -> str:
+        return _fault_of(lambda: _learner_fault(found.policy, params, rollout, share, limit))
+
+    if share_prompts and (fault := fault_of_learner(True)):
+        share_prompts = False
+        given_up.append("share_prompts")
+        notices.append(f"the learner computes each row's prompt by itself: sharing it, {fault}")
+    if not share_prompts and (fault := fault_of_learner(False)):
+        raise ValueError(f"this model cannot be trained here: {fault}")
+    if compile:
+        pieces = _pieces(rollout, share_prompts)[:1]  # traced; nothing is computed
+        if fault := _fault_of(lambda: _gradient(found.policy, params, pieces, compile=True)):
+            given_up.append("compile")
+            notices.append(f"the learner's steps are not compiled: {fault}")
+    return CheckedPolicy(found.policy, tuple(given_up), tuple(notices))
+
+
+def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
+    """The policy without some of `PATHS`."""
+    off = {name: False for name in DECODING_PATHS if name in given_up and name != "plain_forward"}
+    if "shares_prefix" in off:
+        off["takes_program"] = False
+    over_caches = policy.split.over_caches or "plain_forward" in given_up
+    return attrs.evolve(policy, split=attrs.evolve(policy.split, over_caches=over_caches), **off)
+
+
+def offers_path(policy: Policy, path: str) -> bool:
+    """Whether the policy takes one of `DECODING_PATHS`."""
+    return not policy.split.over_caches if path == "plain_forward" else bool(getattr(policy, path))
+
+
+def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) -> list[list[int]]:
+    """The beginnings of the longest and of the shortest prompt, of different lengths if possible.
+
+    `positions`: of the model's prompts and completions, at most; None: any number.
+    """
+    longest, shortest = max(prompts, key=len), min(prompts, key=len)
+    most = LONG if positions is None else max(min(LONG, positions - SAMPLING.max_new_tokens), 1)
+    long = list(longest[:most])
+    return [long, list(shortest[: min(SHORT, max(len(long) - 1, 1))])]
+
+
+def completion_logprobs(
+    policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]
+) -> mx.array:
+    """log π [T] float32 of a completion's tokens at temperature 1, by the plainest forward pass: unpadded."""
+    logits = policy.logits(params, mx.array([[*prompt, *completion[:-1]]], mx.int32))
+    z_tv = logits[0, len(prompt) - 1 :].astype(mx.float32)
+    logp_tv = z_tv - mx.logsumexp(z_tv, axis=-1, keepdims=True)
+    return mx.take_along_axis(logp_tv, mx.array(list(completion), mx.int32)[:, None], axis=-1)[:, 0]
+
+
+def _check_decoding(
+    policy: Policy, params: Tree, prompts: list[list[int]], limit: float
+) -> tuple[CheckedPolicy, Rollout]:
+    """The policy with the first path on which it decodes right, and a rollout with it."""
+
+    def attempt(given_up: Sequence[str]) -> tuple[str, Rollout | None]:
+        drawn: list[Rollout] = []
+        plainer = without_paths(policy, given_up)
+        fault = _fault_of(lambda: _decoding_fault(plainer, params, prompts, limit, drawn))
+        return fault, drawn[0] if drawn else None
+
+    first, rollout = attempt(())
+    fault, given_up, notices = first, (), ()
+    for path, words in DECODING_PATHS.items() if first else ():
+        if not offers_path(without_paths(policy, given_up), path):
+            continue
+        given_up = (*given_up, path)
+        fault, rollout = attempt(given_up)
+        if not fault:
+            if len(given_up) > 1:  # the paths that were given up before may not have been at fault
+                remains, alone = attempt((path,))
+                given_up, rollout = (given_up, rollout) if remains else ((path,), alone)
+            notices = (f"this model is decoded {words}: as the machine would decode it, {first}",)
+            break
+    if fault or rollout is None:
+        raise ValueError(f"sampling and training log-probs differ even on the slowest path: {fault}")
+    return CheckedPolicy(without_paths(policy, given_up), given_up, notices), rollout
+
+
+def _decoding_fault(
+    policy: Policy, params: Tree, prompts: list[list[int]], limit: float, drawn: list[Rollout]
+) -> str:
+    """The difference of a rollout, which is added to `drawn`, from the forward pass of its rows."""
+    drawn.append(generate(policy, params, prompts, SAMPLING, key=mx.random.key(0)))
+    for row, completion in enumerate(drawn[0].completions()):
+        want_t = completion_logprobs(policy, params, prompts[row // SAMPLING.num_generations], completion)
+        fault = _difference(drawn[0].logp_bt[row, : len(completion)], want_t, limit)
+        if fault:
+            return fault
+    return ""
+
+
+def _learner_fault(policy: Policy, params: Tree, rollout: Rollout, share: bool, limit: float) -> str:
+    """The fault of the learner's log-probs or gradient for the rollout, with or without shared prompts."""
+    logprobs, pieces = make_logprob_step(policy, compile=False), _pieces(rollout, share)
+    for number, piece in enumerate(pieces):
+        got_bt = logprobs(params, piece)
+        for row, length in enumerate(on_host(piece.mask_bt.sum(axis=1))):
+            fault = _difference(got_bt[row, :length], piece.rollout_logp_bt[row, :length], limit)
+            if length and fault:
+                return f"{fault} (micro-batch {number})"
+    gradient = _gradient(policy, params, pieces)
+    bad = [name for name, leaf in gradient.items() if not mx.isfinite(leaf).all().item()]
+    if bad:
+        return f"the gradient of {bad[0]} is not finite (of {len(bad)} leaves)"
+    if any(hasattr(type(part), "recomputes") for part in policy.module.modules()):
+        # Over caches no block is recomputed.
+        plain = _gradient(without_paths(policy, ["plain_forward"]), params, pieces)
+        size = mx.stack([mx.square(leaf).sum() for leaf in plain.values()]).sum()
+        apart = mx.stack([mx.square(gradient[name] - leaf).sum() for name, leaf in plain.items()]).sum()
+        off = cast(float, mx.sqrt(apart / size).item())
+        if not off <= 2 * limit:
+            return f"checkpointed blocks give another gradient, off by {off:.2g} of its norm"
+    return ""
+
+
+def _pieces(rollout: Rollout, share: bool) -> list[Batch]:
+    batch = make_batch(rollout, mx.array([[-1.0, 1.0]] * len(rollout.prompts)))
+    return split_batch(batch, max_tokens=10 * LONG, bucketed=False, share_prompts=share)
+
+
+def _gradient(
+    policy: Policy, params: Tree, pieces: list[Batch], *, compile: bool = False
+) -> dict[str, mx.array]:
+    spec = LossSpec(surrogate="none", aggregation="constant")
+    grad_step = make_grad_step(policy, spec, max_completion_length=SAMPLING.max_new_tokens, compile=compile)
+    state = init_state(params, adamw(1e-3), key=mx.random.key(0))
+    return named_leaves(grad_step(state, pieces)[0].accum_grads)
+
+
+def _fault_of(compare: Callable[[], object]) -> str:
+    """The fault that a comparison names, or the error with which a model ends; "": none."""
+    try:
+        found = compare()
+        return found if isinstance(found, str) else ""
+    except Exception as error:  # a model may fail in any way
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "alloc" in text):
+            raise  # this says nothing about the model
+        return f"it ends with {type(error).__name__}: {text[:300]}"
+
+
+def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
+    """The difference of a row's log-probs; "" if rounding can explain it."""
+    apart = cast(float, mx.abs(got_t - want_t).mean().item())
+    if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
+        return "log-probs are not finite"
+    return f"log-probs of a row are off by {apart:.2g} nats a token" if apart > limit else ""
+
+
+def _is_exact(policy: Policy, params: Tree) -> bool:
+    """Whether everything is computed in float32."""
+    if policy.compute_dtype is not None:
+        return policy.compute_dtype == mx.float32 and not is_quantized(policy.module)
+    return all(leaf.dtype == mx.float32 for leaf in arrays_of((params, policy.frozen)))

@@ -1,0 +1,166 @@
+"""A model that decodes something else than it learns takes a slower path, or is refused."""
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
+from grpo_fn.learner import can_share
+from grpo_fn.policy import checkpoint_layers, head, policy
+from grpo_fn.policy_check import few_prompts
+from tests.support.tiny_policies import tiny_policy
+
+PROMPTS = [list(range(3, 33)), [7, 8, 9], [9, 8, 2, 5, 1]]
+
+
+def checked(of, *, share_prompts=None):
+    """As a run checks it."""
+    share = can_share(of.module) if share_prompts is None else share_prompts
+    return g.check_policy(of, of.params, PROMPTS, share_prompts=share)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek", "mamba"])
+def test_what_is_right_stays_as_it_is(name):
+    """Nothing is given up, and there is no line."""
+    of = tiny_policy(name)
+    found = checked(of)
+    assert (found.given_up, found.notices) == ((), ()) and attrs.asdict(found.policy, recurse=False) == (
+        attrs.asdict(of, recurse=False)
+    )
+
+
+def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
+    """gemma3n's last layers attend to what others have cached: without caches to keys of their own."""
+    monkeypatch.setattr(head, "needs_caches", lambda module: False)
+    of = tiny_policy("gemma3n")
+    assert not of.split.over_caches
+    found = checked(of)
+    assert found.given_up == ("plain_forward",) and found.policy.split.over_caches
+    assert "computes over caches" in found.notices[0] and "nats a token" in found.notices[0]
+
+
+def test_layers_that_attend_by_themselves_do_not_share_a_prompt(monkeypatch):
+    """phi3small's block-sparse layers attend by themselves: they would not see the prompt."""
+    monkeypatch.setattr(policy, "shares_prefix", lambda module: True)
+    monkeypatch.setattr("grpo_fn.rollout.generation.sharing_pays", lambda: True)
+    of = tiny_policy("phi3small")
+    assert of.shares_prefix
+    found = checked(of)
+    assert not found.policy.shares_prefix and not found.policy.takes_ragged
+    assert "a copy of the prompt for each completion" in found.notices[0]
+
+
+def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatch):
+    """afm7 takes a position from the number of keys, whatever the row's length."""
+    monkeypatch.setattr(policy, "takes_ragged", lambda module: True)
+    of = tiny_policy("afm7")
+    assert of.takes_ragged
+    found = checked(of)
+    assert found.given_up == ("takes_ragged",) and found.policy.shares_prefix == of.shares_prefix
+    assert "prompts of one length" in found.notices[0]
+
+
+def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
+    """afm7 reads keys where a shared prompt's layer has none."""
+    of = tiny_policy("afm7")
+    found = checked(of, share_prompts=True)
+    assert found.given_up == ("share_prompts",)
+    assert "by itself" in found.notices[0]
+
+
+class Broken(nn.Module):
+    """A model that computes something else over caches, whatever they are: nothing plainer is right."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.args, self.model_type = inner.args, "broken"
+
+    @property
+    def layers(self):
+        return self.inner.layers
+
+    def __call__(self, tokens, cache=None):
+        logits = self.inner(tokens, cache=cache)
+        return logits if tokens.shape[1] > 1 else 2 * logits
+
+
+def test_a_model_whose_decoding_is_never_right_is_refused():
+    """The line says what was found."""
+    of = g.Policy.from_module(Broken(tiny_policy("llama").module))
+    with pytest.raises(
+        ValueError, match=r"differ even on the slowest path: log-probs of a row are off by .* nats"
+    ):
+        checked(of)
+
+
+def test_plamo3_is_refused():
+    """mlx-lm decodes it over a window that is one token shorter than the learner's (docs/upstream.md)."""
+    of = g.Policy.from_module(small_model("plamo3"))
+    with pytest.raises(
+        ValueError, match=r"even on the slowest path: log-probs of a row are off by 0\.\d+ nats"
+    ):
+        checked(of)
+
+
+def test_gradients_that_are_not_finite_are_refused_before_the_first_update():
+    """The square root's slope at zero: finite log-probs, a gradient of NaN."""
+
+    class Rooted(Broken):
+        def __call__(self, tokens, cache=None):
+            zero = mx.sqrt(0 * mx.square(self.inner.model.embed_tokens.weight).sum())
+            return self.inner(tokens, cache=cache) + zero
+
+    of = g.Policy.from_module(Rooted(tiny_policy("llama").module))
+    with pytest.raises(ValueError, match=r"cannot be trained here: the gradient of \S+ is not finite"):
+        checked(of)
+
+
+def test_blocks_that_cannot_be_checkpointed_are_refused():
+    """What a block leaves behind for a later one is a constant there: a part of the gradient is lost."""
+
+    class Keeping(nn.Module):
+        def __init__(self, inner, kept, is_last):
+            super().__init__()
+            self.inner = inner
+            self._kept, self._is_last = kept, is_last
+
+        def __call__(self, x, mask=None, cache=None):
+            if self._is_last:
+                return self.inner(x, mask, cache) + self._kept[0]
+            self._kept[:] = [mx.square(5 * x)]
+            return self.inner(x, mask, cache)
+
+    of = tiny_policy("qwen2")
+    checkpoint_layers(of.module)
+    assert checked(of).notices == ()
+    module, kept = tiny_policy("qwen2").module, []
+    module.model.layers = [Keeping(layer, kept, n == 1) for n, layer in enumerate(module.model.layers)]
+    checkpoint_layers(module)
+    of = g.Policy.from_module(module)
+    with pytest.raises(ValueError, match="cannot be trained here: checkpointed blocks give another gradient"):
+        checked(of, share_prompts=False)
+
+
+def test_steps_that_cannot_be_traced_are_not_compiled():
+    """A model that looks at its own numbers (dbrx's experts) trains uncompiled."""
+
+    class Looking(Broken):
+        def __call__(self, tokens, cache=None):
+            logits = self.inner(tokens, cache=cache)
+            return logits if mx.isfinite(logits).all().item() else 0 * logits
+
+    of = g.Policy.from_module(Looking(tiny_policy("llama").module))
+    found = checked(of)
+    assert found.given_up == ("compile",) and "not compiled" in found.notices[0]
+
+
+def test_few_tokens_of_the_run_s_own_prompts():
+    """The longest and the shortest prompt, cut, and of different lengths."""
+    long, short = few_prompts(PROMPTS)
+    assert long == PROMPTS[0][:24] and short == PROMPTS[1]
+    assert [len(row) for row in few_prompts([[5, 6, 7], [8, 9, 4]])] == [3, 2]
+    assert few_prompts([[5]]) == [[5], [5]]
+    assert [len(row) for row in few_prompts(PROMPTS, positions=13)] == [9, 3]
