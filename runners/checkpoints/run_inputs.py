@@ -31,9 +31,9 @@ def run_inputs(
     config: Config, loaded: LoadedModel, examples: Sequence[Example], rewards: Sequence[Reward]
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
-    found = {
+    found: dict[str, Any] = {
         f'the column "{name}", which a reward reads': _column_digest(examples, name)
-        for name in columns_read(rewards, _columns(examples))
+        for name in columns_read(rewards, _columns(examples), with_gold=bool(config.data.answer))
     }
     files = {
         f"the file of the reward {name}": getattr(reward.function, "file", None)
@@ -41,11 +41,14 @@ def run_inputs(
         for name, reward in zip(config.reward.functions, rewards, strict=False)
         if ":" in name
     }
-    if config.model.loader:
-        files["the file of model.loader"] = function_file(config.model.loader, config.folders)
+    named = {f"the file of the tool {name}": name for name in config.env.tools}
+    named |= {"the file of env.factory": config.env.factory, "the file of model.loader": config.model.loader}
+    for what, name in named.items():
+        files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
     found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
+    found["the tokens that end a completion"] = list(loaded.eos_ids)
     if config.data.image:
         found["the images of data.image"] = _images_digest(examples)
     if loaded.base_digest:
@@ -55,7 +58,7 @@ def run_inputs(
 
 def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
     """Raises UserError if an input has changed on which weights or completions depend."""
-    found = _differing(_stated(origin, "inputs", inputs), inputs)
+    found = _changed(inputs, origin)
     if found:
         raise UserError(
             f"{', '.join(found)}: not what {origin.folder} was trained with; "
@@ -67,7 +70,7 @@ def tell_differences(
     inputs: Mapping[str, Any], computing: Mapping[str, Any], origin: Origin, note: Callable[[str], None]
 ) -> None:
     """Notes differences that are allowed: of inputs, if asked for, and of the facts of `arithmetic`."""
-    found = _differing(_stated(origin, "inputs", inputs), inputs)
+    found = _changed(inputs, origin)
     if found:
         note(f"{', '.join(found)}: not what {origin.folder} was trained with")
     if "inputs" not in origin.facts:
@@ -86,21 +89,27 @@ def tell_differences(
         )
 
 
-def columns_read(rewards: Iterable[Reward], names: Sequence[str]) -> list[str]:
+def columns_read(rewards: Iterable[Reward], names: Sequence[str], *, with_gold: bool = True) -> list[str]:
     """The columns of the data that a reward gets: those that it names, or all if it takes **kwargs.
 
-    The built-in rewards also take **kwargs but do not read it. The answer is compared with the prompts.
+    The built-in rewards also take **kwargs but do not read it. The gold answer is compared with the prompts.
     """
     read: set[str] = set()
     for reward in rewards:
         built_in = any(reward.function is function for function in REWARDS.values())
         read |= set(reward.needs) if built_in else set(reward.pick(dict.fromkeys(names)))
-    return [name for name in names if name in read - {"answer"}]
+    return [name for name in names if name in read - ({"answer"} if with_gold else set())]
 
 
 def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys in which two tables differ, including keys of only one of them."""
     return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
+
+
+def _changed(inputs: Mapping[str, Any], origin: Origin) -> list[str]:
+    """The inputs that differ. Only a column may be new: earlier versions did not compare everything else."""
+    was = _stated(origin, "inputs", inputs)
+    return _differing(was, {k: v for k, v in inputs.items() if k in was or k.startswith("the column ")})
 
 
 def _stated(origin: Origin, name: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,7 +147,9 @@ def _spelled(value: Any) -> str:
         return f"[{', '.join(map(_spelled, value))}]"
     if isinstance(value, set | frozenset):
         return f"set({', '.join(sorted(map(_spelled, value)))})"
-    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return _spelled(value.tolist())
+    if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     text = repr(value)
     return text if " at 0x" not in text else type(value).__qualname__

@@ -193,7 +193,8 @@ def _measure_all(
     if code := loading(config.env, config.folders):
         worker.load(*code)
     rows = eval_rows(config, whole=bool(values["data"]))
-    check_columns(rewards, reward_columns(rows))
+    columns = reward_columns(rows, with_answer=bool(config.data.answer))
+    check_columns(rewards, columns, environments=config.env.answers)
     plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)
     measured: list[ModelResult] = []
     wanted: set[int] | None = None
@@ -219,7 +220,7 @@ def _measure_all(
             worker,
         )
         if environments is not None:
-            environments.check_columns(reward_columns(rows))
+            environments.check_columns(columns)
         every = all_rewards(rewards, environments)
         tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)

@@ -1,5 +1,6 @@
 """Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ from runners.data.prompts import (
     render,
     reward_columns,
 )
-from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
-from runners.data.row_images import image_folder, with_image_bytes
+from runners.data.row_files import SUFFIXES, RawRow, find_split, measured, read_file, split_name
+from runners.data.row_images import image_folder
 from runners.data.rows import Row, Rows
 from runners.data.transforms import Transform, custom_transform, transformed
-from runners.data.value_text import widened
 from runners.errors import UserError, did_you_mean, error_line, listed, show
 from runners.files.hub import hub_or_cache
 from runners.images.image_files import image_fault
@@ -41,6 +41,7 @@ __all__ = [
 
 _HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _MAX_HELD_OUT = 1000
+_TOGETHER = 1000  # rows that become Python's objects at a time
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
@@ -125,15 +126,35 @@ def _looks_local(source: str) -> bool:
 def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
     import datasets
 
+    from runners.data.parquet_rows import table_rows
+
     name = config.name or _HUB_CONFIGS.get(config.source)
     try:
         with hub_or_cache():
-            found = with_image_bytes(datasets.load_dataset(config.source, name, split=split), config.image)
-        types = {name: getattr(kind, "dtype", "") for name, kind in found.features.items()}
-        place = f"{config.source} ({split}), row"
-        return [RawRow(f"{place} {number}", widened(dict(row), types)) for number, row in enumerate(found, 1)]
+            found = datasets.load_dataset(config.source, name, split=split)
+            # As Arrow's tables: images and sounds stay the bytes of their files.
+            tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
+            rows = itertools.chain.from_iterable(map(table_rows, tables))
+            place = f"{config.source} ({split}), row"
+            return [RawRow(f"{place} {number}", *row) for number, row in enumerate(rows, 1)]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
+        folder = _downloaded(config.source, name or "")
+        if folder is not None and not isinstance(error, ValueError):
+            return [raw for path in find_split(folder, split, key) for raw in read_file(path)]
         raise UserError(f"{_hub_place(config, split, key, error)}: {error_line(error)}") from error
+
+
+def _downloaded(source: str, name: str) -> Path | None:
+    """The folder of a data set's files in the Hub's cache, as `hf download` leaves them; `datasets` does not
+    look there. None: there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        whole = Path(snapshot_download(source, repo_type="dataset", local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return whole / name if name and (whole / name).is_dir() else whole
 
 
 def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> str:
@@ -149,6 +170,7 @@ def _usable(
 ) -> Rows:
     """The rows with a question and an answer; others raise an error or are counted."""
     rows = Rows()
+    raw_rows = [measured(raw) for raw in raw_rows]
     if transform is not None:
         kept = [raw for raw in (transformed(raw, transform) for raw in raw_rows) if raw is not None]
         rows.dropped = len(raw_rows) - len(kept)
@@ -172,7 +194,7 @@ def _usable(
 
 
 def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
-    found = list(dict.fromkeys(str(name) for raw in raw_rows for name in raw.values))
+    found = list(dict.fromkeys(name for raw in raw_rows if not raw.fault for name in raw.values))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     for key, field in (asked, ("answer", config.answer), ("image", config.image)):
         if found and field and field not in found:

@@ -6,6 +6,7 @@ before they are made, from the file's dictionary: each string once, and its posi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow.parquet
 from pyarrow.compute import call_function
 
 from runners.data.value_text import widened
-from runners.errors import UserError, first_line
+from runners.errors import UserError, first_line, show
 
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
 _CELL = 16  # bytes that any value takes in addition
@@ -30,12 +31,20 @@ def parquet_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size.
     """
     try:
+        names = pyarrow.parquet.read_schema(path).names
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise UserError(f"{path} has two columns named {show(twice[0])}")
         _check_size(path)
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+    return table_rows(table)
+
+
+def table_rows(table: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of an Arrow table, and the fault that kept it from being read, if any."""
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     try:
         rows = table.to_pylist()

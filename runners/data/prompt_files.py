@@ -36,7 +36,7 @@ def read_prompts(name: str, column: str, system: str = "") -> list[list[Message]
         prompts = [_messages(_value(row, column), row.place, system) for row in read_file(path)]
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompts {name}: cannot be read as text ({error})") from error
         prompts = [_messages(line.strip(), name, system) for line in lines if line.strip()]

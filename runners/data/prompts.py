@@ -1,5 +1,6 @@
 """From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -128,13 +129,29 @@ def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message
     if config.prompt:
         found = row[config.prompt]
         messages = (
-            ({"role": "user", "content": found},) if isinstance(found, str) else tuple(map(dict, found))
+            ({"role": "user", "content": found},) if isinstance(found, str) else tuple(map(_message, found))
         )
     else:
         messages = ({"role": "user", "content": row[config.question]},)
     if not config.system_prompt.strip() or messages[0]["role"] == "system":
         return messages
     return ({"role": "system", "content": config.system_prompt}, *messages)
+
+
+def _message(found: Mapping[str, Any]) -> Message:
+    """A message with one text as its content, and without the keys that Arrow adds where only others have
+    them: a template may take a `tool_calls` of None for calls."""
+    message = {key: _without_none(value) for key, value in found.items() if value is not None}
+    content = found.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def prompt_fault(value: Any) -> str:
@@ -148,6 +165,8 @@ def prompt_fault(value: Any) -> str:
             role = message.get("role") if isinstance(message, Mapping) else message
             return f"message {number} has the role {show(role)}; wanted one of {', '.join(ROLES)}"
         content = message.get("content")
+        if isinstance(content, list) and content and all(map(_is_text_part, content)):
+            continue
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {number} has {type(content).__name__} as its content; wanted text"
     if value[-1]["role"] == "assistant":
@@ -155,15 +174,26 @@ def prompt_fault(value: Any) -> str:
     return ""
 
 
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:
     """The columns that rewards can name, each with its field in the rows.
 
     They are the fields of all rows together and, if the data has one, the gold `answer`. A field with the
-    name of an argument that every reward gets (completions, prompts, completion_ids) becomes
-    ``column_completions`` and so on.
+    name of an argument that every reward gets (completions, prompts, completion_ids), or `self`, becomes
+    ``column_completions`` and so on. A field that is a name in Python is spelled as Python spells it.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
-    columns = {(f"column_{field}" if field in REWARD_ARGUMENTS else field): field for field in fields}
+    columns: dict[str, str] = {}
+    for field in fields:
+        name = unicodedata.normalize("NFKC", field) if field.isidentifier() else field
+        if name in (*REWARD_ARGUMENTS, "self"):
+            name = f"column_{name}"
+        while name in columns or (name != field and name in fields):
+            name = f"column_{name}"
+        columns[name] = field
     return {**columns, "answer": "answer"} if with_answer else columns
 
 

@@ -18,13 +18,14 @@ from runners.errors import UserError, did_you_mean, show
 from runners.files.links import check_links
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-MAX_ROW = 1 << 24  # bytes of a row in a text file
+MAX_ROW = 1 << 24  # bytes of a row
+_LARGEST_CELL = (1 << 31) - 1  # characters: rows are measured when they are read
 MAX_COLUMNS = 10_000
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-_SHARD = re.compile(r"-\d+-of-\d+$")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
 
 
 @attrs.frozen
@@ -44,8 +45,10 @@ def split_name(split: str) -> str:
 def find_split(folder: Path, split: str, key: str) -> list[Path]:
     """The files of a folder that hold a split: ``train.jsonl``, or shards, ``train-00000-of-00002.parquet``.
 
-    Raises UserError, with the config's `key` and the splits found, if there is none, and if a split is there
-    twice: in two formats, or as a whole beside its shards.
+    Without data files in the folder itself, those of its folder ``data`` count, as in the Hub's repositories.
+
+    Raises UserError, with the config's `key` and the splits found, if there is none; if a split is there
+    twice, in two formats or as a whole beside its shards; and if a shard is missing.
     """
     found: dict[str, list[Path]] = {}
     try:
@@ -55,20 +58,27 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     for path in entries:
         if path.is_file() and path.suffix.lower() in SUFFIXES:
             found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
+    if not found and (folder / "data").is_dir():
+        return find_split(folder / "data", split, key)
     paths = found.get(split_name(split), [])
     if not paths:
+        only = f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
         raise UserError(
             f"{key} is {show(split)}, but {folder} holds {', '.join(found) or 'no data file'}; wanted "
-            f"{split}.jsonl, .json, .csv or .parquet{did_you_mean(split, found)}"
+            f"{split}.jsonl, .json, .csv or .parquet{did_you_mean(split, found) or only}"
         )
+    shards = [_SHARD.search(path.stem) for path in paths]
     kinds = {
-        (_SHARD.sub("", path.stem), bool(_SHARD.search(path.stem)), path.suffix.lower()) for path in paths
+        (_SHARD.sub("", path.stem), shard and shard[2], path.suffix.lower())
+        for path, shard in zip(paths, shards, strict=True)
     }
-    if len(kinds) > 1:
+    if len(kinds) > 1 or len(paths) > len({shard and int(shard[1]) for shard in shards}):
         names = ", ".join(path.name for path in paths)
         raise UserError(f"{key} is {show(split)}, which {folder} holds more than once ({names}); wanted one")
+    if shards[0] and len(paths) < (wanted := int(shards[0][2])):
+        raise UserError(f"{key} is {show(split)}: expected {wanted} shards in {folder}, found {len(paths)}")
     check_links(folder, paths)
-    return paths
+    return sorted(paths, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
 
 
 def read_file(path: Path) -> list[RawRow]:
@@ -93,6 +103,21 @@ def read_file(path: Path) -> list[RawRow]:
         return list(_line_rows(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def measured(raw: RawRow) -> RawRow:
+    """The row, with a fault if it is larger than MAX_ROW; the bytes of images do not count."""
+    if raw.fault or _size(raw.values) <= MAX_ROW:
+        return raw
+    return RawRow(raw.place, fault=f"a row of more than {MAX_ROW:,} bytes; wanted fewer")
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value) if 4 * len(value) <= MAX_ROW else len(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, dict):
+        return sum(map(_size, value)) + sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
 
 
 def _text(path: Path) -> str:
@@ -137,7 +162,7 @@ def _line_rows(path: Path) -> Iterator[RawRow]:
 
 def _json_row(place: str, line: str) -> RawRow:
     try:
-        return _as_row(place, json.loads(line))
+        return _as_row(place, json.loads(line, object_pairs_hook=_object))
     except json.JSONDecodeError as error:
         return RawRow(place, fault=f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
@@ -146,43 +171,70 @@ def _json_row(place: str, line: str) -> RawRow:
 
 def _json_rows(path: Path, text: str) -> Iterator[RawRow]:
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     for number, value in enumerate(values, 1):
         yield _as_row(f"{path}, row {number}", value)
 
 
+class _Twice(dict[str, Any]):
+    """An object with one of its names twice, of which the last value would count silently."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Twice(pairs)
+
+
 def _as_row(place: str, value: Any) -> RawRow:
+    if isinstance(value, _Twice):
+        return RawRow(place, fault="two fields of one name")
     if isinstance(value, dict):
         return RawRow(place, value)
     return RawRow(place, fault=f"{type(value).__name__} instead of an object with named fields")
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
-    reader = csv.reader(_csv_lines(path, text), strict=True)
+    csv.field_size_limit(_LARGEST_CELL)  # by default 131,072 characters
+    long: list[int] = []
+    reader = csv.reader(_csv_lines(text, long), strict=True)
+    done = 0
     try:
-        header = next(reader, [])
+        header = next((cells for cells in reader if cells), [])
         if len(header) > MAX_COLUMNS:
             raise UserError(f"{path} has {len(header):,} columns, wanted {MAX_COLUMNS:,} at most")
         twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
             raise UserError(f"{path} has two columns named {show(twice[0])}")
-        for cells in reader:
-            place = f"{path}, line {reader.line_num}"
-            if len(cells) == len(header):
-                yield RawRow(place, dict(zip(header, cells, strict=True)))
-            elif cells:
-                yield RawRow(place, fault=f"{len(cells)} cells under a header of {len(header)}")
+        while True:
+            cells, fault = [], ""
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "end of data" in str(error):  # a quote that never ends: all rows after it are lost
+                    raise
+                fault = f"not CSV: {error}"
+            if long and long[-1] > done:
+                fault = f"a line of more than {MAX_ROW:,} characters; wanted fewer"
+            elif cells and len(cells) != len(header):
+                fault = f"{len(cells)} cells under a header of {len(header)}"
+            done = reader.line_num
+            if cells or fault:
+                values = {} if fault else dict(zip(header, cells, strict=True))
+                yield RawRow(f"{path}, line {done}", values, fault)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
 
-def _csv_lines(path: Path, text: str) -> Iterator[str]:
-    """The lines with their line breaks, which may be inside quotes."""
+def _csv_lines(text: str, long: list[int]) -> Iterator[str]:
+    """The lines with their line breaks, which may be inside quotes. Of a line that is too long for a row only
+    an open quote is left; its number goes into `long`."""
     for number, found in enumerate(_LINES.finditer(text), 1):
         if found.end() - found.start() > MAX_ROW:
-            raise UserError(
-                f"{path}, line {number}: a line of more than {MAX_ROW:,} characters; wanted fewer"
-            )
-        yield found[0]
+            long.append(number)
+            yield '"' * (text.count('"', *found.span()) % 2) + "\n"
+        else:
+            yield found[0]

@@ -51,16 +51,3 @@ def with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tupl
     return tuple(
         {**message, "content": parts} if n == last else dict(message) for n, message in enumerate(messages)
     )
-
-
-def with_image_bytes(found: Any, column: str) -> Any:
-    """A data set of the Hub whose images are read as the bytes of their files, not as pixels."""
-    import datasets
-
-    kind = found.features.get(column) if column else None
-    inner = getattr(kind, "feature", None)  # of a list of images
-    if isinstance(kind, datasets.Image):
-        return found.cast_column(column, datasets.Image(decode=False))
-    if isinstance(inner, datasets.Image):
-        return found.cast_column(column, type(kind)(datasets.Image(decode=False)))  # type: ignore[call-arg, misc]
-    return found

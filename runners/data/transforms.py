@@ -10,7 +10,7 @@ import attrs
 
 from runners.config.user_functions import resolve_function
 from runners.data.row_files import RawRow
-from runners.errors import error_line
+from runners.errors import error_line, show
 
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
@@ -31,11 +31,13 @@ def transformed(raw: RawRow, transform: Transform) -> RawRow | None:
     source = getattr(getattr(transform, "__code__", None), "co_filename", None)
     try:
         values = transform(dict(raw.values))
-    except Exception as error:  # raised by the custom function: reported with the row's place
+    except (Exception, SystemExit) as error:  # raised by the custom function: reported with the row's place
         return attrs.evolve(raw, fault=f"data.transform failed: {error_line(error, source)}")
     if values is None:
         return None
     if not isinstance(values, Mapping):
         found = type(values).__name__
         return attrs.evolve(raw, fault=f"data.transform returned {found}; wanted a row (a dict) or None")
+    if other := next((name for name in values if not isinstance(name, str)), None):
+        return attrs.evolve(raw, fault=f"data.transform returned a column {show(other)}; wanted names")
     return attrs.evolve(raw, values=dict(values))

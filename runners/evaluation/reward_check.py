@@ -73,7 +73,8 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     if tools := loading(config.env, config.folders):
         worker.load(*tools)
     rows = load_rows(config.data, config.folders)
-    check_columns(rewards, reward_columns(rows[0]))
+    columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
+    check_columns(rewards, columns, environments=config.env.answers)
     check_judges(rewards)
     judges = {
         reward.name: reward.function for reward in rewards if isinstance(reward.function, EndpointJudge)
@@ -100,7 +101,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     rehearsal = None
     if environments is not None:
         try:
-            environments.check_columns(reward_columns(rows[0]))
+            environments.check_columns(columns)
             rehearsal = rehearse(environments, train[0], _answers(train[0], form, "")[GOLD], every)
             faults += rehearsal.problems
         except UserError as error:

@@ -12,8 +12,8 @@ _FOLDERS = ("tokenizer", "additional_chat_templates")  # of a model folder, read
 def check_links(folder: Path, files: list[Path] | None = None) -> None:
     """Raises UserError if a file of the folder is a link that leads out of it.
 
-    The folder itself may be a link. A snapshot in the Hub's cache may link to the files of its own
-    repository, which are stored beside the snapshots.
+    The folder itself may be a link. A snapshot in the Hub's cache, and a folder in one, may link to the files
+    of its own repository, which are stored beside the snapshots.
 
     Args:
         folder: a model's, an adapter's or a data set's.
@@ -21,8 +21,9 @@ def check_links(folder: Path, files: list[Path] | None = None) -> None:
         read.
     """
     root = folder.resolve()
-    if root.parent.name == "snapshots":
-        root = root.parent.parent
+    inside = next((each for each in (root, *root.parents) if each.parent.name == "snapshots"), None)
+    if inside is not None and (inside.parent.parent / "blobs").is_dir():
+        root = inside.parent.parent
     for path in _entries(folder) if files is None else files:
         try:
             target = path.resolve()

@@ -173,11 +173,14 @@ def check_judges(rewards: Iterable[Reward]) -> None:
         reward.check()
 
 
-def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
-    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest one."""
+def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True) -> None:
+    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest one, or
+    `environments` where there are none."""
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.needs:
+            if needed == "environments" and not environments:
+                raise UserError(f"reward {show(reward.name)} needs environments; env.factory names none")
             if needed not in found and needed not in REWARD_ARGUMENTS:
                 raise UserError(
                     f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"

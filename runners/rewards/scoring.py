@@ -103,7 +103,7 @@ class Scorer:
         for name, entries in given.items():
             if len(entries) != len(texts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(texts)} completions")
-        check_columns(self.rewards, columns)
+        check_columns(self.rewards, columns, environments=environments is not None)
         if environments is not None:
             given["environments"] = environments
         completions = _wrap(texts) if conversations is None else conversations

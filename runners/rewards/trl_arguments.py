@@ -90,7 +90,7 @@ def _name(function: str, name: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """The value as one of JSON's types: an object of another class could run its code while it is written."""
-    value = value.item() if hasattr(value, "item") else value
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -99,7 +99,7 @@ def completion_records(
         yield {
             "batch_step": batch_step,
             "update": update,
-            "prompt": example.messages[-1]["content"],
+            "prompt": _asked(example),
             **({"images": [image.name for image in example.images]} if example.images else {}),
             "completion": text,
             "answer": example.answer,
@@ -114,6 +114,12 @@ def completion_records(
             **({"messages": list(played.messages[row])} if played else {}),
             **({"turns": turns[row]} if turns else {}),
         }
+
+
+def _asked(example: Example) -> str:
+    """The user's last message; without one, the last message."""
+    said = [message["content"] for message in example.messages if message["role"] == "user"]
+    return said[-1] if said else example.messages[-1]["content"]
 
 
 def _turns(experience: Experience, pieces: PieceLengths, given: int) -> list[list[dict[str, Any]]]:
@@ -144,7 +150,7 @@ def evaluation_records(
         yield {
             "update": update,
             "problem": index,
-            "prompt": example.messages[-1]["content"],
+            "prompt": _asked(example),
             **({"images": [image.name for image in example.images]} if example.images else {}),
             "completion": text,
             "answer": example.answer,

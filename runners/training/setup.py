@@ -98,7 +98,8 @@ def build_run(
         worker.load(*tools)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
-    check_columns(rewards, reward_columns(rows[0], with_answer=bool(config.data.answer)))
+    columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
+    check_columns(rewards, columns, environments=config.env.answers)
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)
     dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
     loaded, uncompiled = _loaded(config, platform, dtype, say)
@@ -107,7 +108,7 @@ def build_run(
         config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
     )
     if environments is not None:
-        environments.check_columns(reward_columns(rows[0]))
+        environments.check_columns(columns)
     rewards = all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)

@@ -4,16 +4,19 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from runners.checkpoints.manifest import write_manifest
-from runners.checkpoints.run_inputs import _spelled, columns_read
+from runners.checkpoints.run_inputs import _spelled, columns_read, run_inputs
 from runners.checkpoints.snapshot import TRAINER_STATE
-from runners.config.loading import load_config
+from runners.config.loading import Config, load_config
 from runners.config.reading import PRESET_FOLDER
+from runners.config.sections import EnvConfig, ModelConfig
 from runners.errors import UserError
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.startup import Platform
@@ -96,6 +99,11 @@ def other_base(folder):
     mx.save_safetensors(str(folder / "base/model.safetensors"), weights, {"format": "mlx"})
 
 
+def other_end(folder):
+    """A token that did not end a completion before."""
+    (folder / "base/generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+
+
 def other_config(folder):
     """Another θ: no shape tells of it."""
     file = folder / "base/config.json"
@@ -109,6 +117,7 @@ def other_config(folder):
         (other_reward, "the file of the reward level.py:level_reward"),
         (other_base, "the weights of the base model"),
         (other_config, "the model's config.json"),
+        (other_end, "the tokens that end a completion"),
     ],
 )
 def test_what_the_weights_depend_on_has_to_be_what_it_was(place, change, named):
@@ -154,12 +163,27 @@ def test_a_checkpoint_that_says_nothing_is_gone_on_with(place):
     file = place / "out/small/checkpoint-2" / TRAINER_STATE
     facts = json.loads(file.read_text())
     del facts["inputs"], facts["arithmetic"]
-    file.write_text(json.dumps(facts))
-    (file.parent / "manifest.json").unlink()
-    write_manifest(file.parent)
+    write_facts(file, facts)
     other_column(place)
     _, lines = train(resume=True)
     assert any("says nothing of columns, rewards' files and base weights" in line for line in lines)
+
+
+def test_a_checkpoint_that_says_less_is_gone_on_with(place):
+    """An earlier version did not compare everything; what it did not is no difference."""
+    file = place / "out/small/checkpoint-2" / TRAINER_STATE
+    facts = json.loads(file.read_text())
+    del facts["inputs"]["the tokens that end a completion"]
+    write_facts(file, facts)
+    other_end(place)
+    assert train(resume=True)[0].updates == 3
+
+
+def write_facts(file, facts):
+    """Another trainer_state.json, and a manifest that fits it."""
+    file.write_text(json.dumps(facts))
+    (file.parent / "manifest.json").unlink()
+    write_manifest(file.parent)
 
 
 def test_which_columns_a_reward_is_given():
@@ -174,7 +198,24 @@ def test_which_columns_a_reward_is_given():
 
     assert columns_read([Reward("a", named)], names) == ["question", "level"]
     assert columns_read([Reward("a", everything)], names) == ["question", "level"]
+    assert columns_read([Reward("a", everything)], names, with_gold=False) == names
     assert columns_read([Reward(name, function) for name, function in REWARDS.items()], names) == []
+
+
+def test_the_files_of_environments_are_compared(tmp_path, monkeypatch):
+    """A class, a tool, and a file of tools: each decides what a conversation says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shop.py").write_text("class Shop: ...")
+    (tmp_path / "config.json").write_text("{}")
+    env = EnvConfig(factory="shop.py:Shop", tools=("shop.py:price", "shop.py"))
+    config = attrs.evolve(Config(model=ModelConfig(path="x")), env=env)
+    loaded = SimpleNamespace(path=tmp_path, eos_ids=(2,), base_digest="")
+    found = run_inputs(config, loaded, [], [])
+    assert [name for name in found if "file" in name] == [
+        *("the file of the tool shop.py:price", "the file of the tool shop.py", "the file of env.factory"),
+    ]
+    (tmp_path / "shop.py").write_text("class Shop: other = 1")
+    assert run_inputs(config, loaded, [], [])["the file of env.factory"] != found["the file of env.factory"]
 
 
 def test_values_are_spelled_alike_in_every_process():
@@ -190,6 +231,7 @@ def test_values_are_spelled_alike_in_every_process():
     other = many.copy()
     other[5_000] = 0
     assert _spelled(many) == _spelled(np.arange(10_000)) != _spelled(other)
+    assert _spelled(many.astype(object)) != _spelled(other.astype(object))
 
 
 def test_the_threads_of_the_blas_are_counted():

@@ -124,6 +124,18 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     assert "train-00000-of-00002.jsonl, line 11: no answer" in train.first_fault
     jsonl(tmp_path / "train.jsonl", ROWS)
     assert "more than once (train-00000-of-00002.jsonl" in refused(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train-00001-of-00002.jsonl").unlink()
+    assert refused(tmp_path) == f'data.split is "train": expected 2 shards in {tmp_path}, found 1'
+
+
+def test_shards_as_they_are_found_elsewhere(tmp_path: Path) -> None:
+    """In the folder `data`, with the Hub's older names, numbered without zeros, or from 1."""
+    (tmp_path / "data").mkdir()
+    jsonl(tmp_path / "data" / "test-00000-of-00001-a09b74b3ef9c3b56.jsonl", ROWS)
+    for number in range(12):
+        jsonl(tmp_path / "data" / f"train-{number + 1}-of-12.jsonl", ROWS[2 * number : 2 * number + 2])
+    assert load(tmp_path) == (ROWS[:24], ROWS)
 
 
 def test_missing_splits_list_those_found(tmp_path: Path) -> None:
@@ -135,6 +147,8 @@ def test_missing_splits_list_those_found(tmp_path: Path) -> None:
     assert 'data.eval_split is "test"' in message
     assert "holds tests, train;" in message
     assert "did you mean tests?" in message
+    (tmp_path / "tests.jsonl").unlink()
+    assert refused(tmp_path).endswith('; "train" for both splits holds out a tenth')
     assert 'data.split is "trian"' in refused(tmp_path, split="trian", eval_split="train")
     assert 'is a file, which is the split "train"' in refused(tmp_path / "train.jsonl", split="test")
 
@@ -250,6 +264,49 @@ def test_a_parquet_row_that_is_no_text(tmp_path: Path) -> None:
     assert sorted(row["question"] for row in (*train, *evaluation)) == ["a", "c"]
 
 
+BIG = "x" * ((1 << 24) + 1)  # no row may have so much
+CELL = "y" * 200_000  # beyond the limit that Python's csv has by default
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kept", "fault"),
+    [
+        ("cell.csv", f'question,answer\n"{CELL}",1\nb,2\n', [CELL, "b"], ""),
+        ("big.csv", f'question,answer\n"{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 2: a line of more than"),
+        ("lines.csv", f'question,answer\n"a\n{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 3: a line of more"),
+        ("blank.csv", "\n\nquestion,answer\na,1\nb,2\n", ["a", "b"], ""),
+        ("broken.csv", 'question,answer\na,1\n"b" x,2\nc,3\n', ["a", "c"], "line 3: not CSV: ',' expected"),
+        ("big.json", json.dumps([{"question": BIG, "answer": 1}, GOOD, GOOD]), ["1+1?"] * 2, "row 1: a row"),
+        ("two.jsonl", '{"question": "a", "answer": 1, "answer": 2}\n' + f"{json.dumps(GOOD)}\n" * 2,
+         ["1+1?"] * 2, "line 1: two fields of one name"),
+        ("long.jsonl", json.dumps({"question": BIG, "answer": 1}) + f"\n{json.dumps(GOOD)}" * 2,
+         ["1+1?"] * 2, "line 1: a line of more than 16,777,216 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 12 else "",
+)  # fmt: skip
+def test_odd_files(tmp_path: Path, name: str, content: str, kept: list[str], fault: str) -> None:
+    """Large cells are read; a row that is too large or cannot be read is a bad row, and the others stay."""
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    train, evaluation = load(path, on_bad_row="skip")
+    assert [row["question"] for row in (*train, *evaluation)] == kept
+    assert train.skipped == bool(fault) and fault in train.first_fault
+    if fault:
+        assert fault in refused(path)
+
+
+def test_a_parquet_row_that_is_too_large(tmp_path: Path) -> None:
+    """As in other formats; two columns of one name are named."""
+    table = pyarrow.table({"question": ["a", BIG, "c"], "answer": ["1", "2", "3"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    train, evaluation = load(tmp_path / "rows.parquet", on_bad_row="skip")
+    assert [row["question"] for row in (*train, *evaluation)] == ["a", "c"]
+    assert "row 2: a row of more than 16,777,216 bytes" in train.first_fault
+    twice = pyarrow.Table.from_arrays([table[1]] * 2, names=["answer", "answer"])
+    pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
+    assert refused(tmp_path / "rows.parquet").endswith('has two columns named "answer"')
+
+
 def test_only_bad_rows(tmp_path: Path) -> None:
     """Leaving out every row is refused, with the fault of the first."""
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "", "answer": "1"}, "{", "{"])
@@ -343,6 +400,33 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, expected:
     message = refused("a/b")
     assert expected in message
     assert message.startswith("data.eval_split is" if "split" in str(error) else "data.source is")
+
+
+@pytest.mark.usefixtures("in_reach")
+def test_data_that_was_downloaded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `hf download` left in the Hub's cache is used offline, by name and by any of its folders."""
+    repository = tmp_path / "datasets--a--sums"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for place in (repository / "refs", repository / "blobs", snapshot / "data", snapshot / "hard"):
+        place.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for name in ("train", "test"):
+        jsonl(repository / "blobs" / name, ROWS)
+        (snapshot / "data" / f"{name}-00000-of-00001.jsonl").symlink_to(f"../../../blobs/{name}")
+        (snapshot / "hard" / f"{name}.jsonl").symlink_to(f"../../../blobs/{name}")
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'a/sums' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for source in ("a/sums", snapshot, snapshot / "data", snapshot / "hard"):
+        assert load(source) == (ROWS, ROWS), source
+    assert load("a/sums", name="hard") == (ROWS, ROWS)
+    assert "neither a local path nor within reach on the Hub" in refused("a/others")
+    (snapshot / "hard" / "train.jsonl").unlink()
+    (snapshot / "hard" / "train.jsonl").symlink_to(jsonl(tmp_path / "outside.jsonl", ROWS))
+    assert "is a link that leads out of the folder" in refused(snapshot / "hard")
 
 
 @pytest.mark.usefixtures("in_reach")

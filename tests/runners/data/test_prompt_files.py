@@ -18,8 +18,8 @@ def user(text):
 
 def test_lines_of_a_text_file_and_of_standard_input(tmp_path, monkeypatch):
     """One prompt a line, blank ones left out, the system message in front of each."""
-    (tmp_path / "p.txt").write_text("one\n\n  two \n", encoding="utf-8")
-    assert read_prompts(str(tmp_path / "p.txt"), "prompt") == [[user("one")], [user("two")]]
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n  tw\xe2\x80\xa8o \n")
+    assert read_prompts(str(tmp_path / "p.txt"), "prompt") == [[user("one")], [user("tw\u2028o")]]
     monkeypatch.setattr("sys.stdin", io.StringIO("eins\nzwei\n"))
     assert read_prompts("-", "prompt", "Be brief.") == [[SYSTEM, user("eins")], [SYSTEM, user("zwei")]]
 

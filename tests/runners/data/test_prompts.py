@@ -12,7 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
-from runners.data.prompts import build_examples, columns_of, render, reward_columns
+from runners.data.prompts import (
+    build_examples,
+    columns_of,
+    prompt_fault,
+    prompt_messages,
+    render,
+    reward_columns,
+)
 from runners.errors import UserError
 
 GSM8K = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "gsm8k"
@@ -172,6 +179,38 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
     refuses = tokenizer("{{ raise_exception('never') }}")
     with pytest.raises(UserError, match=r"all 8 rows are refused, the first: .* line 1: .*never"):
         build_examples(found, config, refuses)
+
+
+def test_messages_as_arrow_gives_them() -> None:
+    """A struct has each key in every message, None where it lacks it; parts of text are one text."""
+    calls = [{"id": None, "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    keys = {"tool_calls": None, "name": None}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1?"}], **keys},
+        {"role": "assistant", "content": None, "tool_calls": calls, "name": None},
+        {"role": "tool", "content": "2", "name": "add", "tool_calls": None},
+    ]
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert prompt_fault(talk) == ""
+    assert prompt_messages({"talk": talk}, DataConfig(prompt="talk", system_prompt="")) == (
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "2", "name": "add"},
+    )
+    talk[0]["content"] = [{"type": "image"}]
+    assert prompt_fault(talk) == "message 0 has list as its content; wanted text"
+
+
+def test_columns_have_names_that_rewards_can_have() -> None:
+    """Those of arguments get a prefix, which is free; identifiers are spelled as Python spells them."""
+    fields = ["prompts", "column_prompts", "self", "cafe\u0301", "x²", "level id", "", "п"]
+    assert reward_columns([dict.fromkeys(fields)], with_answer=False) == {
+        "column_column_prompts": "prompts",
+        "column_prompts": "column_prompts",
+        "column_self": "self",
+        "caf\xe9": "cafe\u0301",
+        **{name: name for name in fields[4:]},
+    }
 
 
 def test_rows_without_an_answer() -> None:

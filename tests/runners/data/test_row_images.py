@@ -1,12 +1,15 @@
 """From a row's column of images to the prompt: where files lie, how the template shows them."""
 
+from contextlib import nullcontext
+
+import attrs
 import datasets
 import pytest
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.data.row_images import image_folder, row_images, with_image_bytes, with_image_parts
+from runners.data.row_images import image_folder, row_images, with_image_parts
 from runners.errors import UserError
 from runners.images.image_files import ImageFile
 from tests.support.vision_runs import write_vision_data
@@ -107,17 +110,27 @@ def test_prompts_of_text_are_not_given_to_the_processor_of_a_command_without_ima
         build_examples(load_rows(config)[0], config, Tokenizer())
 
 
-def test_images_of_the_hub_come_as_files(tmp_path):
-    """Not as pixels: the column of images, or of lists of them; other columns are left alone."""
+def test_images_of_the_hub_come_as_files(monkeypatch):
+    """Not as pixels: images, lists of them, and what no command asks for, such as sounds."""
     from PIL import Image
 
     pixels = Image.new("RGB", (4, 2), (1, 2, 3))
     kinds = datasets.Features(
-        {"one": datasets.Image(), "many": datasets.List(datasets.Image()), "text": datasets.Value("string")}
+        {
+            **{"one": datasets.Image(), "many": datasets.List(datasets.Image())},
+            **dict.fromkeys(("question", "answer"), datasets.Value("string")),
+        }
     )
-    found = datasets.Dataset.from_dict({"one": [pixels], "many": [[pixels, pixels]], "text": ["a"]}, kinds)
-    config = DataConfig(image="one")
-    (file,) = row_images(with_image_bytes(found, "one")[0], config)
+    row = {"one": pixels, "many": [pixels, pixels]}
+    columns = {name: [value] * 2 for name, value in {**row, "question": "a", "answer": "1"}.items()}
+    found = datasets.Dataset.from_dict(columns, kinds)
+    found = found.add_column("sound", [{"bytes": b"RIFF", "path": None}] * 2)
+    found = found.cast_column("sound", datasets.Audio())  # to decode it takes a package more
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    monkeypatch.setattr("runners.data.datasets.hub_or_cache", nullcontext)
+    config = DataConfig(source="a/b", image="one")
+    (row,), _ = load_rows(attrs.evolve(config, eval_split="train"))
+    (file,) = row_images(row, config)
     assert file.data is not None and file.data.startswith(b"\x89PNG")
-    assert len(row_images(with_image_bytes(found, "many")[0], DataConfig(image="many"))) == 2
-    assert with_image_bytes(found, "text") is found and with_image_bytes(found, "") is found
+    assert len(row_images(row, DataConfig(image="many"))) == 2
+    assert row["sound"] == {"bytes": b"RIFF", "path": None}

@@ -391,6 +391,8 @@ def test_callers_mistakes_are_raised() -> None:
         scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]})
     with pytest.raises(UserError, match="needs the column answer; the data has anwser; did you mean anwser"):
         scorer.score(["a"], ["p"], {"anwser": ["1"]})
+    with pytest.raises(UserError, match=r'reward "g" needs environments; env\.factory names none'):
+        Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
     with pytest.raises(ValueError, match='on_error is "rais"; wanted skip or raise; did you mean raise'):
         Scorer([Reward("f", len)], on_error="rais")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout is -1"):
