@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -20,6 +21,12 @@ _OUT_OF_MEMORY = (
     "insufficient memory",
     "out of memory",
     "bad_alloc",
+)
+# What MLX, its compiler and Python's threads quote of the system.
+_OF_THE_SYSTEM = (
+    *map(os.strerror, (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+    "can't start new thread",
+    "filesystem error",
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
 _LINE = 2000  # characters
@@ -70,6 +77,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
     )
+
+
+def system_fault(error: BaseException) -> str | None:
+    """What the system has refused, such as a file, space or a thread; None for any other exception."""
+    if isinstance(error, OSError):
+        return error_line(error)
+    lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
+    return next((line[-_QUOTED:] for line in lines for sign in _OF_THE_SYSTEM if sign in line), None)
 
 
 def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:

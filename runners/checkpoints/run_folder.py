@@ -14,14 +14,13 @@ from typing import TypeVar
 import attrs
 
 from runners.checkpoints.manifest import Damaged, check_manifest
-from runners.checkpoints.snapshot import LATEST, TRAINER_STATE, checkpoint_folders, list_checkpoints
-from runners.config.loading import RESOLVED
+from runners.checkpoints.snapshot import LATEST, checkpoint_folders, list_checkpoints
 from runners.errors import UserError
 from runners.files.durable import remove_folder
+from runners.files.line_files import LineFile
+from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS, RESOLVED
 from runners.files.staging import FOLDER_FLAGS, sweep
 
-LOCK = ".lock"
-LOGS = ("training_log.jsonl", "completions.jsonl")
 BAD_BATCHES = "bad_batches"
 T = TypeVar("T")
 _OWNER = re.compile(rb"\d{0,20}\n?")  # the content of a lock file
@@ -170,7 +169,7 @@ def _path_of(descriptor: int) -> Path | None:
 
 def run_file_in(folder: Path) -> str | None:
     """The name of a file or folder that a run left here; None if there is none."""
-    left = [*LOGS, "final", *(path.name for path in checkpoint_folders(folder).values())]
+    left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)
 
 
@@ -197,16 +196,19 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of the folder's newest checkpoint, if no later final model exists; else None."""
-    whole = list_checkpoints(folder)
-    if not whole:
-        return None
-    saved, final = whole[-1] / TRAINER_STATE, folder / "final" / "config.json"
+    """The name of the newest checkpoint of a run that has not finished since; else None.
+
+    Its last event tells, not a time stamp, which a copy changes; without events its final model.
+    """
     try:
-        unfinished = not final.exists() or saved.stat().st_mtime_ns > final.stat().st_mtime_ns
+        whole = list_checkpoints(folder)
+        ends = [event for event in LineFile(folder / EVENTS).read() if event.get("event") in ("start", "end")]
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror or error}") from error
-    return whole[-1].name if unfinished else None
+    finished = not ends or (ends[-1]["event"], ends[-1].get("state")) == ("end", "finished")
+    if not whole or (finished and (folder / "final" / "config.json").is_file()):
+        return None
+    return whole[-1].name
 
 
 def clear(folder: RunFolder) -> None:

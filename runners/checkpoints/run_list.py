@@ -13,12 +13,13 @@ from typing import Literal
 import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
-from runners.checkpoints.run_folder import LOCK, LOGS, interrupted
+from runners.checkpoints.run_folder import interrupted
 from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
-from runners.config.loading import RESOLVED
 from runners.config.recorded import Recorded, recorded_in
 from runners.errors import UserError
-from runners.files.json_files import finite_number, read_lines, whole_number
+from runners.files.json_files import finite_number, whole_number
+from runners.files.line_files import LineFile
+from runners.files.run_files import LOCK, METRICS, RESOLVED
 
 DEPTH = 4  # a run's name may be a path
 State = Literal["running", "finished", "interrupted", "stopped"]
@@ -55,7 +56,7 @@ def summarize(folder: Path) -> RunSummary:
     update = batch_step = 0
     scores: list[float] = []
     reward, seconds = None, 0.0
-    for line in read_lines(folder / LOGS[0]):
+    for line in LineFile(folder / METRICS).read():
         step = whole_number(line.get("update"))
         if "em" in line and "step_time" not in line:
             scores += [em] if (em := finite_number(line["em"])) is not None else []
@@ -130,7 +131,7 @@ def _advice(folder: Path, state: State, config: Recorded) -> str:
 
 def _changed(folder: Path) -> float:
     times = [0.0]
-    for path in (folder / LOGS[0], folder / RESOLVED, *_states(folder)):
+    for path in (folder / METRICS, folder / RESOLVED, *_states(folder)):
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times)

@@ -11,7 +11,14 @@ from typing import Any, NoReturn
 
 import click
 
-from runners.errors import ConfigError, UserError, is_out_of_memory, one_line
+from runners.errors import (
+    ConfigError,
+    UserError,
+    first_line,
+    is_out_of_memory,
+    one_line,
+    system_fault,
+)
 from runners.machine.terminal import OutputLost, drop_output, echo, open_closed_streams, others_visible
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -45,13 +52,15 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a command show a UserError as lines on stderr and exit with its code (2). After Ctrl-C it exits
     with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory counts as a user error. Any other exception is a bug and keeps its traceback.
+    Running out of memory, and what the system refuses, count as user errors. Any other exception is a bug and
+    keeps its traceback.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             open_closed_streams()
+            _check_working_folder()
             with others_visible():
                 return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
@@ -73,13 +82,22 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(error, "reported", False):
                 sys.exit(error.exit_code)
             _end([str(error)], error.exit_code)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (OSError, RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                more = "`grpo plan CONFIG` shows what needs memory in a run"
+                _end([f"out of memory ({first_line(error)}); {more}"], UserError.exit_code)
+            if (fault := system_fault(error)) is None:
                 raise
-            more = "`grpo plan CONFIG` shows what needs memory in a run"
-            _end([f"out of memory ({error or 'Python'}); {more}"], UserError.exit_code)
+            _end([f"refused by the system: {fault}"], UserError.exit_code)
 
     return run
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working folder cannot be used ({error.strerror}); change to another") from error
 
 
 def _end(lines: Sequence[str], code: int) -> NoReturn:

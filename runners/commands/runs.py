@@ -35,6 +35,9 @@ def runs_command(folder: str, as_json: bool) -> None:
 
     import attrs
 
+    from runners.machine import startup
+
+    startup.load_blas()  # before MLX is imported
     from runners.checkpoints.run_list import find_runs
     from runners.files.json_lines import to_json
 

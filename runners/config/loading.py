@@ -25,11 +25,10 @@ from runners.config.reading import (
 )
 from runners.errors import ConfigError, UserError, show, spell_tables
 from runners.files.durable import save_text
+from runners.files.run_files import RESOLVED
 
 if TYPE_CHECKING:
     from grpo_fn import LossSpec
-
-RESOLVED = "config.resolved.json"  # in a run's folder
 
 
 @attrs.frozen(kw_only=True)

@@ -9,9 +9,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 
@@ -167,13 +167,15 @@ def _locate(config: str) -> tuple[Path, str]:
     raise ConfigError([f"{config}: no such file or preset{hint}"])
 
 
-def parse(path: Path, label: str) -> dict[str, Any]:
+def parse(
+    path: Path, label: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
+) -> dict[str, Any]:
     """The tables of a file, JSON if its name ends in .json, else TOML; `label` names it in messages.
 
     Raises ConfigError, in bounded time, if it cannot be read, or is larger than a config may be.
     """
     try:
-        with path.open("rb") as stream:
+        with opened(path) as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror or error}"]) from error

@@ -11,10 +11,11 @@ from typing import Any
 
 import attrs
 
-from runners.config.loading import RESOLVED, SECTIONS, section_values
+from runners.config.loading import SECTIONS, section_values
 from runners.config.reading import Settings, parse
 from runners.errors import UserError, one_line
-from runners.files.links import check_links
+from runners.files.line_files import open_file
+from runners.files.run_files import RESOLVED
 
 
 @attrs.frozen
@@ -47,14 +48,11 @@ class Recorded:
 def read_recorded(file: Path) -> Recorded:
     """The settings in a run's config.resolved.json.
 
-    Raises UserError if it is a link that leads out of its folder, or cannot be read as a JSON object.
+    Raises UserError if it cannot be read as a JSON object, and for a link or anything else but a file.
     """
-    check_links(file.parent, [file])
-    if not file.is_file():
-        raise UserError(f"{file}: expected a file, found none")
     found = Settings(label=str(file), folder=Path())
     values = {}
-    for name, table in parse(file, str(file)).items():
+    for name, table in parse(file, str(file), open_file).items():
         if name in SECTIONS:
             values[name] = section_values(name, table, found)
         else:
@@ -66,5 +64,5 @@ def recorded_in(folder: Path) -> Recorded:
     """The settings of the run in a folder; none if they cannot be read."""
     try:
         return read_recorded(folder / RESOLVED)
-    except (UserError, OSError):  # damaged, being replaced, or from before such files
+    except UserError:  # damaged, being replaced, or from before such files
         return Recorded(folder / RESOLVED)

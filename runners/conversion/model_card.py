@@ -13,11 +13,12 @@ from typing import Any
 import attrs
 
 import runners
-from runners.config.loading import RESOLVED
 from runners.config.recorded import read_recorded
 from runners.config.sections import SHIPPED
 from runners.errors import spell, spell_tables
-from runners.files.json_files import finite_number, read_json, read_lines, whole_number
+from runners.files.json_files import finite_number, read_json, whole_number
+from runners.files.line_files import LineFile
+from runners.files.run_files import METRICS, RESOLVED
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
@@ -58,7 +59,7 @@ def run_facts(model: Path) -> RunFacts | None:
     recorded = read_recorded(run / RESOLVED)
     if any(recorded.get(section, key) is None for section, key in _NEEDED):
         return None
-    lines = list(read_lines(run / "training_log.jsonl"))
+    lines = list(LineFile(run / METRICS).read())
     if (model / "trainer_state.json").is_file():
         loop = read_json(model / "trainer_state.json").get("loop")
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,6 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
     return content
-
-
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of JSON lines; none without the file.
-
-    Lines that are none are skipped: a run may be writing there.
-    """
-    try:
-        with file.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                with suppress(ValueError, RecursionError):
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        yield found
-    except OSError:  # a run without this file, or whose folder is gone by now
-        return
 
 
 def finite_number(value: Any) -> float | None:

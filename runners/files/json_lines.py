@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -100,8 +101,10 @@ class JsonLines:
             self.fault = None
 
     def close(self) -> None:
-        """Closes the file; nothing can be written afterwards."""
+        """Closes the file; nothing can be written afterwards. A file that was deleted is a fault."""
         self.push()
+        if self.fault is None and not os.fstat(self._file).st_nlink:
+            self.fault = OSError(errno.ENOENT, "it was deleted while the run wrote it")
         os.close(self._file)
 
 

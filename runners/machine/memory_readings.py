@@ -13,6 +13,8 @@ from pathlib import Path
 
 import attrs
 
+from runners.machine.process_limits import memory_limit
+
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -92,6 +94,4 @@ def parse_swapusage(text: str) -> int | None:
 
 def _total_ram() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    text = cgroup.read_text().strip() if cgroup.is_file() else "max"
-    return min(physical, int(text)) if text.isdigit() else physical
+    return min(physical, memory_limit() or physical)

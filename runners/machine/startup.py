@@ -14,6 +14,7 @@ import attrs
 
 from runners.errors import UserError
 from runners.machine import install_hints
+from runners.machine.process_limits import check_limits
 from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.thread_exit import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
@@ -64,6 +65,7 @@ def load_blas() -> str | None:
 
     Returns the library in use, None if there is none (`blas()` says why).
     """
+    check_limits(_cores())
     _shorten_buffers()
     return blas().library
 
@@ -80,9 +82,10 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
 
     In a thread other than the main one it also makes the process outlive the thread: see `thread_exit`.
 
-    Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
-    has computed.
+    Raises UserError if MLX is not installed or has no backend, if a limit of this process is too low for it,
+    and in a process that was forked from one that has computed.
     """
+    check_limits(_cores())
     _shorten_buffers()
     try:
         found = blas()  # loads it before MLX is imported

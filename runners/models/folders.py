@@ -10,6 +10,7 @@ from runners.errors import UserError
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.files.json_files import read_json
 from runners.files.links import check_links, check_weight_map
+from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
 from runners.models.json_keys import check_config, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
@@ -23,9 +24,9 @@ _NOT_TRAVELLING = (
     "adapter_config.json",
     "trainer_state.json",
     "manifest.json",
-    "config.resolved.json",
-    "training_log.jsonl",
-    "completions.jsonl",
+    RESOLVED,
+    METRICS,
+    COMPLETIONS,
 )
 _TOKENIZER_FILES = (
     ("tokenizer.json",),

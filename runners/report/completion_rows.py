@@ -12,10 +12,10 @@ from typing import Any
 
 import attrs
 
-from runners.report.line_files import LineFile
+from runners.files.line_files import LineFile
+from runners.files.run_files import COMPLETIONS, TOKENS
 from runners.report.page_json import columns_json, deflated, packed
 
-COMPLETIONS, TOKENS, EVALUATIONS = "completions.jsonl", "tokens.jsonl", "evaluations.jsonl"
 ROWS = 2048  # of a part
 _UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
 _TEXTS = ("completion", "prompt", "answer")

@@ -7,11 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from runners.files.line_files import LineFile
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, LOCK, METRICS, TOKENS
 from runners.report.completion_rows import (
-    COMPLETIONS,
-    EVALUATIONS,
     ROWS,
-    TOKENS,
     Part,
     PartMaker,
     evaluation_pieces,
@@ -19,10 +18,9 @@ from runners.report.completion_rows import (
     read_evaluations,
     read_tokens,
 )
-from runners.report.line_files import LineFile
 from runners.report.page import group_size
 from runners.report.page_json import packed
-from runners.report.run_record import EVENTS, LOCK, METRICS, RunRecord
+from runners.report.run_record import RunRecord
 
 _WATCHED = (METRICS, EVENTS, COMPLETIONS, EVALUATIONS, TOKENS, LOCK)
 

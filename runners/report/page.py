@@ -17,14 +17,14 @@ from typing import Any
 import attrs
 
 from runners.errors import UserError
+from runners.files.line_files import LineFile
+from runners.files.run_files import EVALUATIONS
 from runners.report.completion_rows import (
-    EVALUATIONS,
     CompletionParts,
     evaluation_pieces,
     read_completions,
     read_evaluations,
 )
-from runners.report.line_files import LineFile
 from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import RESOLVED, load_config
+from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.report.line_files import LineFile, open_file
+from runners.files.line_files import LineFile, open_file
+from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 from runners.report.page_json import plain_number
 
-METRICS, EVENTS = "training_log.jsonl", "events.jsonl"
-LOCK = ".lock"
 _MOST_EVENTS = 2000  # in a page
 _TEXT = 2000  # characters of an event
 

@@ -11,10 +11,8 @@ from typing import Any
 from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, TOKENS
 from runners.telemetry.dashboards import CompletionTable, Target, open_sinks
-
-METRICS, EVENTS, COMPLETIONS = "training_log.jsonl", "events.jsonl", "completions.jsonl"
-EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
 
 
 class MetricsLog:

@@ -12,6 +12,7 @@ import numpy as np
 
 from runners.config.loading import Config
 from runners.data.prompts import Example
+from runners.files.run_files import METRICS
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import combine_logged
@@ -68,8 +69,8 @@ def run_summary(
         before = f"{first:.1%} → " if first is not None else ""
         shown["exact match"] = f"{before}{last:.1%} on {held_out} held-out problems"
     shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
-    if config.log.jsonl:
-        shown["log"] = str(final.parent / "training_log.jsonl")
+    if (log := final.parent / METRICS).is_file():  # not if it was deleted under the run
+        shown["log"] = str(log)
     if config.log.report:
         shown["report"] = str(final.parent / "report.html")
     return shown

@@ -79,6 +79,32 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
         assert [line.get("loss") for line in after] == [line.get("loss") for line in before]
 
 
+def test_time_stamps_do_not_decide_a_state(outputs, tmp_path):
+    """A copy of a finished run is finished; one that has started again after its end is interrupted."""
+    copy = shutil.copytree(outputs / "done", tmp_path / "done")
+    os.utime(copy / "final/config.json", (0, 0))
+    assert summarize(copy).state == "finished"
+    with (copy / "events.jsonl").open("a") as events:
+        events.write('{"event": "start"}\n')
+    assert summarize(copy).state == "interrupted"
+    (copy / "events.jsonl").unlink()
+    assert summarize(copy).state == "finished"
+
+
+def test_numbers_that_are_none_do_not_end_the_list(outputs, tmp_path):
+    """NaN, integers of hundreds of digits and texts count as missing."""
+    copy = shutil.copytree(outputs / "done", tmp_path / "done")
+    huge = "1" + "0" * 400
+    (copy / "training_log.jsonl").write_text(
+        f'{{"update": {huge}, "reward": NaN, "step_time": 1e999, "batch_step": "2"}}\n'
+        f'{{"update": 3, "reward": {huge}, "step_time": {huge}}}\n{{"em": {huge}, "update": true}}\n'
+    )
+    (copy / "config.resolved.json").write_text(f'{{"optim": {{"max_steps": {huge}}}, "run": [NaN]}}')
+    run = summarize(copy)
+    assert (run.update, run.batch_step, run.batch_steps, run.reward, run.seconds) == (3, 0, None, None, 0)
+    assert runs(tmp_path).exit_code == runs(tmp_path, "--json").exit_code == 0
+
+
 def test_a_running_run_is_known_by_its_lock(outputs):
     """Which the look neither takes nor removes; a lock file of a dead process is none."""
     (outputs / "early/.lock").write_text("1\n")

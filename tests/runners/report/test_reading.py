@@ -6,8 +6,8 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.errors import UserError
+from runners.files.line_files import LineFile
 from runners.report.completion_rows import PartMaker, read_completions
-from runners.report.line_files import LineFile
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running
 
