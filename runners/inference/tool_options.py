@@ -8,11 +8,12 @@ from typing import Any
 
 import attrs
 
-from runners.config.loading import RESOLVED, load_config
+from runners.config.loading import load_config
 from runners.config.recorded import read_recorded
 from runners.config.sections import CALCULATOR, EMBEDDED, DataConfig, EnvConfig
 from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError, show, spell
+from runners.files.run_files import RESOLVED
 from runners.inference.inference_model import InferenceModel
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
