@@ -1,8 +1,9 @@
-"""The rotary embedding's keys of a config.json, in the spelling of mlx-lm's modules.
+"""The keys of a config.json in the spelling of mlx-lm's modules, the rotary embedding's above all.
 
 transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is rotated, and
 the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read `rope_theta`,
-`rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if these are missing.
+`rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if these are missing. Some
+other keys have two names in transformers (`attribute_map`), of which it writes one.
 """
 
 from __future__ import annotations
@@ -78,19 +79,33 @@ class _Reader:
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the keys that mlx-lm's module reads, in addition to `rope_parameters`.
+    """A config.json with the keys that mlx-lm's module reads, in addition to those of transformers 5.
 
-    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has no
-    `rope_parameters`, if mlx-lm's module reads that itself, or if mlx-lm has no such module.
+    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has neither
+    `rope_parameters` nor a key by another name, or if mlx-lm's module reads these itself or does not exist.
 
     Raises UserError, with the key, if mlx-lm's module would compute something else.
     """
     nested, reader = _reader(config)
     part = config["text_config"] if nested else config
-    if reader is None or not part.get("rope_parameters"):
+    if reader is None:
         return config
-    keys = _keys(part, reader)
+    keys = _other_names(part, reader) | (_keys(part, reader) if part.get("rope_parameters") else {})
+    if not keys:
+        return config
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
+
+
+def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
+    missing = [name for name in reader.required if name not in config]
+    if not missing:
+        return {}
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return {name: config[names[name]] for name in missing if names.get(name) in config}
 
 
 def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,56 @@
+"""Folders as transformers 5 saves them, where it writes other names or fewer weights than mlx-lm reads."""
+
+import json
+import re
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import grpo_fn as g
+from benchmarks.architectures.small_models import small_config, small_model
+from grpo_fn.trees import named_leaves
+from runners.errors import UserError
+from runners.models.model_reader import load_module
+
+TOKENS = mx.array([[5, 9, 7, 31, 12, 4]])
+
+
+def saved(folder, name, change, left_out=r"$^"):
+    """The folder of a small model, its config changed and some weights left out; and the model."""
+    model, config = small_model(name), small_config(name)
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = named_leaves(model.parameters())
+    kept = {path: leaf for path, leaf in weights.items() if not re.search(left_out, path)}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept, metadata={"format": "pt"})
+    return model, len(weights) - len(kept)
+
+
+def test_another_name_for_the_number_of_experts(tmp_path):
+    """transformers 5.23 writes num_local_experts for qwen3_moe; the config that is handed on has both."""
+    model, _ = saved(
+        tmp_path, "qwen3_moe", lambda config: config.update(num_local_experts=config.pop("num_experts"))
+    )
+    module, config = load_module(tmp_path, False)
+    assert mx.array_equal(module(TOKENS), model(TOKENS))
+    assert config["num_experts"] == config["num_local_experts"] == 4
+
+
+def test_keys_that_layers_share_are_saved_once(tmp_path):
+    """gemma3n without the weights that its last layers do not use: it computes what the whole model does."""
+    unused = r"layers\.[45]\.self_attn\.(k_proj|v_proj|k_norm)"
+    model, count = saved(tmp_path, "gemma3n", lambda config: None, unused)
+    assert count == 6
+    module, _ = load_module(tmp_path, False)
+    assert mx.allclose(*(each(TOKENS, cache=make_prompt_cache(each)) for each in (module, model)))
+    found, wanted = (g.Policy.from_module(each) for each in (module, model))
+    assert g.check_policy(found, found.params, [[5, 9, 7], [3]]).given_up == ()
+    assert mx.allclose(found.logits(found.params, TOKENS), wanted.logits(wanted.params, TOKENS))
+
+
+@pytest.mark.parametrize("left_out", [r"layers\.1\.self_attn\.k_proj", r"layers\.5\.self_attn\.q_proj"])
+def test_other_weights_have_to_be_there(tmp_path, left_out):
+    saved(tmp_path, "gemma3n", lambda config: None, left_out)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_module(tmp_path, False)
