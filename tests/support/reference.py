@@ -1,4 +1,4 @@
-"""The specification: every formula of the loss and of the advantages in plain NumPy float64, with gradients.
+"""The specification: every formula of the loss and of sampling in plain NumPy float64, with gradients.
 
 Written from the papers' formulas, one token at a time, without vectorisation tricks and without a look at
 the library. Where the two disagree, this file is compared with the formula first.
@@ -293,3 +293,26 @@ def statistics(spec, seen, mask, loss):
         "sampling_kl_k3": mean(lambda s: math.exp(s["d"]) - s["d"] - 1.0),
         "masked_fraction": mean(lambda s: s["w"] == 0.0),
     }
+
+
+def kept_tokens(z, top_p, top_k, min_p):
+    """The tokens that sampling keeps, by their definitions, and how close any was to the other side.
+
+    top-k, then top-p of what that left, then min-p of what those left, each normalised again before.
+    """
+    kept, margin = np.ones(len(z), bool), np.inf
+    if top_k:
+        kept &= np.isin(np.arange(len(z)), np.argsort(-z)[:top_k])
+    if top_p < 1:
+        p = np.exp(np.where(kept, z - z.max(), -np.inf))
+        p /= p.sum()
+        order = np.argsort(-p)
+        ahead = np.cumsum(p[order]) - p[order]
+        margin = np.abs(ahead - top_p)[1 : kept.sum()].min(initial=np.inf)
+        kept[order[ahead >= top_p]] = False
+    if min_p:
+        p = np.exp(np.where(kept, z - z.max(), -np.inf))
+        p /= p.sum()
+        margin = min(margin, np.abs(p / p.max() - min_p)[kept].min())
+        kept &= p >= min_p * p.max()
+    return kept, margin

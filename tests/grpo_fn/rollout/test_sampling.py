@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import make_repetition_penalty
 from grpo_fn.prng import completion_keys, fold_in_rows
 from grpo_fn.rollout.sampling import entropy, mark_seen, penalize, seen_tokens, truncate
 from tests.support.generating import sample
+from tests.support.reference import kept_tokens
 
 LOGITS = np.array([1.2, -0.3, 0.8, 2.0, -1.5, 0.0, 0.4, -4.0])
 DRAWS = 20_000
@@ -51,7 +52,7 @@ def test_frequencies_of_a_truncated_distribution(options):
     logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, 8))
     tokens, _ = sample(logits, keys(DRAWS, seed=1), **options)
     counts = np.bincount(np.array(tokens), minlength=8)
-    kept, _ = naive_set(LOGITS, options.get("top_p", 1.0), options["top_k"], options.get("min_p", 0.0))
+    kept, _ = kept_tokens(LOGITS, options.get("top_p", 1.0), options["top_k"], options.get("min_p", 0.0))
     assert kept.sum() == 4 and counts.sum() == counts[kept].sum() == DRAWS
     assert chi2(counts[kept], softmax(LOGITS[kept])) < CHI2_999[3]
 
@@ -110,27 +111,6 @@ def test_a_row_s_draw_depends_on_nothing_beside_it(seed, rows, row, top_p):
     assert alone_logp.item() == pytest.approx(logp[row].item(), abs=1e-6)
 
 
-def naive_set(z, top_p, top_k, min_p):
-    """The kept tokens by their definitions, in float64, and how close any was to the other side.
-
-    top-k, then top-p of what that left, then min-p of what those left, each normalised again before.
-    """
-    kept, margin = np.ones(len(z), bool), np.inf
-    if top_k:
-        kept &= np.isin(np.arange(len(z)), np.argsort(-z)[:top_k])
-    if top_p < 1:
-        p = softmax(np.where(kept, z, -np.inf))
-        order = np.argsort(-p)
-        ahead = np.cumsum(p[order]) - p[order]
-        margin = np.abs(ahead - top_p)[1 : kept.sum()].min(initial=np.inf)
-        kept[order[ahead >= top_p]] = False
-    if min_p:
-        p = softmax(np.where(kept, z, -np.inf))
-        margin = min(margin, np.abs(p / p.max() - min_p)[kept].min())
-        kept &= p >= min_p * p.max()
-    return kept, margin
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 12),
@@ -142,7 +122,7 @@ def naive_set(z, top_p, top_k, min_p):
 def test_the_kept_set_is_the_naive_one(seed, size, scale, top_p, top_k, min_p):
     """top-p, top-k and min-p, alone and together, against sorting and adding up in float64."""
     z = (scale * np.random.default_rng(seed).normal(size=size)).astype(np.float32)
-    want, margin = naive_set(z.astype(np.float64), top_p, top_k, min_p)
+    want, margin = kept_tokens(z.astype(np.float64), top_p, top_k, min_p)
     assume(margin > 1e-5 or min_p == 1.0)
     got = truncate(mx.array(z)[None], top_p=top_p, top_k=top_k, min_p=min_p)[0]
     kept = np.array(got) != -np.inf
@@ -180,7 +160,7 @@ def test_the_kept_set_is_that_of_transformers(seed, temperature, top_p, top_k, m
 
     z = np.random.default_rng(seed).normal(size=(3, 30)).astype(np.float32) * 2
     for row in z.astype(np.float64) / temperature:
-        assume(naive_set(row, top_p, top_k, min_p)[1] > 1e-5)
+        assume(kept_tokens(row, top_p, top_k, min_p)[1] > 1e-5)
     processors = [theirs.TemperatureLogitsWarper(temperature)]
     processors += [theirs.TopKLogitsWarper(top_k)] if top_k else []
     processors += [theirs.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -212,7 +192,7 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from(seed, temperature, t
     for row, token, value in zip(
         z.astype(np.float64) / temperature, tokens.tolist(), logp.tolist(), strict=True
     ):
-        kept, margin = naive_set(row, top_p, top_k, min_p)
+        kept, margin = kept_tokens(row, top_p, top_k, min_p)
         assume(margin > 1e-5)
         assert kept[token]
         assert value == pytest.approx(np.log(softmax(np.where(kept, row, -np.inf))[token]), abs=1e-5)

@@ -1,0 +1,203 @@
+"""A run is what its config says: replayed in NumPy float64, from the keys and the completions alone."""
+
+import copy
+import functools
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from grpo_fn.algorithm.presets import PRESETS
+from runners.config.loading import load_config
+from runners.config.sections import LossConfig, OptimConfig, RewardConfig, RolloutConfig
+from runners.errors import spell_tables
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.closeness import assert_same_figures, assert_same_weights
+from tests.support.replay import RECORDING, Replay, read_calls
+from tests.support.resuming import lines_of
+from tests.support.tiny_models import make_model_folder
+
+SECTIONS = {"optim": OptimConfig, "loss": LossConfig, "rollout": RolloutConfig, "reward": RewardConfig}
+# Together they set every number of [optim], [loss] and [rollout] to another value than its default.
+CASES = {
+    "clip, two passes": {
+        "optim": {
+            "learning_rate": 3e-3, "schedule": "linear", "warmup_ratio": 0.4, "betas": [0.8, 0.95],
+            "eps": 1e-3, "weight_decay": 0.5, "max_grad_norm": 0.3, "batch_size": 3, "max_steps": 3,
+            "gradient_accumulation_steps": 2, "num_iterations": 2, "minibatches": 2,
+        },
+        "loss": {
+            "epsilon_low": 0.02, "epsilon_high": 0.03, "delta": 1.04, "correction": "token_truncate",
+            "correction_cap": 0.5, "correction_floor": 0.45, "beta": 0.2, "aggregation": "token_mean",
+            "scale": "batch",
+        },
+        "rollout": {
+            "num_generations": 4, "max_new_tokens": 5, "temperature": 1.4, "top_k": 60,
+            "check_every": 3, "max_batch": 5,
+        },
+        "reward": {"weights": [0.7, -1.3]},
+    },
+    "dual clip, dynamic sampling, late syncs": {
+        "optim": {"learning_rate": 4e-3, "batch_size": 2, "max_steps": 6, "warmup_ratio": 0.5},
+        "loss": {
+            "surrogate": "dual_clip", "dual_clip": 1.05, "epsilon_low": 0.02, "correction": "token_mask",
+            "correction_range": [0.845, 1.5], "beta": 0.1, "kl": "k2", "kl_bias_corrected": True,
+            "entropy_coef": 0.05, "aggregation": "constant", "baseline": "leave_one_out", "scale": "none",
+            "dynamic_sampling": True, "max_resample": 1, "overlong": {"buffer": 3, "penalty": 0.5},
+            "sync_every": 3, "ref_sync_every": 2, "ref_mixup": 0.3,
+        },
+        "rollout": {"num_generations": 2, "max_new_tokens": 5, "top_k": 150},
+        "reward": {"weights": [0.0, 1.0]},
+    },
+    "sequences, by epochs": {
+        "optim": {"learning_rate": 2e-3, "batch_size": 2, "num_epochs": 2, "num_iterations": 2},
+        "loss": {
+            "preset": "luspo", "correction": "sequence_mask", "sequence_range": [0.3, 0.37],
+            "sequence_ratio": "product", "baseline": "batch_mean", "scale": "batch",
+        },
+        "rollout": {"num_generations": 3, "max_new_tokens": 6, "top_k": 150},
+        "reward": {"weights": [0.5, 2.0]},
+    },
+    "sapo": {
+        "optim": {"learning_rate": 1e-3, "schedule": "constant", "max_steps": 2, "minibatches": 3},
+        "loss": {
+            "preset": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0, "correction": "sequence_truncate",
+            "correction_cap": 0.25, "correction_floor": 0.2, "beta": 0.1, "kl": "k1",
+        },
+        "rollout": {"num_generations": 4, "max_new_tokens": 4, "min_p": 0.1},
+        "reward": {"aggregate": "normalize_then_sum", "weights": [1.0, 0.5]},
+    },
+    "cispo": {
+        "optim": {"learning_rate": 1e-3, "max_steps": 2, "num_iterations": 3, "batch_size": 2},
+        "loss": {
+            "preset": "cispo", "epsilon_high": 0.01, "correction": "sequence_mask_weighted",
+            "sequence_range": [0.5, 0.81], "top_entropy_quantile": 0.5,
+            "mask_truncated_completions": True,
+        },
+        "rollout": {"num_generations": 3, "max_new_tokens": 6, "top_p": 0.8},
+        "reward": {},
+    },
+}  # fmt: skip
+ROWS = 5
+# Keys that say which completions there are, as the rewards were called with them, or that only say how fast.
+OF_THE_CALLS = {"num_generations", "max_new_tokens", "batch_size", "max_steps", "num_epochs", "preset"}
+OF_SPEED = {"check_every", "max_batch"}
+SET = [
+    (name, section, key)
+    for name, case in CASES.items()
+    for section in SECTIONS
+    for key in case[section]
+    if key not in OF_THE_CALLS | OF_SPEED
+]
+
+
+@functools.cache
+def scratch():
+    """A folder of this process, with the model and the data."""
+    made = tempfile.TemporaryDirectory(prefix="replay-")
+    folder = Path(made.name)
+    model = make_model_folder(folder / "model", "llama", layers=1)
+    weights = dict(mx.load(str(model / "model.safetensors")))
+    weights["model.embed_tokens.weight"][2] *= 6  # so that some completions end
+    mx.save_safetensors(str(model / "model.safetensors"), weights, metadata={"format": "mlx"})
+    rows = [json.dumps({"question": f"{n}+{n}?" + "!" * n, "answer": "1"}) + "\n" for n in range(ROWS)]
+    (folder / "rows").mkdir()
+    for split in ("train", "valid"):
+        (folder / "rows" / f"{split}.jsonl").write_text("".join(rows))
+    (folder / "recording.py").write_text(RECORDING)
+    return made, folder
+
+
+@functools.cache
+def trained(name):
+    """The folder of a case's run, and the calls of its rewards."""
+    _, folder = scratch()
+    (folder / "calls.jsonl").unlink(missing_ok=True)
+    case = copy.deepcopy(CASES[name])
+    case["reward"]["functions"] = ["recording.py:odd", "recording.py:last"]
+    config = folder / "train.toml"
+    tables = {
+        "run": {"name": name.replace(",", ""), "output_dir": str(folder)},
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "source": str(folder / "rows"), "eval_split": "valid", "system_prompt": "", "nudge": "",
+        },
+        "eval": {"samples": 1, "at_start": False},
+        "log": {"report": False},
+        **case,
+    }  # fmt: skip
+    config.write_text(spell_tables(tables))
+    done = run_training(load_config(str(config)), report=Quiet()).folder
+    return done, read_calls(folder / "calls.jsonl")
+
+
+def defaults(section, case):
+    """The keys of a section that a case does not set."""
+    keys = attrs.asdict(SECTIONS[section]())
+    if section == "loss":
+        recipe = PRESETS[case["loss"].get("preset", "grpo")]
+        keys |= attrs.asdict(recipe.spec) | {"overlong": {"buffer": 0, "penalty": 1.0}}
+        keys |= {key: getattr(recipe, key) for key in ("baseline", "scale", "dynamic_sampling")}
+    return keys
+
+
+def replayed(name, changes=()):
+    """The figures and weights of a case, with keys of [optim], [loss] and [rollout] changed; its start."""
+    _, folder = scratch()
+    case = copy.deepcopy(CASES[name])
+    for section, key, value in changes:
+        case[section][key] = value
+    tokenizer = Tokenizer.from_file(str(folder / "model/tokenizer.json"))
+    start = mx.load(str(folder / "model/model.safetensors"))
+    weights = {name: np.array(leaf, np.float64) for name, leaf in start.items()}
+    replay = Replay(
+        [SimpleNamespace(**defaults(section, case) | case[section]) for section in SECTIONS],
+        copy.deepcopy(trained(name)[1]),
+        weights,
+        json.loads((folder / "model/config.json").read_text()),
+        lambda text: (
+            tokenizer.encode(
+                f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+            ).ids
+        ),
+    )
+    theta = replay.run(ROWS)
+    return replay.lines, {name: mx.array(leaf.astype(np.float32)) for name, leaf in theta.items()}, start
+
+
+def differences(found, wanted):
+    """What differs between the (figures, weights) of a run or a replay and those of a replay; a text."""
+    lines, weights, start = wanted
+    try:
+        for one, other in zip(found[0], lines, strict=True):
+            assert_same_figures(one, other)
+        assert_same_weights(found[1], weights, start)
+    except (AssertionError, ValueError) as error:
+        return str(error) or "the weights"
+    return ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_its_replay(name):
+    """Figures of every update, and the weights at the end."""
+    folder, _ = trained(name)
+    log = [line for line in lines_of(folder / "training_log.jsonl") if "loss" in line]
+    assert differences((log, folder / "final"), replayed(name)) == ""
+
+
+@pytest.mark.parametrize(("name", "section", "key"), SET)
+def test_each_key_of_a_replay_matters(name, section, key):
+    """With its default the replay is another one: a run that ignored the key would differ from its replay."""
+    default = defaults(section, CASES[name])[key]
+    try:
+        other = replayed(name, [(section, key, default)])
+    except (AssertionError, StopIteration, TypeError):
+        return  # it cannot even have drawn these completions, or makes no sense without another key
+    assert differences(other, replayed(name)) != ""
