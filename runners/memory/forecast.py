@@ -23,7 +23,16 @@ from runners.data.row_images import processor_of
 from runners.files.json_files import read_json
 from runners.inference.text_generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
-from runners.memory.shapes import BACKWARD, CHECKPOINTED, FLOAT, PREFILL, ModelShape, sampling_arrays
+from runners.memory.shapes import (
+    BACKWARD,
+    CHECKPOINTED,
+    FLOAT,
+    PREFILL,
+    SCAN_BACKWARD,
+    SCAN_SAVED,
+    ModelShape,
+    sampling_arrays,
+)
 from runners.memory.sizes import ModelSizes
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
@@ -276,6 +285,10 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
     saved = shape.layers * sum(shape.block_bytes(kept, size, **each) for each in passes)
     logits, share = shape.logit_bytes(batch.positions or batch.rows * batch.width, size)
     beside = (1 - share) * working  # the other arrays in flight belong to the last block
+    if shape.scans:
+        states = FLOAT * shape.states * sum(each["rows"] * each["length"] for each in passes)
+        saved += 0 if checkpointed else SCAN_SAVED * states * shape.scans
+        working += (SCAN_BACKWARD + (2 * SCAN_SAVED if checkpointed else 0)) * states
     at_logits = logits + beside >= working
     head = FLOAT * sizes.embedding
     base = {"compute copy": sizes.copy, "accumulated gradients": sizes.gradients if accumulates else 0}
