@@ -19,33 +19,3 @@ from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
 from grpo_fn.algorithm.spec import CHOICES, LossSpec
 from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate
-
-__all__ = [
-    "AGGREGATES",
-    "AGGREGATIONS",
-    "BASELINES",
-    "CHOICES",
-    "ESTIMATORS",
-    "PRESETS",
-    "SCALES",
-    "SURROGATES",
-    "Baseline",
-    "LossArrays",
-    "LossSpec",
-    "LossStats",
-    "Recipe",
-    "Surrogate",
-    "check_max_length",
-    "combine_rewards",
-    "empty_stats",
-    "expert_shares",
-    "group_advantages",
-    "has_varied_rewards",
-    "kl_estimate",
-    "load_balancing_loss",
-    "loss_sum",
-    "merge_stats",
-    "overlong_penalty",
-    "policy_loss",
-    "preset",
-]

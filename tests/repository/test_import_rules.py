@@ -2,6 +2,7 @@
 shell takes. `make lint` holds the graph of the folders."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -52,6 +53,14 @@ def test_light_folders_load_no_mlx():
     assert json.loads(printed.stdout) == []
 
 
+@functools.cache
+def offered_names(folder: Path) -> set[str]:
+    """The names that a folder's __init__ imports; of a file: none."""
+    file = folder / "__init__.py"
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.exists() else ()
+    return {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
 def deeper_imports(file: Path) -> list[str]:
     """The imports of a file that reach into a folder of the core, past what its __init__ offers."""
     found = []
@@ -59,8 +68,7 @@ def deeper_imports(file: Path) -> list[str]:
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("grpo_fn."):
             continue
         place = ROOT.joinpath(*str(node.module).split("."))
-        offered = (place / "__init__.py").read_text(encoding="utf-8") if place.is_dir() else ""
-        names = [alias.name for alias in node.names if f'    "{alias.name}",' not in offered]
+        names = [alias.name for alias in node.names if alias.name not in offered_names(place)]
         inner = [name for name in names if (place / f"{name}.py").exists()]
         is_helper = place.parent.name == "grpo_fn" and not place.is_dir()
         if inner or not (place.is_dir() or is_helper):
