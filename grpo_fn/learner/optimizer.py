@@ -10,10 +10,10 @@ from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled
 from grpo_fn.checks import check_choice
-from grpo_fn.learner.keeper import Keep
 from grpo_fn.trees import Tree, map_arrays
 
 Schedule = Callable[[mx.array], mx.array]
+Keep = Callable[[mx.array, mx.array], mx.array]
 SCHEDULES = ("cosine", "linear", "constant")
 
 

@@ -7,8 +7,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.keeper import Keeper, sum_of
-from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
+from grpo_fn.learner.optimizer import Keep, Optimizer, OptimizerNumbers
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, fold_in
 from grpo_fn.rounding import storing
@@ -104,3 +103,34 @@ def make_update_step(
         return state, UpdateStats(norm, numbers.rate, skipped)
 
     return update_step
+
+
+class Keeper:
+    """A `keep`: it keeps the old value if the new one, or the whole update, is not finite."""
+
+    def __init__(self, finite: mx.array, store: Keep) -> None:
+        """`finite`: 0-d bool, whether the update may be taken; `store`: from `rounding.storing`."""
+        self._finite, self._store = finite, store
+        self._sound: list[mx.array] = []
+
+    def __call__(self, new: mx.array, old: mx.array) -> mx.array:
+        """The new value in the old one's dtype, or the old one."""
+        stored = self._store(new, old)
+        self._sound.append(self._finite & all_finite(stored))
+        return mx.where(self._sound[-1], stored, old)
+
+    def skipped(self) -> mx.array:
+        """0-d bool: whether any value stayed as it was."""
+        return mx.logical_not(mx.stack([self._finite, *self._sound]).all())
+
+
+def all_finite(x: mx.array) -> mx.array:
+    """0-d bool: whether all numbers are finite."""
+    # A sum that contains an infinity or a NaN is not finite, and a sum is faster than testing each number.
+    # Only in float32: in 16 bits a sum of finite numbers can overflow.
+    return mx.isfinite(sum_of(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
+
+
+def sum_of(x: mx.array) -> mx.array:
+    """The sum of all numbers, by columns first, because a CPU sums several columns at a time."""
+    return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()

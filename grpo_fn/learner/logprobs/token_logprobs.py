@@ -15,7 +15,6 @@ from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.composed import LEAST_LOG, exp, softmax_sums
-from grpo_fn.backends.logits import row_gradients, row_logprobs, takes_products
 from grpo_fn.checks import check_rank, check_shape
 from grpo_fn.policy.head import Head, linear_head
 from grpo_fn.trees import Tree, arrays_of, map_arrays
@@ -120,9 +119,9 @@ def _chunked(
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
-        if head.weight is not None and takes_products(h_cd.dtype):
-            product_cv = h_cd @ head.weight(params).T
-            columns = row_logprobs(product_cv, t_c, (head.scale, head.cap), temperature)
+        fast = None if head.weight is None else find("row_logprobs", h_cd.dtype)
+        if head.weight is not None and fast is not None:
+            columns = fast(h_cd @ head.weight(params).T, t_c, (head.scale, head.cap), temperature)
         else:
             z_cv = divided(head.function(params, h_cd).astype(mx.float32))
             sums = softmax_sums(z_cv)
@@ -135,11 +134,12 @@ def _chunked(
     ) -> tuple[mx.array, mx.array]:
         assert head.weight is not None
         weight_vd = head.weight(params)
-        if takes_products(h_cd.dtype):
+        fast = find("row_gradients", h_cd.dtype)
+        if fast is not None:
             found = out[-1], out[1] if entropy == "differentiable" else None
             cotangents = ct[0], ct[1] if entropy == "differentiable" else None
             scale_and_cap = head.scale, head.cap
-            dz_cv = row_gradients(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
+            dz_cv = fast(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
             return dz_cv @ weight_vd, dz_cv.T @ h_cd
         z_cv = divided(head.function(params, h_cd).astype(mx.float32))
         logp_cv = z_cv - out[-1][:, None]

@@ -16,6 +16,8 @@ from tests.support.properties.strategies import reward_groups
 BASELINES = ("group_mean", "leave_one_out", "batch_mean")
 SCALES = ("group", "batch", "none")
 seeds = st.integers(0, 2**32 - 1)
+THREE_GROUPS = [[1, 1], [0, 0], [1, 0]]
+FROM_HALF = np.array([[0.5, 0.5], [-0.5, -0.5], [0.5, -0.5]])
 
 
 def advantages(rewards, **options):
@@ -84,21 +86,6 @@ def test_a_batch_of_equal_rewards_gives_exactly_zero(size, value, scale):
     assert (advantages(np.full((3, size), value), baseline="batch_mean", scale=scale) == 0.0).all()
 
 
-def test_the_batch_baseline_moves_groups_without_variance():
-    """Groups (1, 1), (0, 0), (1, 0): the batch's mean is ½, its std √0.3 = 0.5477226; A = R − ½, or by it."""
-    rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], np.float32)
-    want = np.array([[0.5, 0.5], [-0.5, -0.5], [0.5, -0.5]])
-    np.testing.assert_allclose(advantages(rewards, baseline="batch_mean", scale="none"), want, rtol=1e-6)
-    scaled = advantages(rewards, baseline="batch_mean", scale="batch")
-    np.testing.assert_allclose(scaled, want / (0.5477226 + 1e-4), rtol=1e-6)
-
-
-def test_one_completion_a_prompt_with_the_batch_baseline():
-    """Rewards 0, 1, 5 of three prompts with one completion each: A = R − 2."""
-    adv = advantages(np.array([[0.0], [1.0], [5.0]], np.float32), baseline="batch_mean", scale="none")
-    np.testing.assert_allclose(adv, [[-2.0], [-1.0], [3.0]], rtol=1e-6)
-
-
 @given(rewards=reward_groups(missing=False), seed=seeds, penalty=st.booleans())
 def test_gdpo_leaves_groups_without_variance_exactly_zero(rewards, seed, penalty):
     """z is exactly 0 there, and the mean of all z is 0: A = 0 to the last bit, as nothing else is added to z.
@@ -146,20 +133,25 @@ def test_group_baselines_sum_to_zero(rewards, scale):
     np.testing.assert_allclose(left_out, by_mean * size / (size - 1), rtol=1e-5, atol=1e-5)
 
 
-def test_advantages_by_hand():
-    """Rewards 0, 1, 2, 3: mean 1.5, std √(5/3) = 1.2909944; leave-one-out means 2, 5/3, 4/3, 1."""
-    rewards = np.array([[0.0, 1.0, 2.0, 3.0]], np.float32)
-    deviation = np.array([-1.5, -0.5, 0.5, 1.5])
-    np.testing.assert_allclose(advantages(rewards)[0], deviation / (1.2909944 + 1e-4), rtol=1e-6)
-    np.testing.assert_allclose(advantages(rewards, scale="none")[0], deviation, rtol=1e-6)
-    left_out = advantages(rewards, baseline="leave_one_out", scale="none")[0]
-    np.testing.assert_allclose(left_out, [-2.0, -2 / 3, 2 / 3, 2.0], rtol=1e-6)
-
-
-def test_batch_scale_by_hand():
-    """Groups (0, 2) and (1, 5): the batch's std, √(14/3) = 2.1602469, divides both groups' deviations."""
-    adv = advantages(np.array([[0.0, 2.0], [1.0, 5.0]], np.float32), scale="batch")
-    np.testing.assert_allclose(adv, np.array([[-1, 1], [-2, 2]]) / (2.1602469 + 1e-4), rtol=1e-6)
+@pytest.mark.parametrize(
+    ("rewards", "options", "wanted"),
+    [
+        # mean 1.5, std √(5/3) = 1.2909944; leave-one-out means 2, 5/3, 4/3, 1
+        ([[0, 1, 2, 3]], {}, np.array([[-1.5, -0.5, 0.5, 1.5]]) / (1.2909944 + 1e-4)),
+        ([[0, 1, 2, 3]], dict(scale="none"), [[-1.5, -0.5, 0.5, 1.5]]),
+        ([[0, 1, 2, 3]], dict(baseline="leave_one_out", scale="none"), [[-2.0, -2 / 3, 2 / 3, 2.0]]),
+        # the batch's std, √(14/3) = 2.1602469, divides both groups' deviations
+        ([[0, 2], [1, 5]], dict(scale="batch"), np.array([[-1, 1], [-2, 2]]) / (2.1602469 + 1e-4)),
+        # the batch's mean is ½, its std √0.3 = 0.5477226: groups without variance move too
+        (THREE_GROUPS, dict(baseline="batch_mean", scale="none"), FROM_HALF),
+        (THREE_GROUPS, dict(baseline="batch_mean", scale="batch"), FROM_HALF / (0.5477226 + 1e-4)),
+        # one completion a prompt: A = R − 2
+        ([[0], [1], [5]], dict(baseline="batch_mean", scale="none"), [[-2.0], [-1.0], [3.0]]),
+    ],
+)
+def test_advantages_by_hand(rewards, options, wanted):
+    """Each baseline and scale."""
+    np.testing.assert_allclose(advantages(np.array(rewards, np.float32), **options), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rewards", [[[np.nan, np.nan]], [[1.0, np.nan]]])

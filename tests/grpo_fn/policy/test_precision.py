@@ -185,45 +185,32 @@ def quantized_policy():
 
 
 @pytest.mark.parametrize(
-    "make, name, storage, message",
+    "make, name, options, message",
     [
-        (wide_policy, "affine-5", "packed", r"'affine-5' is not one of .*did you mean 'affine-\d'"),
-        (wide_policy, "mxfp-8", "packed", "did you mean 'mxfp8'"),
-        (wide_policy, "affine-4", "pack", "did you mean 'packed'"),
-        (tiny_policy, "affine-4", "packed", "no weight can be quantized as affine-4: .* multiples of 64"),
-        (quantized_policy, "affine-4", "packed", "quantized already"),
+        (wide_policy, "affine-5", {}, r"'affine-5' is not one of .*did you mean 'affine-\d'"),
+        (wide_policy, "mxfp-8", {}, "did you mean 'mxfp8'"),
+        (wide_policy, "affine-4", {"storage": "pack"}, "did you mean 'packed'"),
+        (tiny_policy, "affine-4", {}, "no weight can be quantized as affine-4: .* multiples of 64"),
+        (quantized_policy, "affine-4", {}, "quantized already"),
+        (lambda: wide_policy().without_weights(), "affine-4", {}, "no weights left"),
+        (wide_policy, "affine-4", {"group_size": 16}, "group_size = 16: mlx packs groups of 32, 64, 128"),
+        (wide_policy, "affine-8", {"group_size": -1}, "group_size = -1"),
+        (wide_policy, "mxfp4", {"group_size": 64}, "mxfp4 has groups of 32 by definition"),
+        (wide_policy, "nvfp4", {"group_size": 32}, "nvfp4 has groups of 16 by definition"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(make, name, storage, message):
-    """Unknown names with the nearest one; weights that do not fit; weights that are quantized already."""
+def test_what_cannot_be_quantized_is_refused(make, name, options, message):
+    """Unknown names with the nearest one; weights that do not fit, or are quantized already, or gone; groups
+    that mlx does not pack, or that are another than the format's."""
     with pytest.raises(ValueError, match=message):
-        quantized_role(make(), name, storage)
-
-
-def test_a_policy_without_weights_is_refused():
-    """Its weights are gone: their shapes cannot be read any more, and the message says so."""
-    with pytest.raises(ValueError, match="no weights left"):
-        quantized_role(wide_policy().without_weights(), "affine-4")
+        quantized_role(make(), name, **options)
 
 
 def test_rows_that_do_not_fit_keep_their_precision():
-    """A matrix whose rows are no multiple of the group is left alone beside those that are."""
+    """A matrix whose rows are no multiple of the group is named, and left alone; a smaller group takes it."""
     policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
     role = quantized_role(policy, "affine-4")
-    assert {name.split(".")[-2] for name in role.names} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-    }
-
-
-def test_weights_that_do_not_fit_are_named():
-    """The role says which weights keep their precision; a smaller group takes them in."""
-    policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
-    assert [name.split(".")[-2] for name in quantized_role(policy, "affine-4").unfit] == ["down_proj"] * 2
+    assert [name.split(".")[-2] for name in role.unfit] == ["down_proj"] * 2 and len(role.names) == 2 * 6
     role = quantized_role(policy, "affine-4", group_size=32)
     assert role.unfit == () and len(role.names) == 2 * 7
 
@@ -240,23 +227,8 @@ def test_smaller_groups_are_closer():
         errors[size] = relative_error(made[f"{name}.weight"], weight)
         packed = quantized_role(policy, "affine-4", "packed", group_size=size).transform(policy.params)
         assert dict(tree_flatten(packed))[f"{name}.scales"].shape[-1] == 128 // (size or 64)
-    assert errors[0] == errors[64] and errors[128] > 1.1 * errors[64] > 1.2 * errors[32]
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
-        ("affine-4", 16, "group_size = 16: mlx packs groups of 32, 64, 128"),
-        ("affine-8", -1, "group_size = -1"),
-        ("mxfp4", 64, "mxfp4 has groups of 32 by definition"),
-        ("nvfp4", 32, "nvfp4 has groups of 16 by definition"),
-    ],
-)
-def test_groups_that_a_mode_cannot_have_are_refused(name, size, message):
-    """Sizes that mlx does not pack, and sizes that are another than the format's."""
-    with pytest.raises(ValueError, match=message):
-        quantized_role(wide_policy(), name, group_size=size)
     assert quantized_role(wide_policy(), "mxfp4", group_size=32).names
+    assert errors[0] == errors[64] and errors[128] > 1.1 * errors[64] > 1.2 * errors[32]
 
 
 @pytest.mark.parametrize("dtype", [None, mx.bfloat16])
