@@ -25,8 +25,10 @@ from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
+from runners.engines.local import LocalEngine
+from runners.inference.batches import sample_batches
 from runners.inference.inference_model import InferenceModel, load_inference
-from runners.inference.text_generation import Sampling, generate_batches
+from runners.inference.text_generation import generation_key
 from runners.machine.startup import prepare
 from runners.tokenization.text import TextDecoder
 
@@ -48,10 +50,12 @@ def wide_model(like: InferenceModel, dtype: mx.Dtype) -> InferenceModel:
     module = Model(ModelArgs.from_dict(shape))
     module.set_dtype(dtype)
     module.freeze()
-    return attrs.evolve(like, module=module, policy=g.Policy.for_inference(module))
+    engine = LocalEngine(g.Policy.for_inference(module), like.engine.decoding)
+    engine.load({}, 0)
+    return attrs.evolve(like, module=module, engine=engine)
 
 
-def compare(name: str, model: InferenceModel, sampling: Sampling, repeats: int) -> list[Figure]:
+def compare(name: str, model: InferenceModel, sampling: g.Sampling, repeats: int) -> list[Figure]:
     """Both ways on 32 questions of the embedded data: seconds, tokens a second, how alike the texts are."""
     rows, _ = load_rows(DataConfig(source="embedded", max_samples=PROMPTS))
     examples, _ = build_examples(rows, DataConfig(source="embedded"), model.tokenizer)
@@ -61,24 +65,23 @@ def compare(name: str, model: InferenceModel, sampling: Sampling, repeats: int) 
     texts: dict[str, list[str]] = {}
 
     def ours() -> list[mx.array]:
-        done = [first for first, *_ in generate_batches(model, prompts, sampling, decoder=decoder)]
-        counts["ours"] = sum(len(completion.tokens) for completion in done)
-        texts["ours"] = [completion.text for completion in done]
+        (done,) = sample_batches(model.engine, examples, sampling, key=generation_key(0), decoder=decoder)
+        counts["ours"], texts["ours"] = sum(done.lengths), done.texts
         return []
 
     def theirs() -> list[mx.array]:
-        mx.random.seed(sampling.seed)
+        mx.random.seed(0)
         done = batch_generate(
             model.module,
             model.tokenizer,
             prompts,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_new_tokens,
             sampler=make_sampler(sampling.temperature),
             return_token_ids=True,
         )
         assert done.token_ids is not None
         # An end token is left out there: one for each completion below the limit.
-        counts["mlx-lm"] = sum(len(row) + (len(row) < sampling.max_tokens) for row in done.token_ids)
+        counts["mlx-lm"] = sum(len(row) + (len(row) < sampling.max_new_tokens) for row in done.token_ids)
         texts["mlx-lm"] = [decoder.decode(row) for row in done.token_ids]
         return []
 
@@ -123,7 +126,7 @@ def main(quick: bool, repeats: int) -> Sequence[Figure]:
         for temperature in (0.0, 1.0):
             label = f"{name}, {'sampled' if temperature else 'greedy'}"
             say(f"generation: {label}")
-            sampling = Sampling(temperature=temperature, max_tokens=limit)
+            sampling = g.Sampling(temperature=temperature, max_new_tokens=limit, eos_ids=model.eos_ids)
             figures += compare(label, model, sampling, repeats)
     # A machine's jitter decides over the few milliseconds of --quick.
     return [attrs.evolve(figure, at_most=None) for figure in figures] if quick else figures

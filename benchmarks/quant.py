@@ -69,7 +69,7 @@ class Role:
             [prompt],
             g.Sampling(num_generations=rows, max_new_tokens=tokens),
             key=mx.random.key(0),
-            decoding=g.Decoding(**as_a_run()),
+            decoding=as_a_run(),
         )
 
 

@@ -34,7 +34,6 @@ from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.rooflines import Work, decode_seconds
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from grpo_fn.backends import disabled
-from runners.machine.launch_modes import launch_keywords
 
 CPU_CASES = {
     "G 32": Case(kind="peers", model="qwen2-6x256", prompt=512, new=64, generations=32, at_least=(1.1, 3.5)),
@@ -249,7 +248,7 @@ def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
     """Time over the ways to launch, the steps between looks, and the rows decoded together."""
     policy = g.Policy.from_module(module)
     prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
-    grid: list[Options] = [launch_keywords(launch) for launch in ("eval", "async")]
+    grid: list[Options] = [{"pipelined": pipelined} for pipelined in (False, True)]
     grid += [{"check_every": value} for value in (1, 4, 16, 64)]
     grid += [{"share_prefix": value} for value in (False, True)]
     grid += [{"max_batch": case.generations}] if case.prompts > 1 else []

@@ -61,7 +61,8 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     """
     learner, config = run.learner, run.config
     seconds = dict.fromkeys(PARTS, 0.0)
-    experience = run.collector.collect(state.old_params, lambda number: examples[:number], state.key)
+    learner.engine.load(state.old_params, 0)
+    experience = run.collector.collect(lambda number: examples[:number], state.key)
     seconds |= experience.seconds
     clock = _Clock()
     batch = g.make_batch(
@@ -78,10 +79,12 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     state, stats = learner.grad_step(state, pieces)
     seconds["grad"] = clock.lap(state.accum_grads, state.accum_weight, stats)
     # As a run does: the new weights may take the memory of those that sampled.
-    state, learner.role.anchor = attrs.evolve(state, old_params=None), None
+    state = attrs.evolve(state, old_params=None)
+    learner.engine.load(None, 0)
     state, update = learner.update_step(state)
     seconds["update"] = clock.lap(state, update)
-    state = learner.role.sync(state)
+    state = g.sync_old(state)
+    learner.engine.load(state.old_params, 0)
     seconds["sync"] = clock.lap(state.old_params)
     return Step(
         seconds,

@@ -11,8 +11,8 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.rollout import FindStop
+from runners.engines.settings import launched, usual_launch
 from runners.machine import startup
-from runners.machine.launch_modes import launch_keywords, usual_launch
 
 Prompts = list[list[int]]
 Options = dict[str, Any]  # keywords of `Decoding`
@@ -42,9 +42,9 @@ class Case:
         return self.rows * self.new
 
 
-def as_a_run() -> Options:
-    """The options of `Decoding` that a run would use here."""
-    return launch_keywords(usual_launch(startup.prepare()))
+def as_a_run() -> g.Decoding:
+    """`Decoding` as a run would have it here."""
+    return launched(usual_launch(startup.prepare()))
 
 
 def ours(
@@ -57,7 +57,7 @@ def ours(
     **options: Any,
 ) -> Callable[[], g.Rollout]:
     """A call that samples the case's completions of these prompts."""
-    decoding = g.Decoding(**{**as_a_run(), **options})
+    decoding = attrs.evolve(as_a_run(), **options)
     return lambda: g.generate(
         policy,
         policy.params,

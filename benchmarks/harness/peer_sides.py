@@ -174,9 +174,9 @@ def ours(settings: Settings, out: int) -> None:
         prompts = [list(example.tokens) for example in run.stream.examples]
         answers = [example.answer for example in run.stream.examples]
         gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})
-        watched = gate.timed(run.collector.generate, lambda rollout: rollout.lengths_b.tolist())
-        collector = attrs.evolve(run.collector, generate=watched)
-        return attrs.evolve(run, stream=_Gated(run.stream, gate), collector=collector)
+        engine = run.collector.engine
+        engine.generate = gate.timed(engine.generate, lambda rollout: rollout.lengths_b.tolist())
+        return attrs.evolve(run, stream=_Gated(run.stream, gate))
 
     train.build_run = gated
     train.run_training(load_config(config, settings.overrides))

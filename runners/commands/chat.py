@@ -62,13 +62,15 @@ def chat_command(model: str, **values: Any) -> None:
 def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) -> Conversation:
     """A new conversation with the resolved options, and with tools if there are any."""
     from runners.inference.conversation import Conversation
+    from runners.inference.text_generation import generation_key
     from runners.inference.tool_conversation import ToolConversation
 
-    how = {key: values[key] for key in ("system", "nudge", "stop", "template_kwargs")}
-    environments = open_tools(name, model, values)
+    how = {key: values[key] for key in ("system", "nudge", "template_kwargs")}
+    how["key"] = generation_key(values["seed"])
+    environments, sampling = open_tools(name, model, values), sampling_of(values, model)
     if environments is None:
-        return Conversation(model, sampling_of(values), **how)
-    return ToolConversation(model, sampling_of(values), environments, columns=row_of(values), **how)
+        return Conversation(model, sampling, **how)
+    return ToolConversation(model, sampling, environments, columns=row_of(values), **how)
 
 
 def show_reply(pieces: Iterable[str | Event], *, raw: bool) -> None:
@@ -118,9 +120,8 @@ def talk(conversation: Conversation, *, raw: bool = False) -> None:
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
-                show_reply(
-                    conversation.reply(message, stopped=lambda: interrupts.stopped, speed=speed), raw=raw
-                )
+                pieces = conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed)
+                show_reply(pieces, raw=raw)
                 asked = interrupts.stopped
     echo(speed.line(), err=True)
     if asked:

@@ -17,7 +17,7 @@ from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
-    from runners.evaluation.measurement import ModelResult
+    from runners.evaluation.results import ModelResult
 
 _EXAMPLES = """\
 \b
@@ -181,11 +181,9 @@ def _measure_all(
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
     from runners.environments.tools import loading, start_worker
-    from runners.evaluation.episode_measurement import measure_episodes
-    from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows, measure_model
+    from runners.evaluation.measurement import choose_problems, eval_rows, measure
     from runners.inference.inference_model import load_inference
     from runners.rewards.functions import check_columns, check_judges, rewards_of
-    from runners.tokenization.text import TextDecoder
 
     worker = start_worker(config)
     rewards = rewards_of(config, worker)
@@ -195,7 +193,6 @@ def _measure_all(
     rows = eval_rows(config, whole=bool(values["data"]))
     columns = reward_columns(rows, with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
-    plan = SamplingPlan(num=num, ks=ks, max_batch=values["batch"] or 0)
     measured: list[ModelResult] = []
     wanted: set[int] | None = None
     for name in models:
@@ -214,7 +211,7 @@ def _measure_all(
             config.env,
             config.data,
             loaded.tokenizer,
-            TextDecoder(loaded.tokenizer),
+            loaded.decoder,
             loaded.eos_ids,
             config.folders,
             worker,
@@ -236,14 +233,23 @@ def _measure_all(
             if done == total:
                 echo(f"{name}: {what} completions of {total} problems are done", err=True)
 
-        if environments is None:
-            measured.append(measure_model(loaded, name, chosen, config, plan, every, progress))
-        else:
-            at = values["success_at"]
-            how: dict[str, Any] = {"success_at": at, "progress": progress}
-            measured.append(measure_episodes(loaded, name, chosen, config, plan, every, environments, **how))
-            echo(f"{name}: the conversations took {measured[-1].seconds:.1f} s", err=True)
-        for problem in measured[-1].problems:
+        result = measure(
+            loaded,
+            name,
+            chosen,
+            config,
+            every,
+            num=num,
+            ks=ks,
+            rows=values["batch"] or 0,
+            environments=environments,
+            success_at=values["success_at"],
+            progress=progress,
+        )
+        measured.append(result)
+        if environments is not None:
+            echo(f"{name}: the conversations took {result.seconds:.1f} s", err=True)
+        for problem in result.problems:
             echo(problem, err=True)
         del loaded
     return measured

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.chat import show_reply
+from runners.commands.chat import open_conversation, show_reply
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -20,7 +20,6 @@ from runners.commands.options import (
     SAMPLING,
     TOOLS,
     TOOLS_OF,
-    check_stops,
     open_model,
     open_tools,
     options,
@@ -34,8 +33,9 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.data.prompts import Message
     from runners.environments.environments import Environments
+    from runners.inference.conversation import Conversation
     from runners.inference.inference_model import InferenceModel
-    from runners.inference.text_generation import Completion, Speed
+    from runners.inference.text_generation import Speed
 
 _EXAMPLES = """\
 \b
@@ -95,10 +95,8 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("wanted either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["adapter"] or values["tools"] or values["factory"]):
-        raise UserError(
-            "--image goes with one PROMPT; leave --prompts, --num, --out, --adapter, --tools and --env out"
-        )
+    if images and (prompts or num > 1 or out or values["tools"] or values["factory"]):
+        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out, --tools and --env out")
     text = ""
     if prompts:
         from runners.data.prompt_files import read_prompts
@@ -109,21 +107,15 @@ def generate_command(
         if not text.strip():
             raise UserError("the prompt is empty")
         conversations = [[{"role": "user", "content": text}]]
-    if images:
-        _seeing(model, conversations[0], images, values)
-        return
     row_of(values)
-    loaded = open_model(model, values)
+    loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
-    conversations = [_with_system(messages, values["system"]) for messages in conversations]
-    environments = open_tools(model, loaded, values)
     if prompts or num > 1 or out:
-        rows = _played if environments else _completed
-        _many(partial(rows, loaded, conversations, num, batch, values, environments), out)
-    elif environments:
-        _one_with_tools(loaded, environments, text, values)
+        environments = open_tools(model, loaded, values)
+        conversations = [_with_system(messages, values["system"]) for messages in conversations]
+        _many(partial(_rows, loaded, conversations, num, batch, values, environments), out)
     else:
-        _one(loaded, conversations[0], values)
+        _one(open_conversation(model, loaded, values), text, images, raw=values["raw"])
 
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
@@ -132,75 +124,18 @@ def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return list(messages) if own else [{"role": "system", "content": system}, *messages]
 
 
-def _one(model: InferenceModel, messages: Sequence[Message], values: dict[str, Any]) -> None:
-    """Stream a reply to stdout."""
-    from runners.data.prompts import render
-    from runners.inference.text_generation import stream
-    from runners.tokenization.text import TextDecoder
-
-    decoder = TextDecoder(model.tokenizer)
-    _, tokens = render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])
-    find_stop = decoder.find_stop(values["stop"])
-    _show(
-        partial(stream, model, tokens, sampling_of(values), decoder=decoder, find_stop=find_stop),
-        values,
-    )
-
-
-def _seeing(name: str, messages: Sequence[Message], images: Sequence[str], values: dict[str, Any]) -> None:
-    """Stream the reply of a vision-language model to stdout."""
-    check_stops(values)
-    from runners.machine import startup
-
-    machine = startup.prepare()
-    from runners.inference.vision import load_vision, stream_images
-
-    model = load_vision(
-        name,
-        machine,
-        trust_remote_code=values["trust_remote_code"],
-        with_prompt=not values["no_prompt_file"],
-        note=partial(echo, err=True),
-    )
-    values = resolve_prompt(values, model.prompt)
-    messages = _with_system(messages, values["system"])
-    how = {name: values[name] for name in ("nudge", "stop", "template_kwargs")}
-    _show(partial(stream_images, model, messages, images, sampling_of(values), **how), values)
-
-
-def _show(pieces: Callable[..., Iterator[str | Completion]], values: dict[str, Any]) -> None:
-    """Shows a reply as it comes, then its speed; Ctrl-C ends it. `pieces` takes `stopped` and `speed`."""
+def _one(conversation: Conversation, text: str, images: Sequence[str], *, raw: bool) -> None:
+    """Stream a reply, and its turns if there are tools; Ctrl-C ends it."""
+    from runners.images.image_files import named_image
     from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
     speed.start()
+    shown = [named_image(name) for name in images]
     with Interrupts() as interrupts:
-        echo(values["nudge"], nl=False, raw=values["raw"])
-        for piece in pieces(stopped=lambda: interrupts.stopped, speed=speed):
-            if isinstance(piece, str):
-                echo(piece, nl=False, raw=values["raw"])
-    echo()
-    echo(speed.line(), err=True)
-    if interrupts.stopped:
-        sys.exit(INTERRUPTED)
-
-
-def _one_with_tools(
-    model: InferenceModel, environments: Environments, text: str, values: dict[str, Any]
-) -> None:
-    """Stream a reply and its turns; Ctrl-C ends it."""
-    from runners.inference.text_generation import Speed
-    from runners.inference.tool_conversation import ToolConversation
-    from runners.machine.signals import Interrupts
-
-    how = {key: values[key] for key in ("system", "nudge", "stop", "template_kwargs")}
-    conversation = ToolConversation(model, sampling_of(values), environments, columns=row_of(values), **how)
-    speed = Speed()
-    speed.start()
-    with Interrupts() as interrupts:
-        pieces = conversation.reply(text, stopped=lambda: interrupts.stopped, speed=speed)
-        show_reply(pieces, raw=values["raw"])
+        pieces = conversation.reply(text, images=shown, should_stop=lambda: interrupts.stopped, speed=speed)
+        show_reply(pieces, raw=raw)
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
@@ -215,90 +150,71 @@ def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
     speed = Speed()
     speed.start()
     with Interrupts() as interrupts, _sink(out) as sink:
-        for row in rows(stopped=lambda: interrupts.stopped, speed=speed):
+        for row in rows(should_stop=lambda: interrupts.stopped, speed=speed):
             sink(json_line(row))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
 
 
-def _completed(
+def _rows(
     model: InferenceModel,
     conversations: Sequence[Sequence[Message]],
     num: int,
     batch: int,
     values: dict[str, Any],
-    environments: None,
+    environments: Environments | None,
     *,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
     speed: Speed,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of completions without tools."""
-    from runners.data.prompts import render
-    from runners.inference.text_generation import generate_batches
-    from runners.tokenization.text import TextDecoder
+    """The rows of all completions, or of conversations with tools."""
+    import attrs
 
-    decoder = TextDecoder(model.tokenizer)
-    tokens = [
-        render(model.tokenizer, messages, values["nudge"], template_kwargs=values["template_kwargs"])[1]
-        for messages in conversations
-    ]
-    groups = generate_batches(
-        model,
-        tokens,
-        sampling_of(values),
-        decoder=decoder,
-        num_generations=num,
-        find_stop=decoder.find_stop(values["stop"]),
-        max_batch=batch,
-        stopped=stopped,
-        speed=speed,
+    from runners.inference.batches import sample_batches
+    from runners.inference.text_generation import generation_key
+
+    how = values["nudge"], values["template_kwargs"], environments.schemas if environments else ()
+    found = sample_batches(
+        model.engine,
+        [
+            model.example(messages, *how, row_of(values), most=values["max_tokens"])
+            for messages in conversations
+        ],
+        attrs.evolve(sampling_of(values, model), num_generations=num),
+        key=generation_key(values["seed"]),
+        decoder=model.decoder,
+        nudge=values["nudge"],
+        rows=batch,
+        environments=environments,
+        should_stop=should_stop,
+        keep_partial=True,
     )
-    for messages, completions in zip(conversations, groups, strict=False):  # fewer after Ctrl-C
-        for completion in completions:
-            yield {
-                "prompt": _shown(messages, values),
-                "completion": values["nudge"] + completion.text,
-                "finish": completion.finish,
-                "tokens": len(completion.tokens),
+    for done in found:
+        speed.add(done)
+        rewards = None
+        if environments is not None and done.played is not None:
+            rewards = environments.own_rewards(done.played)
+        for row, text in enumerate(done.texts):
+            cells: dict[str, Any] = {
+                "prompt": _shown(done.examples[row // num].messages, values),
+                "completion": text,
+                "finish": done.finish[row],
+                "tokens": done.lengths[row],
             }
+            if done.played is not None:
+                cells["messages"] = list(done.played.messages[row])
+                counts = done.played.counts
+                cells |= {name: int(counts[name][row]) for name in ("turns", "calls", "failures")}
+                cells |= {} if rewards is None else {"reward": rewards[row]}
+                cells |= {"fault": done.played.faults[row]} if done.played.faults[row] else {}
+            yield cells
 
 
 def _shown(messages: Sequence[Message], values: dict[str, Any]) -> Any:
     """The prompt as a row shows it, without the system message that all prompts share."""
     plain = list(messages) == _with_system(messages[-1:], values["system"])
     return messages[-1]["content"] if plain else list(messages)
-
-
-def _played(
-    model: InferenceModel,
-    conversations: Sequence[Sequence[Message]],
-    num: int,
-    batch: int,
-    values: dict[str, Any],
-    environments: Environments,
-    *,
-    stopped: Callable[[], bool],
-    speed: Speed,
-) -> Iterator[dict[str, Any]]:
-    """The rows of conversations with tools."""
-    from runners.inference.tool_conversation import play_prompts
-
-    how = {key: values[key] for key in ("nudge", "stop", "template_kwargs")}
-    found = play_prompts(
-        model,
-        environments,
-        conversations,
-        sampling_of(values),
-        columns=row_of(values),
-        num_generations=num,
-        max_batch=batch,
-        stopped=stopped,
-        speed=speed,
-        **how,
-    )
-    for messages, row in found:
-        yield {"prompt": _shown(messages, values), **row}
 
 
 @contextmanager

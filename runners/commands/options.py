@@ -13,11 +13,11 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
+    from grpo_fn import Sampling
     from runners.config.sections import EnvConfig
     from runners.conversion.convert import QuantizationOptions
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
-    from runners.inference.text_generation import Sampling
     from runners.tokenization.prompt_settings import PromptSettings
 
 _Function = Callable[..., Any]
@@ -165,18 +165,16 @@ def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[
     return decorate
 
 
-def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """The options of SAMPLING as a value."""
-    from runners.inference.text_generation import Sampling
+def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
+    """The resolved options of SAMPLING and PROMPT as a value."""
+    from grpo_fn import Sampling
 
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return Sampling(
-        temperature=values["temperature"],
-        top_p=values["top_p"],
-        top_k=values["top_k"],
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        seed=values["seed"],
-        max_tokens=values["max_tokens"],
+        max_new_tokens=values["max_tokens"],
+        eos_ids=model.eos_ids,
+        find_stop=model.decoder.find_stop(values["stop"]),
+        **{name: values[name] for name in names},
     )
 
 
@@ -284,8 +282,8 @@ def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
-    """The model of a command, with the options of MODEL; notices go to stderr."""
+def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
+    """The model of a command, with the options of MODEL, and its vision part; notices go to stderr."""
     check_stops(values)
     from runners.machine import startup
 
@@ -299,6 +297,7 @@ def open_model(name: str, values: Mapping[str, Any]) -> InferenceModel:
         loader=values["loader"],
         trust_remote_code=values["trust_remote_code"],
         with_prompt=not values["no_prompt_file"],
+        images=images,
     )
     for notice in (*machine.notices, *loaded.notices):
         echo(notice, err=True)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
+from runners.conversion.vision import convert_vision
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
-from runners.inference.vision import convert_vision, sees
+from runners.images.families import has_vision
 from runners.models.folders import copy_companions, read_config, resolve_model, tokenizer_pickle
 from runners.tokenization.prompt_settings import read_prompt, write_prompt
 
@@ -121,7 +122,7 @@ def convert(
         if tokenizer_pickle(path) is not None:
             _copy(path, temporary)
             _pack_folder(temporary, quantization)
-        elif sees(path) and not text_only:
+        elif has_vision(read_json(path / "config.json")) and not text_only:
             if quantization.recipe and quantization.group_size not in (None, 64):
                 raise UserError("--recipe of a vision-language model has groups of 64, no others")
             convert_vision(path, temporary, trust_remote_code=trust_remote_code, **options)

@@ -106,16 +106,15 @@ def _example(
     if characters > _LONGEST_TOKEN * config.max_prompt_length:
         return None
     images = row_images(row, config)
-    template = {} if processor is None or not processor.template else {"chat_template": processor.template}
     text, tokens = render(
         tokenizer,
-        with_image_parts(messages, len(images)) if images else messages,
+        messages,
         config.nudge,
         tools=tools,
-        template_kwargs={**config.chat_template_kwargs, **template},
+        template_kwargs=config.chat_template_kwargs,
+        images=images,
+        processor=processor,
     )
-    if processor is not None:
-        tokens = processor.expanded(tokens, images)
     values = {column: row.get(field) for column, field in columns.items()}
     answers = {"answer": gold} if config.answer else {}
     return Example(messages, text, tokens, gold, {**values, **answers}, images)
@@ -229,12 +228,16 @@ def render(
     *,
     tools: Sequence[dict[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    images: Sequence[ImageFile] = (),
+    processor: ImageProcessor | None = None,
 ) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
 
     `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
     is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
-    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template.
+    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template. `images` come
+    before the last user message's text; the `processor` of a model that sees has a template of its own, and
+    says how many tokens each image takes.
 
     With a chat template the text and its special tokens come from the template. If a template refuses or
     drops the system role, the system prompt is put in front of the first user message. Without a template the
@@ -245,9 +248,13 @@ def render(
     add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
     `runners.tokenization.text.encode` does.
     """
+    if images:
+        messages = with_image_parts(messages, len(images))
+    if processor is not None and processor.template:
+        template_kwargs = {**template_kwargs, "chat_template": processor.template}
     if not has_template(tokenizer) and "chat_template" not in template_kwargs:
         text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
-        return text, _with_bos(tokenizer, text)
+        return text, _expanded(_with_bos(tokenizer, text), images, processor)
     text = _conversation(tokenizer, messages, tools, template_kwargs)
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
@@ -257,7 +264,13 @@ def render(
     tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
         raise UserError("the tokenizer makes no tokens of the prompt")
-    return text + nudge, tokens
+    return text + nudge, _expanded(tokens, images, processor)
+
+
+def _expanded(
+    tokens: tuple[int, ...], images: Sequence[ImageFile], processor: ImageProcessor | None
+) -> tuple[int, ...]:
+    return tokens if processor is None else processor.expanded(tokens, images)
 
 
 def template_notices(tokenizer: Any) -> list[str]:

@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.checks import TooLong
-from grpo_fn.rollout import Replies
+from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import on_host
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example, render
+from runners.engines.engine import (
+    Requests,
+    Restart,
+    Samples,
+    ShouldStop,
+    interruptible,
+    never,
+)
 from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Limits, Session
@@ -25,13 +34,11 @@ from runners.errors import UserError, error_line
 from runners.rewards.calls import GET_REWARD
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.functions import Reward, UserFunction
+from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.user_code.calls import Calls
 from runners.user_code.host import THREAD, Outcome
 from runners.user_code.worker import Here, Worker
-
-# Takes prompts, G, the replies and tokens that also end a turn; returns completions.
-PlayTurns = Callable[[Sequence[Sequence[int]], int, Replies, frozenset[int]], g.Rollout]
 
 _numbers = itertools.count()  # of environments
 
@@ -81,38 +88,78 @@ class Environments:
 
     def play(
         self,
+        engine: Samples,
         examples: Sequence[Example],
-        num_generations: int,
-        play: PlayTurns,
+        sampling: g.Sampling,
+        *,
+        key: mx.array,
+        numbers: Sequence[int] | None = None,
+        should_stop: ShouldStop = never,
         agree: Callable[[bool], bool] = lambda differ: differ,
     ) -> tuple[g.Rollout, FinishedEpisodes]:
         """A rollout of G conversations of each example, and their messages and counts.
 
         The environments of the previous call are reused, so rewards must be finished with them. If `reset`
-        makes a group's prompts differ, each row of all groups is played as a separate prompt. `agree(differ)`
-        says whether any rank has such a group, if these examples belong to one rank: a row's random draws
-        depend on it.
-        """
-        rows = [example for example in examples for _ in range(num_generations)]
-        begun = self.begin(rows)
-        prompts, session, size = begun.prompts, begun.session, num_generations
-        groups = [prompts[start : start + size] for start in range(0, len(rows), size)]
-        differ = any(len(set(group)) > 1 for group in groups)
-        if self.has_instances:
-            differ = agree(differ)
-        try:
-            if not differ:
-                rollout = play([group[0] for group in groups], size, session, begun.stops)
-            else:
-                rollout = play(prompts, 1, session, begun.stops)
-                rollout = regrouped(rollout, size) if rows else rollout
-        except TooLong as error:
-            raise UserError(str(error)) from error
-        self.release(begun)
-        return rollout, session.finish(rollout)
+        makes a group's prompts differ, each row of all groups is played as a separate prompt.
 
-    def begin(self, rows: Sequence[Example]) -> Begun:
-        """Episodes of these rows, after `reset`. They keep their instances until `release`."""
+        Args:
+            engine: it samples the turns. If it restarts, the conversations start with `reset` again.
+            examples: the problems.
+            sampling, key, should_stop: as `Engine.generate` has them.
+            numbers: of the examples, for their random keys; None: 0, 1, 2, …
+            agree: whether any rank has a group whose prompts differ, if these examples belong to one rank: a
+                row's random draws depend on it.
+
+        Raises Cancelled as the engine does.
+        """
+        size = sampling.num_generations
+        rows = [example for example in examples for _ in range(size)]
+        numbers = range(len(examples)) if numbers is None else numbers
+        while True:
+            try:
+                begun = self.begin(rows, should_stop)
+            except Interrupted:
+                begun = self.begin(())  # the engine ends it, on all ranks
+            groups = [begun.prompts[start : start + size] for start in range(0, len(begun.prompts), size)]
+            differ = any(len(set(group)) > 1 for group in groups)
+            if self.has_instances:
+                differ = agree(differ)
+            requests = Requests(
+                prompts=begun.prompts if differ else [group[0] for group in groups],
+                numbers=[n * size + row for n in numbers for row in range(size)] if differ else numbers,
+                replies=begun.session,
+            )
+            drawn = attrs.evolve(
+                sampling, num_generations=1 if differ else size, eos_ids=sampling.eos_ids | begun.stops
+            )
+            try:
+                rollout = engine.generate(requests, drawn, key=key, should_stop=should_stop)
+            except Restart:
+                continue
+            except TooLong as error:
+                raise UserError(str(error)) from error
+            finally:
+                self.release(begun)
+            if differ and rows:
+                rollout = regrouped(rollout, size)
+            return rollout, begun.session.finish(rollout)
+
+    def own_rewards(self, played: FinishedEpisodes) -> list[float | None] | None:
+        """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
+        if self.reward is None:
+            return None
+        count = len(played.environments)
+        scores = Scorer([self.reward], self.config.timeout).score(
+            [""] * count, [[]] * count, {}, environments=played.environments
+        )
+        rows = zip(scores.values_kb[0].tolist(), played.faults, strict=True)
+        return [None if fault or value != value else value for value, fault in rows]
+
+    def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Begun:
+        """Episodes of these rows, after `reset`. They keep their instances until `release`.
+
+        `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
+        """
         if self.is_calculator:
             session = CalculatorSession(
                 [Episode(example) for example in rows],
@@ -124,7 +171,7 @@ class Environments:
             )
             prompts = [example.tokens for example in rows]
             return Begun(session, prompts, frozenset({mark_ids(self.tokenizer)[1]}))
-        episodes, prompts = self._begun(rows)
+        episodes, prompts = self._begun(rows, should_stop)
         limits = Limits(
             self.config.max_turns,
             self.config.max_tool_calls,
@@ -133,7 +180,9 @@ class Environments:
             self.config.on_error == "no_reward",
         )
         reader = CallReader.of(self.tokenizer, self.schemas)
-        session = Session(episodes, reader, self.chat, self.calls, self.tools, limits, self.nudge)
+        session = Session(
+            episodes, reader, self.chat, self.calls, self.tools, limits, self.nudge, should_stop
+        )
         return Begun(session, prompts)
 
     def release(self, begun: Begun) -> None:
@@ -152,7 +201,9 @@ class Environments:
         """How observations become tokens."""
         return ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids, self.decoder)
 
-    def _begun(self, rows: Sequence[Example]) -> tuple[list[Episode], list[tuple[int, ...]]]:
+    def _begun(
+        self, rows: Sequence[Example], should_stop: ShouldStop
+    ) -> tuple[list[Episode], list[tuple[int, ...]]]:
         """Episodes after `reset`, and each one's prompt."""
         if not self.has_instances:
             return [Episode(row) for row in rows], [row.tokens for row in rows]
@@ -164,7 +215,7 @@ class Environments:
             self.calls.submit(row, "runners.environments.instances:reset", number, columns, timeout=timeout)
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(rows):
-            outcomes |= self.calls.collect(1)
+            outcomes |= self.calls.collect(1, interruptible(should_stop))
         self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
         episodes, prompts = [], []
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
@@ -273,8 +324,6 @@ def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
 
     The rest of a prompt is put in front of its completion, as given tokens.
     """
-    import mlx.core as mx
-
     size = num_generations
     prompts, heads = [], []
     for start in range(0, len(rollout.prompts), size):
@@ -298,15 +347,14 @@ def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
     if rollout.entropy_bt is not None:
         found = [row[: len(part)] for row, part in zip(on_host(rollout.entropy_bt), tokens, strict=True)]
         entropy = padded(found, mx.float32, zeros)
-    return g.Rollout(
+    return attrs.evolve(
+        rollout,
         prompts=tuple(prompts),
         num_generations=size,
         tokens_bt=padded(tokens, mx.int32, heads),
         lengths_b=mx.array(lengths, mx.int32),
         logp_bt=padded(logp, mx.float32, zeros),
-        finished_b=rollout.finished_b,
         entropy_bt=entropy,
-        vocabulary=rollout.vocabulary,
         sampled_bt=padded(sampled, mx.bool_, zeros),
     )
 

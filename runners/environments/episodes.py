@@ -9,6 +9,7 @@ import numpy as np
 
 import grpo_fn as g
 from runners.data.prompts import Example, Message
+from runners.engines.engine import ShouldStop, interruptible, never
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.instances import failure
 from runners.environments.tool_calls import CallReader, ToolCall
@@ -55,11 +56,14 @@ class Session:
         tools: Sequence[Tool],
         limits: Limits,
         nudge: str = "",
+        should_stop: ShouldStop = never,
     ) -> None:
-        """`episodes`: started ones of all rows; `nudge` precedes each row's first words."""
+        """`episodes`: started ones of all rows; `nudge` precedes each row's first words. `should_stop` is
+        asked while calls are waited for."""
         self.episodes = list(episodes)
         self._reader, self._chat, self._calls, self._limits, self._nudge = reader, chat, calls, limits, nudge
         self._tools = {tool.name: tool for tool in tools}
+        self._check = interruptible(should_stop)
         # Of each row that waits for a reply: its turn, and the calls that are not made.
         self._turns: dict[int, tuple[Sequence[int], list[str]]] = {}
 
@@ -88,8 +92,9 @@ class Session:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """As `Replies`."""
-        return {row: self._reply(row, outcome) for row, outcome in self._calls.collect(least).items()}
+        """As `Replies`. Raises Interrupted if `should_stop` ends the waiting."""
+        outcomes = self._calls.collect(least, self._check)
+        return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
     def leave(self, row: int) -> None:
         """Stop waiting for a row's calls; they may still change its environment."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runners.evaluation.estimators import Interval, bootstrap, mcnemar
-from runners.evaluation.measurement import Metric, ModelResult
+from runners.evaluation.results import Metric, ModelResult
 
 TABLE_WIDTH = 1000  # columns: tables are never folded
 

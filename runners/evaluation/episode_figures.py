@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from runners.inference.episode_batches import Episodes
+from runners.rewards.finished_episodes import FinishedEpisodes
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
 
@@ -28,13 +28,12 @@ class EpisodeFigures:
     @classmethod
     def of(
         cls,
-        episodes: Episodes,
+        played: FinishedEpisodes,
         right: Sequence[bool],
         rewards: Sequence[float | None] | None,
         success_at: float,
     ) -> EpisodeFigures:
         """`right`: the answer is the gold one. `rewards`: the environments' own; None: there are none."""
-        played = episodes.played
         if rewards is None:
             success = [each and not fault for each, fault in zip(right, played.faults, strict=True)]
         else:

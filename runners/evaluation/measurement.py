@@ -5,73 +5,39 @@ Prompts, extraction and stop strings are those of training: `build_examples`, `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import numpy as np
 
-from grpo_fn.prng import EVALUATION
+import grpo_fn as g
+from grpo_fn.prng import EVALUATION, fold_in
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples, columns_of
 from runners.data.rows import Rows
+from runners.engines.settings import sampling_of
+from runners.environments.environments import Environments
 from runners.errors import UserError
-from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
+from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
 from runners.evaluation.exact_match import held_out, is_correct
+from runners.evaluation.results import (
+    Metric,
+    ModelResult,
+    count_answers,
+    row_means,
+    shares,
+    success_shares,
+)
+from runners.inference.batches import LENGTH, Batch, sample_batches
 from runners.inference.inference_model import InferenceModel
-from runners.inference.text_generation import LENGTH, Completion, Sampling, generate_batches
-from runners.rewards.builtin import extract_answer, numbers_equal
+from runners.rewards.builtin import extract_answer
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
-from runners.tokenization.text import TextDecoder
 
 Problems = Sequence[Mapping[str, Any]]
-
-
-@attrs.frozen
-class SamplingPlan:
-    """The measurements besides greedy completions."""
-
-    num: int = 0  # samples of each problem; 0: none
-    ks: tuple[int, ...] = ()  # of pass@k and maj@k
-    max_batch: int = 0  # completions decoded together; 0: 256
-
-
-@attrs.frozen(eq=False)
-class Metric:
-    """One number for each problem, with their mean and interval."""
-
-    values: np.ndarray  # float64; NaN for a problem without a value
-    percent: bool = False  # shown as a percentage
-
-    @property
-    def mean(self) -> float:
-        """The mean over the problems with a value; NaN without any."""
-        known = self.values[~np.isnan(self.values)]
-        return float(known.mean()) if known.size else float("nan")
-
-    @property
-    def interval(self) -> Interval | None:
-        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems; None without values."""
-        known = self.values[~np.isnan(self.values)]
-        if not known.size:
-            return None
-        if self.percent and set(known.tolist()) <= {0.0, 1.0}:
-            return wilson(round(known.sum()), known.size)
-        return bootstrap(known.tolist())
-
-
-@attrs.frozen(eq=False)
-class ModelResult:
-    """One model on some problems."""
-
-    model: str
-    indices: tuple[int, ...]  # which rows of the data
-    metrics: dict[str, Metric]  # name -> values in the order of `indices`
-    completions: tuple[dict[str, Any], ...]  # JSON rows
-    problems: tuple[str, ...]  # faults in scoring
-    seconds: float = 0.0  # of conversations with tools
 
 
 def eval_rows(config: Config, *, whole: bool) -> Rows:
@@ -99,166 +65,217 @@ def choose_problems(
             f"data.max_prompt_length is {config.data.max_prompt_length}, but the shortest of {len(examples)} "
             f"prompts has {shortest} tokens"
         )
+    most = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    model.check([example.tokens for _, example in fitting], most)
     return dict(held_out(fitting, config.eval.samples)), len(examples) - len(fitting)
 
 
-def measure_model(
+@attrs.define(eq=False)
+class _Completed:
+    """All completions of a kind, with their rewards, in the problems' order."""
+
+    texts: list[str] = attrs.field(factory=list)
+    lengths: list[int] = attrs.field(factory=list)
+    finish: list[str] = attrs.field(factory=list)
+    values: list[np.ndarray] = attrs.field(factory=list)  # [K,B] of each batch
+    messages: list[Sequence[dict[str, Any]]] = attrs.field(factory=list)  # of conversations, as `faults`
+    faults: list[str] = attrs.field(factory=list)
+    figures: EpisodeFigures = attrs.field(factory=EpisodeFigures)
+    seconds: float = 0.0
+
+    @property
+    def values_kb(self) -> np.ndarray:
+        """The rewards of all."""
+        return np.concatenate(self.values, axis=1)
+
+    def add(self, batch: Batch, values_kb: np.ndarray) -> None:
+        """One more batch and its rewards."""
+        self.texts += batch.texts
+        self.lengths += batch.lengths
+        self.finish += batch.finish
+        self.values.append(values_kb)
+        self.seconds += batch.seconds
+        if batch.played is not None:
+            self.messages += batch.played.messages
+            self.faults += batch.played.faults
+
+
+def measure(
     model: InferenceModel,
     name: str,
     chosen: Mapping[int, Example],
     config: Config,
-    plan: SamplingPlan,
     rewards: Sequence[Reward],
+    *,
+    num: int = 0,
+    ks: Sequence[int] = (),
+    rows: int = 0,
+    environments: Environments | None = None,
+    success_at: float = SUCCESS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelResult:
-    """Completes the problems greedily and, if the plan asks for it, by sampling as in [rollout].
+    """Completes the problems greedily and, if asked for, by sampling as in [rollout].
+
+    With environments each completion is a conversation: there are success, turns, calls and failed calls too.
 
     Args:
+        model: it answers.
         name: the model's name in the result.
         chosen: problems by number, from `choose_problems`.
+        config: with data.answer = "" there are no gold answers: no exact match, and pass@k is of successes.
+        rewards: the config's; with environments their own at the end.
+        num: samples of each problem; 0: none.
+        ks: of pass@k and maj@k.
+        rows: completions at a time; 0: the config's, else 256.
+        environments: built for this model's tokenizer.
+        success_at: a conversation succeeds if the environment's own reward is at least this; without one, if
+            the model's last turn has the gold answer.
         progress: called with the kind of completions, how many problems are done, and of how many.
     """
-    decoder = TextDecoder(model.tokenizer)
     examples = list(chosen.values())
-    limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    golds = [example.answer for example in examples]
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
-    metrics: dict[str, Metric] = {}
-    rows: list[dict[str, Any]] = []
-    faults: list[str] = []
-
-    def complete(what: str, sampling: Sampling, num: int) -> list[list[Completion]]:
-        done: list[list[Completion]] = []
-        for group in generate_batches(
-            model,
-            [example.tokens for example in examples],
-            sampling,
-            decoder=decoder,
-            num_generations=num,
-            find_stop=decoder.find_stop(config.rollout.stop),
-            max_batch=plan.max_batch or config.rollout.max_batch,
-            shown=examples,
-        ):
-            done.append(group)
-            progress(what, len(done), len(examples))
-        return done
-
-    def judge(kind: str, groups: list[list[Completion]], prefix: str) -> list[list[str]]:
-        """Rewards, lengths and truncation of the groups; JSON rows; the texts."""
-        texts = [[config.data.nudge + completion.text for completion in group] for group in groups]
-        num = len(groups[0])
-        flat = [completion for group in groups for completion in group]
-        scores = scorer.score(
-            [text for group in texts for text in group],
-            [list(example.messages) for example in examples for _ in range(num)],
-            columns_of(examples, num),
-            [list(completion.tokens) for completion in flat],
-            group_size=num,
-        )
-        faults.extend(scores.problems)
-        values_kpn = scores.values_kb.reshape(len(rewards), len(groups), num)
-        for reward, values_pn in zip(rewards, values_kpn, strict=True):
-            metrics[f"{prefix}reward/{reward.name}"] = Metric(row_means(values_pn))
-        metrics[f"{prefix}length"] = Metric(row_means([[len(c.tokens) for c in group] for group in groups]))
-        cut = row_means([[c.finish == LENGTH for c in group] for group in groups])
-        metrics[f"{prefix}truncated"] = Metric(cut, percent=True)
-        for p, (index, example) in enumerate(chosen.items()):
-            for n, completion in enumerate(groups[p]):
-                given = zip(rewards, scores.values_kb[:, p * num + n].tolist(), strict=True)
-                rows.append(
-                    {
-                        "model": name,
-                        "kind": kind,
-                        "problem": index,
-                        "sample": n,
-                        "prompt": example.text,
-                        **({"images": [image.name for image in example.images]} if example.images else {}),
-                        "answer": example.answer,
-                        "completion": texts[p][n],
-                        "extracted": extract_answer(texts[p][n]),
-                        "correct": is_correct(texts[p][n], example.answer),
-                        "tokens": len(completion.tokens),
-                        "finish": completion.finish,
-                        "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
-                    }
-                )
-        return texts
-
-    greedy = complete("greedy", Sampling(temperature=0.0, max_tokens=limit), 1)
-    sampled = complete("sampled", sampling_of_rollout(config, limit), plan.num) if plan.num else []
-    texts = judge("greedy", greedy, "")
-    right = [is_correct(text, example.answer) for (text,), example in zip(texts, examples, strict=True)]
-    scores = {"exact match": Metric(np.array(right, np.float64), percent=True)}
-    if sampled:
-        texts = judge("sample", sampled, "sampled ")
-        scores |= shares(
-            [count_answers(group, each.answer) for group, each in zip(texts, examples, strict=True)], plan
-        )
-    return ModelResult(name, tuple(chosen), {**scores, **metrics}, tuple(rows), tuple(faults))
-
-
-@attrs.frozen
-class _AnswerCounts:
-    """The answers of one problem's samples."""
-
-    votes: tuple[int, ...]  # samples of each different answer
-    silent: int  # samples without an answer
-    right: int | None  # which answer is the gold one
-
-    @property
-    def correct(self) -> int:
-        return 0 if self.right is None else self.votes[self.right]
-
-
-def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
-    answers: list[str] = []
-    votes: list[int] = []
-    silent = 0
-    for text in texts:
-        answer = extract_answer(text)
-        if answer is None:
-            silent += 1
-            continue
-        place = next((i for i, known in enumerate(answers) if numbers_equal(known, answer)), len(answers))
-        if place == len(answers):
-            answers.append(answer)
-            votes.append(0)
-        votes[place] += 1
-    right = next((i for i, answer in enumerate(answers) if numbers_equal(answer, gold)), None)
-    return _AnswerCounts(tuple(votes), silent, right)
-
-
-def shares(tallies: Sequence[_AnswerCounts], plan: SamplingPlan) -> dict[str, Metric]:
-    """pass@k for every k, and maj@k for k above 1 (for k = 1 they are the same)."""
-    found = {}
-    for k in plan.ks:
-        found[f"pass@{k}"] = [pass_at_k(plan.num, tally.correct, k) for tally in tallies]
-    for k in (k for k in plan.ks if k > 1):
-        found[f"maj@{k}"] = [majority_at_k(tally.votes, tally.silent, tally.right, k) for tally in tallies]
-    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
-
-
-def success_shares(succeeded: Sequence[int], plan: SamplingPlan) -> dict[str, Metric]:
-    """pass@k for every k, from the number of succeeded samples of each problem."""
-    found = {f"pass@{k}": [pass_at_k(plan.num, count, k) for count in succeeded] for k in plan.ks}
-    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
-
-
-def sampling_of_rollout(config: Config, limit: int) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        seed=config.run.seed,
-        purpose=EVALUATION,
-        max_tokens=limit,
+    problems: list[str] = []
+    sampling = attrs.evolve(
+        sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop)),
+        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        with_entropy=False,
     )
 
+    def completed(what: str, sampling: g.Sampling) -> _Completed:
+        found, size = _Completed(), sampling.num_generations
+        for batch in sample_batches(
+            model.engine,
+            examples,
+            sampling,
+            key=evaluation_key(config),
+            decoder=model.decoder,
+            nudge=config.data.nudge,
+            rows=rows or config.rollout.max_batch,
+            environments=environments,
+            vision=model.vision,
+        ):
+            played = batch.played
+            scores = scorer.score(
+                batch.texts,
+                [list(example.messages) for example in batch.examples for _ in range(size)],
+                columns_of(batch.examples, size),
+                batch.rollout.completions(),
+                group_size=size,
+                conversations=None if played is None else played.messages,
+                environments=None if played is None else played.environments,
+            )
+            values_kb = scores.values_kb
+            problems.extend(scores.problems)
+            if played is not None and environments is not None:
+                values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+                gold = [example.answer for example in batch.examples for _ in range(size)]
+                right = [is_correct(text, answer) for text, answer in zip(batch.texts, gold, strict=True)]
+                own = None
+                if environments.reward is not None:
+                    values = values_kb[rewards.index(environments.reward)].tolist()
+                    own = [None if value != value else value for value in values]
+                figures = EpisodeFigures.of(played, right, own, success_at)
+                found.figures = found.figures.concatenated(figures)
+                problems.extend(played.problems)
+            found.add(batch, values_kb)
+            progress(what, len(found.texts) // size, len(examples))
+        return found
 
-def row_means(values: Any) -> np.ndarray:
-    """Means of rows, ignoring NaN; NaN for a row without values."""
-    array = np.asarray(values, np.float64)
-    known = ~np.isnan(array)
-    with np.errstate(invalid="ignore"):
-        return np.where(known, array, 0.0).sum(axis=1) / known.sum(axis=1)
+    greedy = completed("greedy", attrs.evolve(sampling, num_generations=1, temperature=0))
+    details = _metrics(greedy, rewards, 1, "")
+    json_rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1)
+    right = [is_correct(text, gold) for text, gold in zip(greedy.texts, golds, strict=True)]
+    metrics = {"success": details.pop("success")} if environments is not None else {}
+    metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
+    seconds = greedy.seconds
+    if num:
+        sampled = completed("sampled", attrs.evolve(sampling, num_generations=num))
+        if config.data.answer:
+            groups = [sampled.texts[n : n + num] for n in range(0, len(sampled.texts), num)]
+            counts = [count_answers(group, gold) for group, gold in zip(groups, golds, strict=True)]
+            metrics |= shares(counts, num, ks)
+        elif environments is not None:
+            succeeded = np.reshape(sampled.figures.success, (-1, num)).sum(axis=1).tolist()
+            metrics |= success_shares(succeeded, num, ks)
+        details |= _metrics(sampled, rewards, num, "sampled ")
+        json_rows += _json_rows(name, "sample", chosen, sampled, rewards, num)
+        seconds += sampled.seconds
+    metrics |= details
+    if not config.data.answer:
+        unknown = {"answer", "extracted", "correct", "exact match"}
+        if environments is None or environments.reward is None:
+            unknown |= {"success", "sampled success", *(f"pass@{k}" for k in ks)}
+        metrics = {name: metric for name, metric in metrics.items() if name not in unknown}
+        json_rows = [{key: cell for key, cell in row.items() if key not in unknown} for row in json_rows]
+    faults = tuple(dict.fromkeys(problems))
+    spent = 0.0 if environments is None else seconds
+    return ModelResult(name, tuple(chosen), metrics, tuple(json_rows), faults, spent)
+
+
+def evaluation_key(config: Config) -> mx.array:
+    """The key of all completions: of the run's seed, but shared with no other purpose."""
+    return fold_in(mx.random.key(config.run.seed), EVALUATION)
+
+
+def _metrics(found: _Completed, rewards: Sequence[Reward], num: int, prefix: str) -> dict[str, Metric]:
+    """A number for each problem: the means over its completions."""
+
+    def mean(values: Any, percent: bool = False) -> Metric:
+        return Metric(row_means(np.asarray(values, np.float64).reshape(-1, num)), percent=percent)
+
+    figures = found.figures
+    metrics = {"success": mean(figures.success, percent=True)} if found.messages else {}
+    for reward, values_b in zip(rewards, found.values_kb, strict=True):
+        metrics[f"reward/{reward.name}"] = mean(values_b)
+    if found.messages:
+        metrics |= {
+            "turns": mean(figures.turns),
+            "calls": mean(figures.calls),
+            "failed calls": mean(figures.failures),
+            "tool seconds": mean(figures.seconds),
+        }
+    metrics["length"] = mean(found.lengths)
+    metrics["truncated"] = mean([each == LENGTH for each in found.finish], percent=True)
+    return {f"{prefix}{name}": metric for name, metric in metrics.items()}
+
+
+def _json_rows(
+    name: str,
+    kind: str,
+    chosen: Mapping[int, Example],
+    found: _Completed,
+    rewards: Sequence[Reward],
+    num: int,
+) -> list[dict[str, Any]]:
+    values_kb, figures, problems = found.values_kb, found.figures, list(chosen.items())
+    rows = []
+    for row, text in enumerate(found.texts):
+        index, example = problems[row // num]
+        given = zip(rewards, values_kb[:, row].tolist(), strict=True)
+        cells = {
+            "model": name,
+            "kind": kind,
+            "problem": index,
+            "sample": row % num,
+            "prompt": example.text,
+            **({"images": [image.name for image in example.images]} if example.images else {}),
+            "answer": example.answer,
+            "completion": text,
+            "extracted": extract_answer(text),
+            "correct": is_correct(text, example.answer),
+            "tokens": found.lengths[row],
+            "finish": found.finish[row],
+            "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
+        }
+        if found.messages:
+            cells |= {
+                "messages": list(found.messages[row]),
+                "success": figures.success[row],
+                "turns": figures.turns[row],
+                "calls": figures.calls[row],
+                "failures": figures.failures[row],
+                **({"fault": found.faults[row]} if found.faults[row] else {}),
+            }
+        rows.append(cells)
+    return rows

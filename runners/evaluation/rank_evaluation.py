@@ -8,19 +8,23 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from grpo_fn.trees import Tree
 from runners.data.prompts import Example
+from runners.engines.engine import Samples
 from runners.evaluation.episode_figures import EpisodeFigures
 from runners.evaluation.exact_match import EvalResult, evaluate
 from runners.ranks.ranks import Ranks
 
 
 def evaluate_on_ranks(
-    ranks: Ranks, policy: g.Policy, params: Tree, examples: Sequence[Example], **how: Any
+    ranks: Ranks,
+    engine: Samples,
+    examples: Sequence[Example],
+    sampling: g.Sampling,
+    **how: Any,
 ) -> EvalResult:
     """`evaluate`, by all ranks together; `how` has its other arguments."""
     own = examples[ranks.number :: ranks.count]
-    result = evaluate(policy, params, own, **how)
+    result = evaluate(engine, own, sampling, **how)
     if ranks.alone:
         return result
     found = [message.value for message in ranks.meet("the evaluation", attrs.asdict(result))]

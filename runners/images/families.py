@@ -1,4 +1,4 @@
-"""The vision-language models that train with images, and the mlx-vlm processor of each."""
+"""The vision-language models that take images, and the mlx-vlm processor of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model takes images in training.
+    """The model_type of a config.json whose model takes images.
 
     Raises UserError for every other model; the message lists these types.
     """
@@ -32,12 +32,11 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
         return str(kind)
     if not has_vision(config):
         raise UserError(
-            f"{path}: config.json has no vision_config, and data.image wants a model of {known}; data.image "
-            '= "" trains on text'
+            f"{path}: config.json has no vision_config; prompts with images want a model of {known}"
         )
     raise UserError(
-        f"{path}: a model of model_type {show(kind)} does not train with images here; those of {known} do "
-        '(data.image = "" trains the language part on text, where mlx-lm knows it)'
+        f"{path}: prompts with images want a model of {known}, found model_type {show(kind)} (data.image = "
+        '"" trains its language part on text, where mlx-lm knows it)'
     )
 
 
@@ -76,4 +75,4 @@ def mlx_vlm_module(kind: str, part: str = "") -> Any:
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
-        raise UserError(f"data.image needs mlx-vlm: {install_hints.extra('vlm')}{reason}") from error
+        raise UserError(f"prompts with images need mlx-vlm: {install_hints.extra('vlm')}{reason}") from error

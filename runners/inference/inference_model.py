@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
+from grpo_fn.checks import check_positions, check_token_ids
 from runners.checkpoints.run_folder import model_of_run
+from runners.data.prompts import NO_KWARGS, Example, Message, render
+from runners.engines.local import LocalEngine
+from runners.engines.settings import launched, usual_launch
 from runners.errors import UserError
 from runners.files.json_files import read_json
-from runners.images.families import check_family
+from runners.images.families import check_family, mlx_vlm_module
+from runners.images.image_files import ImageFile
 from runners.images.tower import VisionPart, prepare_vision
-from runners.machine.launch_modes import usual_launch
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
 from runners.models.model_reader import custom_loader, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
+from runners.tokenization.text import TextDecoder
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,18 +36,55 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class InferenceModel:
-    """A model ready for `g.generate(model.policy, {}, …)`, and its `module` for mlx-lm's functions."""
+    """A model ready to sample."""
 
     module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
-    policy: g.Policy  # the same module; its tree of parameters is empty
+    engine: LocalEngine  # over the same module
     tokenizer: TokenizerWrapper
+    decoder: TextDecoder
     path: Path  # the folder it was loaded from
     adapter: Path | None  # the folder of its adapters
     eos_ids: tuple[int, ...]
-    launch: str  # of decoding steps, as `rollout.launch` in a config
     prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
     notices: tuple[str, ...]
     vision: VisionPart | None = None  # its vision part, if it was asked for
+
+    def check(self, prompts: Sequence[Sequence[int]], most: int) -> None:
+        """Raises UserError for tokens without an embedding in the model, as a tokenizer may have added some,
+        and for a prompt that is too long for the model's learned positions if `most` tokens follow."""
+        longest = max(map(len, prompts), default=0)
+        both = f"a prompt of {longest} tokens and a length limit of {most}"
+        try:
+            check_token_ids(prompts, self.engine.full.vocabulary)
+            check_positions(both, longest + most - 1, self.engine.full.positions)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+
+    def example(
+        self,
+        messages: Sequence[Message],
+        nudge: str = "",
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        tools: Sequence[dict[str, Any]] = (),
+        columns: Mapping[str, Any] = NO_KWARGS,
+        images: Sequence[ImageFile] = (),
+        most: int = 1,
+    ) -> Example:
+        """A prompt; see `render`. `columns` are for an environment; at most `most` tokens follow it.
+
+        Raises UserError as `check` does.
+        """
+        text, tokens = render(
+            self.tokenizer,
+            messages,
+            nudge,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            images=images,
+            processor=self.vision.processor if self.vision else None,
+        )
+        self.check([tokens], most)
+        return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images))
 
 
 def load_inference(
@@ -80,7 +122,7 @@ def load_inference(
     path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
     prompt = _prompt(path, adapters) if with_prompt else None
     if images:
-        check_family(read_json(path / "config.json"), path)  # before minutes of reading
+        mlx_vlm_module(check_family(read_json(path / "config.json"), path))  # before minutes of reading
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         notices += read_adapters(module, adapters, path)
@@ -90,16 +132,20 @@ def load_inference(
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy inspects the model
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
-    policy = g.Policy.for_inference(module)
+    launch = usual_launch(platform)
+    # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
+    decoding = launched(launch, check_every=8 if launch == "async" else 1)
+    engine = LocalEngine(g.Policy.for_inference(module), decoding)
+    engine.load({}, 0)  # the module has the weights
     mx.eval(module.parameters())
     return InferenceModel(
         module=module,
-        policy=policy,
+        engine=engine,
         tokenizer=tokenizer,
+        decoder=TextDecoder(tokenizer),
         path=path,
         adapter=adapters,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
-        launch=usual_launch(platform),
         prompt=prompt,
         notices=(*notes, *notices),
         vision=vision,

@@ -15,7 +15,6 @@ from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError, show, spell
 from runners.files.run_files import RESOLVED
 from runners.inference.inference_model import InferenceModel
-from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
 
 
@@ -96,5 +95,4 @@ def build_tools(
 ) -> Environments | None:
     """The environments of [env] for a loaded model; None if there are none."""
     data = DataConfig(nudge=nudge, chat_template_kwargs=dict(template_kwargs))
-    decoder = TextDecoder(model.tokenizer)
-    return build_environments(env, data, model.tokenizer, decoder, model.eos_ids, folders, Worker())
+    return build_environments(env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker())

@@ -20,8 +20,8 @@ from runners.config.sections import SHIPPED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.row_images import processor_of
+from runners.engines.settings import DEFAULT_ROWS
 from runners.files.json_files import read_json
-from runners.inference.text_generation import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.shapes import (
     BACKWARD,

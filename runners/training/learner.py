@@ -9,19 +9,28 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
-from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token
+from grpo_fn.policy import (
+    QuantizedRole,
+    check_replay,
+    checkpoint_layers,
+    experts_per_token,
+    is_quantized,
+)
 from grpo_fn.policy_check import CheckedPolicy
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.config.sections import OptimConfig
 from runners.data.stream import RunLength
+from runners.engines.local import LocalEngine
+from runners.engines.settings import decoding_of
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.memory.forecast import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import vocabulary_rows
+from runners.models.role_quantization import make_quantized_role, unfit_notice
 from runners.ranks.ranks import Ranks
-from runners.training.roles import ReferenceRole, RolloutRole, make_reference_role, make_rollout_role
+from runners.training.roles import ReferenceRole, make_reference_role
 from runners.tuning.model_check import check_model
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
@@ -32,7 +41,8 @@ class Learner:
     """The functional core of a run: its policies, its steps, and the state before the first of them."""
 
     policy: g.Policy
-    role: RolloutRole  # the policy that samples
+    engine: LocalEngine  # it samples; the loop loads its weights
+    evaluator: LocalEngine  # it answers the held-out problems, in full precision; the same
     reference: ReferenceRole  # the policy of the KL term
     spec: g.LossSpec
     grad_step: g.GradStep
@@ -84,20 +94,19 @@ def build_learner(
     policy = found.policy
     compile_steps = config.system.compile and "compile" not in found.given_up
     share_prompts = share_prompts and "share_prompts" not in found.given_up
-    vocabulary = vocabulary_rows(loaded.module, loaded.config)
-    role, notices = make_rollout_role(config, policy, vocabulary=vocabulary)
-    if role.transform is not None:
+    quantized, notices = _quantized_sampler(config, policy)
+    if quantized is not None:
         try:
-            sampler = checked(role.policy, role.transform(params), "rollout")
+            sampler = checked(quantized.policy, quantized.transform(params), "rollout")
         except UserError as error:
-            # No reason to end the run: the role goes back to full precision if its numbers fail.
+            # No reason to end the run: the engine goes back to full precision if its numbers fail.
             notices += (f"rollout.quantization = {config.rollout.quantization}: {error}",)
         else:
-            role.decode_as(sampler.policy)
+            quantized = attrs.evolve(quantized, policy=sampler.policy)
             notices += sampler.notices
     reference = make_reference_role(config, policy)
+    vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
-    role.full = policy
 
     optimizer = _optimizer(config.optim, length)
     state = g.init_state(
@@ -110,10 +119,20 @@ def build_learner(
     if config.optim.shard and ranks is not None and not ranks.alone:
         sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
         state = sharding.shard(state)
+    state = g.sync_old(state)
+    engine = LocalEngine(
+        policy,
+        decoding_of(config),
+        quantized=quantized,
+        name=config.rollout.quantization,
+        mismatch_limit=config.rollout.mismatch_limit,
+        vocabulary=vocabulary,
+    )
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,
-        role=role,
+        engine=engine,
+        evaluator=LocalEngine(policy, decoding_of(config)),
         reference=reference,
         spec=spec,
         grad_step=g.make_grad_step(
@@ -127,12 +146,30 @@ def build_learner(
         ),
         update_step=_update_step(optimizer, config.optim.max_grad_norm, sharding, compile_steps),
         logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
-        state=role.sync(state),
+        state=state,
         share_prompts=share_prompts,
         notices=(*found.notices, *notices, *reference.notices),
         sharding=sharding,
         outline=outline,
     )
+
+
+def _quantized_sampler(config: Config, policy: g.Policy) -> tuple[QuantizedRole | None, tuple[str, ...]]:
+    """The few-bit weights that [rollout] asks for, if any, and notices about them.
+
+    Raises UserError if the model, whose parameters the policy holds, cannot be quantized so.
+    """
+    rollout = config.rollout
+    if rollout.quantization == "none":
+        return None, ()
+    if is_quantized(policy.module):
+        # With adapters on packed weights there is nothing to round: the weights are quantized already.
+        return None, (
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
+            "already, and sampler and learner use the same ones",
+        )
+    role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
+    return role, unfit_notice("rollout.quantization", role)
 
 
 def _optimizer(optim: OptimConfig, length: RunLength) -> g.Optimizer:

@@ -138,7 +138,7 @@ class Loop:
             self._evaluate("at the end")
         self.saver.wait()
         self.report.status("saving the final model")
-        whole, _ = steps.whole()
+        whole = steps.whole()
         final, fault = run.folder / "final", None
         try:
             final = self.saves.save_final(whole) if self.ranks.first else final
@@ -255,7 +255,7 @@ class Loop:
             **penalty_metrics(at.tallies, self.config),
             **loss_metrics(stats, update, self.run.learner.spec, self.steps.state.ref_params is not None),
             **experts,
-            **self.steps.role.metrics(),
+            **self.steps.engine.metrics(),
             "num_tokens": at.sampled_tokens,
             **times,
             "tokens_per_second": sampled / max(sampling, 1e-9),
@@ -283,21 +283,21 @@ class Loop:
         if not config.data.answer:  # an environment rewards, and there are no answers to compare with
             return
         self.report.status("evaluating")
+        engine, collector = self.run.learner.evaluator, self.run.collector
+        engine.load(self.steps.state.params, at.update)
+        limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
         result = evaluate_on_ranks(
             self.ranks,
-            self.run.learner.policy,
-            self.steps.state.params,
+            engine,
             self.run.data.evaluation,
+            attrs.evolve(collector.sampling, max_new_tokens=limit),
             decoder=self.run.decoder,
             nudge=config.data.nudge,
-            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-            eos_ids=self.run.loaded.eos_ids,
-            find_stop=self.run.find_stop,
             max_batch=config.rollout.max_batch,
-            launch=config.rollout.launch,
             environments=self.run.environments,
             vision=self.run.loaded.vision,
         )
+        engine.load(None, at.update)
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
         record |= {"em_subset": result.total, "time/eval": result.seconds, "time/elapsed": self._elapsed()}

@@ -30,6 +30,7 @@ class LoopState:
     sampled_tokens: int = 0
     synced_at: int = 0  # batch steps
     ref_synced_at: int = 0
+    version: int = 0  # the update that made the sampler's weights
     stale: bool = False  # whether the learner has changed since the sync
     evaluated_at: int = -1  # updates; -1: never
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
@@ -59,6 +60,7 @@ class LoopState:
     def of(cls, plain: Mapping[str, Any], trees: Mapping[str, Any]) -> LoopState:
         """The inverse of `plain` (through JSON) and `trees`; ValueError or TypeError for anything else."""
         kinds = _plain_fields()
+        plain = {"version": plain.get("update"), **plain}  # a checkpoint from before it was saved
         if missing := sorted(kinds.keys() - plain.keys()):
             raise ValueError(f"{missing[0]} is missing")
         return cls(

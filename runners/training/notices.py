@@ -27,7 +27,7 @@ def setting_warnings(config: Config, learner: Learner) -> list[str]:
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     warnings = []
-    if (truncated or learner.role.transform is not None) and spec.correction == "none":
+    if (truncated or learner.engine.quantization != "none") and spec.correction == "none":
         cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
         warnings.append(
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"

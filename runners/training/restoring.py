@@ -12,7 +12,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import only_on_first, share
-from grpo_fn.trees import Tree, map_arrays, named_leaves, on_host, structure_of
+from grpo_fn.trees import Tree, named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin, data_digest
 from runners.checkpoints.snapshot import TRAINER_STATE
 from runners.checkpoints.state_files import STATE_FILE, load_trees, pack, unpack
@@ -34,7 +34,6 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
     file = origin.folder / TRAINER_STATE
     try:
         at = LoopState.of(origin.table("loop"), trees)
-        anchor = trees["anchor"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{file}: not what a run saved: {error}") from error
     if origin.facts.get("data") != data_digest(run.data.train) and not changed:
@@ -44,19 +43,20 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.Train
         )
     first = run.learner.outline or run.learner.state
     assert first is not None
+    if trees.get("anchor") is not None:  # an earlier version saved the rounded weights, and these beside them
+        state = attrs.evolve(state, old_params=trees["anchor"])
     _check_same_model(origin, first, state)
-    role = run.learner.role
-    role.restore(origin.facts)
-    role.anchor = anchor
+    run.learner.engine.fallback = origin.facts.get("rollout_fallback")
     if changed:
         if run.learner.sharding is not None and (state.ref_params is None) != (first.ref_params is None):
             raise UserError(
                 f"{origin.folder}: loss.beta adds or removes the reference, which is not possible with "
                 "optim.shard = true"
             )
-        state = _with_roles(run, state, first, anchor)
-    for tree in (state.old_params, state.ref_params, anchor):
-        _check_weights(origin, tree, (first.params, first.old_params, first.ref_params))
+        if state.ref_params is None or _shape(state.ref_params) != _shape(first.ref_params):
+            state = attrs.evolve(state, ref_params=first.ref_params)  # in the precision of this config
+    for tree in (state.old_params, state.ref_params):
+        _check_weights(origin, tree, (first.params, first.ref_params))
     run.stream.position = at.position
     return state, at
 
@@ -78,15 +78,6 @@ def _shape(tree: Tree) -> tuple[Any, Any]:
     arrays: list[Any] = []
     structure = structure_of(tree, arrays)
     return structure, [(array.shape, array.dtype) for array in arrays]
-
-
-def _with_roles(run: Run, state: g.TrainState, first: g.TrainState, anchor: Tree) -> g.TrainState:
-    """The state with its roles in the precision of the current config."""
-    role = run.learner.role
-    if state.old_params is not None and anchor is not None:
-        state = attrs.evolve(state, old_params=anchor if role.transform is None else role.transform(anchor))
-    unchanged = state.ref_params is not None and _shape(state.ref_params) == _shape(first.ref_params)
-    return state if unchanged else attrs.evolve(state, ref_params=first.ref_params)
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
@@ -154,10 +145,9 @@ def share_start(
         return state, at, origin
     arrays: dict[str, mx.array] = {}
     said: dict[str, Any] = {}
-    role = run.learner.role
     if origin is not None:
         known: dict[int, str] = {}
-        trees = {"state": attrs.asdict(state, recurse=False), "loop": at.trees(), "anchor": role.anchor}
+        trees = {"state": attrs.asdict(state, recurse=False), "loop": at.trees()}
         said = {
             "shapes": {name: pack(tree, name, arrays, known) for name, tree in trees.items()},
             "plain": at.plain(),
@@ -180,8 +170,7 @@ def share_start(
         return _sharded(run, state), at, origin
     trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
     at = LoopState.of(found["plain"], trees["loop"])
-    role.restore(found["facts"])
-    role.anchor = trees["anchor"]
+    run.learner.engine.fallback = found["facts"].get("rollout_fallback")
     run.stream.position = at.position
     origin = Origin(Path(found["folder"]), found["step"], found["facts"])
     # The accumulated gradient stays on rank 0: the sum over the ranks counts it once.
@@ -195,14 +184,6 @@ def _dtype(name: str) -> mx.Dtype:
 
 
 def _sharded(run: Run, state: g.TrainState) -> g.TrainState:
-    """The part of a whole state that this rank keeps, and the sampler's anchor with it."""
-    sharding, role = run.learner.sharding, run.learner.role
-    if sharding is None:
-        return state
-    part = sharding.shard(state)
-    if role.anchor is state.params:
-        role.anchor = part.params
-    elif role.anchor is not None:
-        dtype = sharding.compute_dtype or mx.float32
-        role.anchor = map_arrays(lambda leaf: leaf.astype(dtype), role.anchor)
-    return part
+    """The part of a whole state that this rank keeps."""
+    sharding = run.learner.sharding
+    return state if sharding is None else sharding.shard(state)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpo_fn as g
-from grpo_fn.trees import Tree
 from runners.checkpoints.run_folder import FolderGone, RunFolder
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
@@ -47,8 +46,8 @@ class RunSaves:
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
-        whole, anchor = self.steps.whole()
-        self.saver.save(lambda: self._snapshot(whole, anchor), self._place(), why, strict=strict)
+        whole = self.steps.whole()
+        self.saver.save(lambda: self._snapshot(whole), self._place(), why, strict=strict)
         if strict:
             self.run.ranks.meet("the save")  # a rank that ends earlier would end the others too
 
@@ -80,15 +79,14 @@ class RunSaves:
                 self.report.note(f"{self._here} was renamed to {here}; the run continues there")
                 self._here = here
 
-    def _snapshot(self, state: g.TrainState, anchor: Tree) -> Snapshot:
+    def _snapshot(self, state: g.TrainState) -> Snapshot:
         """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
         at = self.at
         facts = {**self.facts, "em": at.scores[-1] if at.scores else None, "reward": at.reward}
         for part in self.parts:
             facts |= part.facts()
         facts |= {"logs": self.log.positions(), "loop": {**at.plain(), "elapsed": self.elapsed()}}
-        trees = {**at.trees(), "anchor": anchor}
-        return take_snapshot(at.batch_step, state, self.run.loaded, facts, trees, prompt=self.prompt)
+        return take_snapshot(at.batch_step, state, self.run.loaded, facts, at.trees(), prompt=self.prompt)
 
     def _place(self) -> tuple[int, int]:
         return self.at.batch_step, self.at.update

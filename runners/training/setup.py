@@ -15,11 +15,12 @@ from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns, template_notices
 from runners.data.stream import PromptStream, RunLength
+from runners.engines.ranks import on_ranks
+from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
 from runners.environments.tools import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.machine.launch_modes import usual_launch
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.programs.gpu_programs import compile_ahead
@@ -30,11 +31,11 @@ from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
 from runners.rewards.functions import check_columns, check_judges, rewards_of
+from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.notices import image_notices, setting_warnings
 from runners.training.rollouts.rollout import Collector
-from runners.training.rollouts.sampling import build_collector
 from runners.user_code.worker import Worker
 
 Say = Callable[[str], None]
@@ -123,7 +124,7 @@ def build_run(
         config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
-    if loaded.vision is not None and not learner.role.policy.shares_prefix:
+    if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
             "which gives other numbers with this model on this machine"
@@ -136,7 +137,16 @@ def build_run(
         length=length,
         stream=stream,
         learner=learner,
-        collector=build_collector(config, learner, rewards, decoder, find_stop, loaded, ranks, environments),
+        collector=Collector(
+            on_ranks(learner.engine, ranks),
+            sampling_of(config, loaded.eos_ids, find_stop),
+            Scorer(rewards, config.reward.timeout, config.reward.on_error),
+            decoder,
+            config,
+            ranks,
+            environments,
+            loaded.vision,
+        ),
         environments=environments,
         decoder=decoder,
         find_stop=find_stop,

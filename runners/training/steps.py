@@ -21,7 +21,7 @@ from grpo_fn.learner import (
 )
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
-from grpo_fn.trees import Tree, map_arrays, on_host
+from grpo_fn.trees import on_host
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.part_times import PartTimes
@@ -49,7 +49,8 @@ class TrainSteps:
         a kind and a line."""
         self.run, self.config, self.note, self.tell = run, run.config, note, tell
         self.state, self.at = state, at
-        self.role = run.learner.role
+        self.engine = run.learner.engine
+        self.engine.load(state.old_params, at.version)
         learner, optim = run.learner, self.config.optim
         self.ranks, self.sharding = run.ranks, learner.sharding
         self.gradients = Gradients(
@@ -73,9 +74,9 @@ class TrainSteps:
         key = fold_in(self.state.key, ROLLOUTS, at.batch_step)
         progress = TrainerState(at.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
-            experience = self.run.collector.collect(self.state.old_params, stream.take, key, progress)
+            experience = self.run.collector.collect(stream.take, key, progress)
         finally:
-            self._follow_role()
+            self._report_events()
         for part in ("rollout", "reward"):
             self.times.add(part, experience.seconds[part])
         at.batch_step += 1
@@ -102,7 +103,8 @@ class TrainSteps:
         at = self.at
         if self._syncs():
             # The next rollout uses the new weights, so the old ones can be freed before the update.
-            self.state, self.role.anchor = attrs.evolve(self.state, old_params=None), None
+            self.state = attrs.evolve(self.state, old_params=None)
+            self.engine.load(None, at.update)
         with self.times.timing("learner"):
             for parts in at.waiting:
                 self._grad(parts[at.reused % len(parts)])
@@ -118,7 +120,7 @@ class TrainSteps:
         self.gradients.applied()
         at.update += 1
         stats, at.stats = g.merge_stats(at.stats), []
-        self.role.judge(stats)
+        self.engine.check_mismatch(float(stats.logp_diff_mean))
         return stats, update
 
     def finish_update(self) -> None:
@@ -130,12 +132,12 @@ class TrainSteps:
         sync = self._syncs()
         at.reused, at.tallies, at.waiting, at.stale = 0, [], [], not sync
         self.experiences = []
-        self._follow_role()
+        self._report_events()
         if sync:
             with self.times.timing("sync"):
-                self.state = self.role.sync(self.state)
-                g.materialize(self.state.old_params)
-            at.synced_at = at.batch_step
+                self.state = g.sync_old(self.state)
+                self.engine.load(self.state.old_params, at.update)
+            at.synced_at, at.version = at.batch_step, at.update
             if loss.sync_every > 1:
                 self.tell("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
@@ -180,7 +182,7 @@ class TrainSteps:
 
     def facts(self) -> dict[str, Any]:
         """For a checkpoint, besides the two states."""
-        return {**self.role.facts(), **self.gradients.facts()}
+        return {"rollout_fallback": self.engine.fallback, **self.gradients.facts()}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continues with the budget in a checkpoint's facts. Raises UserError if it is not a count."""
@@ -190,17 +192,15 @@ class TrainSteps:
         """Whether the sampler takes the learner's weights after this update."""
         return self.at.batch_step - self.at.synced_at >= self.config.loss.sync_every
 
-    def _follow_role(self) -> None:
-        """Reports a change of the sampler, and updates the weights that it samples from."""
-        for line in self.role.news():
+    def _report_events(self) -> None:
+        """Reports that the engine has given up its quantized weights."""
+        for line in self.engine.events():
             self.note(line)
-        self.state = self.role.after_fallback(self.state)
 
-    def whole(self) -> tuple[g.TrainState, Tree]:
-        """The state and the sampler's anchor as a single rank would have them. All ranks must call it."""
-        state, anchor = self.state, self.role.anchor
+    def whole(self) -> g.TrainState:
+        """The state as a single rank would have it. All ranks must call it."""
         if self.ranks.alone:
-            return state, anchor
+            return self.state
         self.ranks.meet("the whole state")
         with self.ranks.moving_arrays():
             if self.at.stats:  # gradient sums since the update: from now on they are on rank 0
@@ -210,14 +210,10 @@ class TrainSteps:
                 self.gradients.applied()
             else:
                 whole = self.state
-            if self.sharding is None:
-                return whole, anchor
-            shared = anchor is whole.params
-            whole = self.sharding.whole(whole)
-            g.materialize(whole)
-        if shared or anchor is None:
-            return whole, whole.params if shared else None
-        return whole, map_arrays(lambda leaf: leaf.astype(mx.float32), anchor)
+            if self.sharding is not None:
+                whole = self.sharding.whole(whole)
+                g.materialize(whole)
+        return whole
 
     def _grad(self, pieces: Sequence[g.Batch]) -> None:
         self.at.stats.append(self.gradients.add(self, pieces))
@@ -251,7 +247,7 @@ class TrainSteps:
                 pieces = [self._with_experts(piece) for piece in pieces]
             if self.uses > 1 or self.at.stale:
                 # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
-                pieces = self.gradients.with_old_logp(self.role.anchor, pieces)
+                pieces = self.gradients.with_old_logp(self.state.old_params, pieces)
             ready.append(pieces)
         return ready
 
@@ -259,7 +255,7 @@ class TrainSteps:
         """A micro-batch with the sampler's choice of experts for its tokens; takes one more forward pass."""
         if not piece.mask_bt.shape[0]:
             return piece
-        experts_blnk = chosen_experts(self.role.policy, self.state.old_params, piece)
+        experts_blnk = chosen_experts(*self.engine.sampler, piece)
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 

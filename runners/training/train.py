@@ -211,9 +211,6 @@ def _build(
     budgets = ranks.meet("the budgets", run.config.system.micro_batch_tokens)
     fewest = min(message.value for message in budgets)  # all ranks must cut a batch in the same way
     system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
-    run.learner.role.agree = lambda fault: next(
-        (m.value for m in ranks.meet("the sampler's numbers", fault) if m.value is not None), None
-    )
     return attrs.evolve(run, config=attrs.evolve(run.config, system=system))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -14,6 +14,8 @@ import attrs
 
 from runners.user_code.host import THREAD, Outcome
 from runners.user_code.worker import Here, Worker
+
+_LOOK = 0.05  # seconds between two calls of `check`
 
 
 @attrs.frozen
@@ -43,8 +45,11 @@ class Calls:
         else:
             self._start(key, act, arguments, timeout, mode)
 
-    def collect(self, least: int) -> Mapping[Any, Outcome]:
-        """The available outcomes, by key; waits until there are at least `least`."""
+    def collect(self, least: int, check: Callable[[], None] | None = None) -> Mapping[Any, Outcome]:
+        """The available outcomes, by key; waits until there are at least `least`.
+
+        `check` is called meanwhile; what it raises ends the waiting.
+        """
         found: dict[Any, Outcome] = {}
         while True:
             while not self._results.empty():
@@ -57,6 +62,9 @@ class Calls:
             if len(found) >= least:
                 return found
             latest = min((call.latest for call in self._running.values()), default=inf)
+            if check is not None:
+                check()
+                latest = min(latest, time.monotonic() + _LOOK)
             with suppress(queue.Empty):
                 rest = None if latest == inf else max(latest - time.monotonic(), 0.0)
                 self._take(found, *self._results.get(timeout=rest))

@@ -194,7 +194,7 @@ class Checkpoint(Target):
         weights = {"a.weight": params["a"]["weight"]}
         save_arrays(self.checkpoint / "model.safetensors", weights, {"format": "mlx"})
         at = LoopState(batch_step=1, update=1, scores=(0.5,))
-        save_state(self.checkpoint, pack_state(state, weights, {**at.trees(), "anchor": params}))
+        save_state(self.checkpoint, pack_state(state, weights, at.trees()))
         step: Any = None
         self.parts = (BadUpdates(held(folder), 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
         self.facts = {"step": 1, "em": 0.25, "reward": 1.5, "loop": {**at.plain(), "elapsed": 0.0}}

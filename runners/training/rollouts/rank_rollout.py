@@ -22,7 +22,7 @@ from runners.rewards.experience import Experience, join_experiences, select_grou
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed
 
-_ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt")
+_ROLLOUT = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt", "version_b")
 _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 
 RankExperience = tuple[Experience, dict[int, Failed]]  # and the rewards that failed for all its completions
@@ -75,20 +75,6 @@ def meet_for_rollout(
         problems=_problems(whole, [found for _, (found, _) in parts]),
         seconds=seconds,
     ), failed
-
-
-def empty_rollout(num_generations: int, *, with_entropy: bool) -> g.Rollout:
-    """The rollout of a rank without prompts."""
-    none = mx.zeros((0, 1))
-    return g.Rollout(
-        prompts=(),
-        num_generations=num_generations,
-        tokens_bt=none.astype(mx.int32),
-        lengths_b=mx.zeros((0,), mx.int32),
-        logp_bt=none,
-        finished_b=mx.zeros((0,), mx.bool_),
-        entropy_bt=none if with_entropy else None,
-    )
 
 
 def skew_metrics(seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -172,16 +158,12 @@ def _plain(value: Any) -> Any:
 
 def _unpacked(message: RankMessage, examples: Sequence[Example]) -> RankExperience:
     value, arrays = message.value, message.arrays
+    rows: dict[str, Any] = {name: mx.array(arrays[name]) for name in _ROLLOUT if name in arrays}
     rollout = g.Rollout(
         prompts=tuple(map(tuple, value["prompts"] or [example.tokens for example in examples])),
         num_generations=value["num_generations"],
         vocabulary=value["vocabulary"],
-        tokens_bt=mx.array(arrays["tokens_bt"]),
-        lengths_b=mx.array(arrays["lengths_b"]),
-        logp_bt=mx.array(arrays["logp_bt"]),
-        finished_b=mx.array(arrays["finished_b"]),
-        entropy_bt=mx.array(arrays["entropy_bt"]) if "entropy_bt" in arrays else None,
-        sampled_bt=mx.array(arrays["sampled_bt"]) if "sampled_bt" in arrays else None,
+        **rows,
     )
     experience = Experience(
         rollout=rollout,

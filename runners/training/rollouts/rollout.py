@@ -11,10 +11,13 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.prng import fold_in
-from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.prompts import Example, columns_of
+from runners.engines.engine import Engine
+from runners.engines.settings import requests_of
+from runners.environments.environments import Environments
 from runners.errors import RewardError
+from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import (
     Experience,
@@ -29,12 +32,6 @@ from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 from runners.training.rollouts.rank_rollout import RankExperience, meet_for_rollout
 
-# Takes parameters, examples, their numbers in the batch step, and the key.
-Generate = Callable[[Tree, Sequence[Example], Sequence[int], mx.array], g.Rollout]
-PlayEpisodes = Callable[
-    [Tree, Sequence[Example], Sequence[int], mx.array], tuple[g.Rollout, FinishedEpisodes]
-]
-
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
 
@@ -42,23 +39,24 @@ _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 class Collector:
     """Makes experiences; holds the settings for sampling and scoring."""
 
-    generate: Generate
+    engine: Engine
+    sampling: g.Sampling
     scorer: Scorer
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
     ranks: Ranks = attrs.field(factory=Ranks)
-    play: PlayEpisodes | None = None  # in place of `generate` where there are environments
+    environments: Environments | None = None  # they answer the model's turns
+    vision: VisionPart | None = None
     # Each reward's batch steps in a row in which its calls were too slow, or ended their process.
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def collect(
         self,
-        params: Tree,
         take: Callable[[int], Sequence[Example]],
         key: mx.array,
         trainer_state: TrainerState = NO_RUN,
     ) -> Experience:
-        """Sample and score `batch_size` prompts with the given parameters.
+        """Sample and score `batch_size` prompts with the engine's weights.
 
         `take(n)` gives the next n prompts; rewards get `trainer_state`.
         With dynamic sampling, groups without variance are replaced by new prompts for at most
@@ -74,7 +72,7 @@ class Collector:
         failed: dict[int, Failed] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part, failed_now = self._on_all_ranks(params, take(missing), fold_in(key, number), trainer_state)
+            part, failed_now = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
             varied = varied_groups(part.rewards_pg)
@@ -104,37 +102,52 @@ class Collector:
         return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
 
     def _on_all_ranks(
-        self, params: Tree, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> RankExperience:
-        """One round, and the rewards that failed for all its completions; each rank does its share."""
-        if self.ranks.alone:
-            return self._once(params, examples, range(len(examples)), key, trainer_state)
-        numbers = range(self.ranks.number, len(examples), self.ranks.count)
-        own, part, fault = [examples[number] for number in numbers], None, None
-        if own:
-            try:
-                part = self._once(params, own, numbers, key, trainer_state)
-            except RewardError as error:
-                fault = str(error)
-        else:
-            (self.play or self.generate)(params, own, numbers, key)  # they may meet the others
-        return meet_for_rollout(self.ranks, examples, part, fault)
-
-    def _once(
         self,
-        params: Tree,
         examples: Sequence[Example],
-        numbers: Sequence[int],
         key: mx.array,
         trainer_state: TrainerState,
     ) -> RankExperience:
-        """One round of these examples; `numbers` are their places among the examples of all ranks."""
+        """One round, and the rewards that failed for all its completions; each rank does its share."""
+        numbers = range(self.ranks.number, len(examples), self.ranks.count)
+        own, part, fault = [examples[number] for number in numbers], None, None
         started = time.perf_counter()
-        played = None
-        if self.play is None:
-            rollout = self.generate(params, examples, numbers, key)
-        else:
-            rollout, played = self.play(params, examples, numbers, key)
+        sampled = self._sampled(own, numbers, key)
+        if own:
+            try:
+                part = self._scored(own, *sampled, trainer_state, started)
+            except RewardError as error:
+                if self.ranks.alone:
+                    raise
+                fault = str(error)
+        if part is not None and self.ranks.alone:
+            return part
+        return meet_for_rollout(self.ranks, examples, part, fault)
+
+    def _sampled(
+        self, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
+    ) -> tuple[g.Rollout, FinishedEpisodes | None]:
+        """Completions, or conversations; `numbers` are the examples' places among those of all ranks."""
+        if self.environments is not None:
+            return self.environments.play(
+                self.engine,
+                examples,
+                self.sampling,
+                key=key,
+                numbers=numbers,
+                agree=lambda differ: self.ranks.agree("the prompts", differ),
+            )
+        requests = requests_of(examples, numbers, self.vision)
+        return self.engine.generate(requests, self.sampling, key=key), None
+
+    def _scored(
+        self,
+        examples: Sequence[Example],
+        rollout: g.Rollout,
+        played: FinishedEpisodes | None,
+        trainer_state: TrainerState,
+        started: float,
+    ) -> RankExperience:
+        """The rollout that began at `started`, with its rewards; and those that failed for all of it."""
         sampled = time.perf_counter()
         completions = rollout.completions()
         size = rollout.num_generations

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
 from tests.support.processes.warm_process import Popen
+from tests.support.scripted_engine import SCRIPTED
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
@@ -124,17 +125,14 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 # A model that never ends, and says one letter at a time, slowly: what Ctrl-C does can be watched.
-ENDLESS = """
+ENDLESS = f"""{SCRIPTED}
 import time
-import mlx_lm
-from types import SimpleNamespace
-def endless(model, tokenizer, prompt, **options):
+def tokens():
     number = 0
     while True:
         number += 1
         time.sleep(0.02)
-        yield SimpleNamespace(token=50, prompt_tokens=1, prompt_tps=1.0, generation_tps=1.0)
-mlx_lm.stream_generate = endless
+        yield 50
 from runners.cli import main
 main()
 """

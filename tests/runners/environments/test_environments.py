@@ -90,8 +90,9 @@ class Scripted:
         """`limit`: tokens of a conversation."""
         self.tokenizer, self.script, self.limit = tokenizer, script, limit
 
-    def __call__(self, prompts, num_generations, replies, stops):
-        """As `Environments.play` wants it."""
+    def generate(self, requests, sampling, *, key, should_stop=None):
+        """As `Engine`."""
+        prompts, num_generations, replies = requests.prompts, sampling.num_generations, requests.replies
         self.prompts = prompts
         rows = len(prompts) * num_generations
         tokens, sampled, waiting = [[] for _ in range(rows)], [[] for _ in range(rows)], list(range(rows))
@@ -314,10 +315,16 @@ def examples(environments, count=1, **columns):
     return [Example(messages, "", tokens, "6", {"answer": "6", **columns}) for _ in range(count)]
 
 
+def played_by(environments, script, rows, generations=1):
+    """The conversations of a script with these problems."""
+    sampling = g.Sampling(num_generations=generations)
+    return environments.play(script, rows, sampling, key=mx.random.key(0))
+
+
 def play(environments, *turns, rows=1, **columns):
     """One conversation a row with these turns of the model."""
     script = Scripted(environments.tokenizer, lambda row: turns)
-    rollout, played = environments.play(examples(environments, rows, **columns), 1, script)
+    rollout, played = played_by(environments, script, examples(environments, rows, **columns))
     return rollout, played, script
 
 
@@ -428,7 +435,7 @@ def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(
     environments = built(timeout=1.0)
     turns = [(call("odd", kind="hang"), "Late."), (call("price", item="apple"), "3")]
     script = Scripted(environments.tokenizer, lambda row: turns[row])
-    _, played = environments.play(examples(environments, 2), 1, script)
+    _, played = played_by(environments, script, examples(environments, 2))
     assert "timed out" in played.messages[0][1]["content"] and played.messages[1][1]["content"] == "3"
     assert played.counts["timeouts"].tolist() == [1, 0]
     _, again, _ = play(environments, "Hello.", rows=2)
@@ -474,7 +481,7 @@ def test_reset_may_speak_and_the_group_shares_what_it_can(built):
     environments.calls.place._store["factory"] = lambda: SimpleShop(next(greetings))
     environments._idle.clear()
     script = Scripted(environments.tokenizer, lambda row: ["Hello."])
-    rollout, played = environments.play(examples(environments, 2), 2, script)
+    rollout, played = played_by(environments, script, examples(environments, 2), 2)
     assert len(rollout.prompts) == 2 and rollout.num_generations == 2
     spelled = [
         environments.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
@@ -507,7 +514,7 @@ def test_a_reset_that_fails_costs_the_reward(built):
     script = Scripted(environments.tokenizer, lambda row: ["Hello."])
     rows = examples(environments, 2)
     del rows[0].columns["answer"]
-    _, played = environments.play(rows, 1, script)
+    _, played = played_by(environments, script, rows)
     assert played.faults[0].startswith("reset: ") and played.faults[1] == ""
 
 
@@ -538,7 +545,7 @@ def test_a_class_can_be_several_environments(built, tmp_path):
     assert {tool.name for tool in environments.tools} == {"guess", "move"}
     script = Scripted(environments.tokenizer, lambda row: (call("guess", word="x"), "done"))
     rows = [examples(environments, env=name)[0] for name in ("words", "catch")]
-    _, played = environments.play(rows, 1, script)
+    _, played = played_by(environments, script, rows)
     assert [messages[1]["content"] for messages in played.messages] == [
         "right",
         "{'error': 'no guesses here'}",

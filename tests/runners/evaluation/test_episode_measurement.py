@@ -2,19 +2,20 @@
 
 import json
 
+import attrs
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
+from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.evaluation.episode_figures import EpisodeFigures
-from runners.evaluation.episode_measurement import measure_episodes
 from runners.evaluation.estimators import wilson
 from runners.evaluation.exact_match import evaluate
-from runners.evaluation.measurement import SamplingPlan, choose_problems, eval_rows
+from runners.evaluation.measurement import choose_problems, eval_rows, measure
 from runners.evaluation.rank_evaluation import _figures
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
@@ -93,13 +94,11 @@ def measured(model, config, **how):
     rows = eval_rows(config, whole=True)
     chosen, _ = choose_problems(rows, model, config, environments.schemas)
     rewards = all_rewards((), environments)
-    found = measure_episodes(
-        model, "it", chosen, config, SamplingPlan(max_batch=3), rewards, environments, **how
-    )
+    found = measure(model, "it", chosen, config, rewards, rows=3, environments=environments, **how)
+    sampling = sampling_of(config, model.eos_ids, decoder.find_stop(config.rollout.stop))
     own = evaluate(
-        model.policy, {}, list(chosen.values()), decoder=decoder, nudge=config.data.nudge, max_new_tokens=60,
-        eos_ids=model.eos_ids, find_stop=decoder.find_stop(config.rollout.stop), max_batch=3,
-        environments=build_environments(*arguments),
+        model.engine, list(chosen.values()), attrs.evolve(sampling, max_new_tokens=60), decoder=decoder,
+        nudge=config.data.nudge, max_batch=3, environments=build_environments(*arguments),
     )  # fmt: skip
     return found, own
 
@@ -146,8 +145,7 @@ def test_samples_and_functions_without_a_class(place, model):
     from runners.rewards.functions import resolve_rewards
 
     rewards = resolve_rewards(config.reward.functions)
-    plan = SamplingPlan(num=2, ks=(1, 2), max_batch=5)
-    found = measure_episodes(model, "it", chosen, config, plan, rewards, environments)
+    found = measure(model, "it", chosen, config, rewards, num=2, ks=(1, 2), rows=5, environments=environments)
     assert found.metrics["success"].values.tolist() == found.metrics["exact match"].values.tolist()
     assert {"pass@1", "pass@2", "maj@2", "sampled success", "sampled calls"} <= set(found.metrics)
     samples = [row for row in found.completions if row["kind"] == "sample"]
@@ -168,9 +166,8 @@ def test_data_without_answers(place, model):
         config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, Here()
     )
     chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
-    plan = SamplingPlan(num=2, ks=(1, 2), max_batch=5)
     rewards = all_rewards((), environments)
-    found = measure_episodes(model, "it", chosen, config, plan, rewards, environments)
+    found = measure(model, "it", chosen, config, rewards, num=2, ks=(1, 2), rows=5, environments=environments)
     assert found.metrics["success"].values.tolist() == [True, False, True, False]
     assert found.metrics["pass@1"].values.tolist() == found.metrics["pass@2"].values.tolist() == [1, 0, 1, 0]
     assert not {"exact match", "maj@2"} & set(found.metrics)

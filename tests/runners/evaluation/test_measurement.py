@@ -16,21 +16,14 @@ from runners import cli
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import build_examples
+from runners.engines.settings import sampling_of
 from runners.evaluation.comparison import comparison_summary, comparison_table, difference, shared
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
 from runners.evaluation.exact_match import evaluate, held_out
-from runners.evaluation.measurement import (
-    Metric,
-    ModelResult,
-    SamplingPlan,
-    choose_problems,
-    count_answers,
-    eval_rows,
-    measure_model,
-    sampling_of_rollout,
-)
+from runners.evaluation.measurement import choose_problems, eval_rows, evaluation_key, measure
+from runners.evaluation.results import Metric, ModelResult, count_answers
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import Sampling
+from runners.inference.text_generation import generation_key
 from runners.machine.startup import Platform
 from runners.quickstart import DATA_DIR
 from runners.rewards.functions import resolve_rewards
@@ -61,7 +54,7 @@ def measured(model):
     chosen, too_long = choose_problems(eval_rows(config, whole=False), model, config)
     assert too_long == 0
     rewards = resolve_rewards(config.reward.functions)
-    return measure_model(model, "it", chosen, config, SamplingPlan(num=4, ks=(1, 2, 4)), rewards)
+    return measure(model, "it", chosen, config, rewards, num=4, ks=(1, 2, 4))
 
 
 def answer(value):
@@ -75,10 +68,9 @@ def test_greedy_exact_match_is_that_of_training(model, measured):
     rows = load_rows(config.data)[1]
     examples = held_out(build_examples(rows, config.data, model.tokenizer)[0], 12)
     decoder = TextDecoder(model.tokenizer)
-    theirs = evaluate(
-        model.policy, {}, examples, decoder=decoder, nudge=config.data.nudge, max_new_tokens=40,
-        eos_ids=model.eos_ids, find_stop=decoder.find_stop(config.rollout.stop),
-    )  # fmt: skip
+    sampling = sampling_of(config, model.eos_ids, decoder.find_stop(config.rollout.stop))
+    sampling = attrs.evolve(sampling, max_new_tokens=40)
+    theirs = evaluate(model.engine, examples, sampling, decoder=decoder, nudge=config.data.nudge)
     greedy = [row for row in measured.completions if row["kind"] == "greedy"]
     assert [row["completion"] for row in greedy] == list(theirs.texts)
     assert [row["prompt"] for row in greedy] == [example.text for example in examples]
@@ -88,10 +80,10 @@ def test_greedy_exact_match_is_that_of_training(model, measured):
 def test_samples_are_drawn_for_evaluation_alone():
     """The same seed gives `grpo generate`, and a run, other random numbers."""
     seed = 5
-    sampling = sampling_of_rollout(config_of(f"run.seed={seed}"), 8)
-    assert (sampling.seed, sampling.purpose) == (seed, EVALUATION)
-    others = (Sampling(seed=seed).key, fold_in(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
-    assert not any(mx.array_equal(sampling.key, other) for other in others)
+    key = evaluation_key(config_of(f"run.seed={seed}"))
+    assert mx.array_equal(key, fold_in(mx.random.key(seed), EVALUATION))
+    others = (generation_key(seed), fold_in(mx.random.key(seed), ROLLOUTS), mx.random.key(seed))
+    assert not any(mx.array_equal(key, other) for other in others)
 
 
 def test_the_metrics_follow_from_the_completions(measured):

@@ -16,6 +16,7 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners import cli
 from runners.config.loading import load_config
+from runners.engines.settings import requests_of
 from runners.errors import UserError
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
@@ -81,6 +82,14 @@ def logprobs(module, prompt, completion, images):
     return np.array(mx.take_along_axis(logp_tv, mx.array(completion)[:, None], axis=-1)[:, 0])
 
 
+def sampled(run, examples, seed):
+    """A rollout of a run with its first weights."""
+    engine = run.collector.engine
+    engine.load(run.learner.state.params, 0)
+    requests = requests_of(examples, range(len(examples)), run.loaded.vision)
+    return engine.generate(requests, run.collector.sampling, key=mx.random.key(seed))
+
+
 def test_prompts_are_those_of_the_model_s_processor(run, theirs):
     """Token by token, with images of several sizes, two images, and none."""
     examples = [*run.data.train, *run.data.evaluation]
@@ -95,7 +104,7 @@ def test_rollout_has_the_log_probs_of_mlx_vlm(run, theirs):
     """Ragged prompts with images of different sizes: each row as mlx-vlm computes it alone."""
     module, processor = theirs
     examples = run.data.train[:5]
-    rollout = run.collector.generate(run.learner.state.params, examples, range(5), mx.random.key(1))
+    rollout = sampled(run, examples, 1)
     # A whole forward of mlx-vlm's takes each image token for one of an image.
     rows = [(n, each) for n, each in enumerate(rollout.completions()) if IMAGE_TOKEN not in each]
     assert len(rows) > 10
@@ -115,7 +124,7 @@ def test_the_tower_sees_an_image_once(run, monkeypatch):
     )
     state, examples = run.learner.state, run.data.train[:2]
     for _ in range(2):
-        rollout = run.collector.generate(state.params, examples, range(2), mx.random.key(1))
+        rollout = sampled(run, examples, 1)
         batch = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5]] * 2))
         run.learner.grad_step(state, g.split_batch(batch, max_tokens=100))
     assert sorted(seen) == sorted({image.name for example in examples for image in example.images})
@@ -191,7 +200,7 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
         key=mx.random.key(2),
         images=vision,
     )
-    untrained = run.collector.generate(run.learner.state.params, [example], [0], mx.random.key(2))
+    untrained = sampled(run, [example], 2)
     for row, completion in enumerate(rollout.completions()):
         wanted = logprobs(module, ids, completion, images)
         np.testing.assert_allclose(np.array(rollout.logp_bt)[row, : len(completion)], wanted, atol=1e-4)
@@ -291,10 +300,7 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
     config = load_config(str(write_vision_run(folder, run={"name": "renamed"})), [f"model.path={other}"])
     found = build_run(config.check(), CPU)
     examples = run.data.train[:3]
-    both = [
-        each.collector.generate(each.learner.state.params, examples, range(3), mx.random.key(1))
-        for each in (run, found)
-    ]
+    both = [sampled(each, examples, 1) for each in (run, found)]
     assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
     assert mx.array_equal(both[0].logp_bt, both[1].logp_bt)
     final = save_model(tmp_path / "final", found.learner.state.params, found.loaded)

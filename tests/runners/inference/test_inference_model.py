@@ -55,7 +55,7 @@ def test_nothing_trains_and_the_dtype_is_the_platforms(llama):
         model = load_inference(str(llama), platform, dtype=dtype)
         assert {leaf.dtype for _, leaf in tree_flatten(model.module.parameters())} == {wanted}
         assert tree_flatten(model.module.trainable_parameters()) == [] and not model.module.training
-        assert model.launch == ("async" if platform is GPU else "eval") and model.eos_ids == (2,)
+        assert model.engine.decoding.pipelined == (platform is GPU) and model.eos_ids == (2,)
 
 
 def test_packed_weights_stay_packed(tmp_path):

@@ -1,16 +1,20 @@
-"""Streams and batches: one and the same completion, ends, speed; conversations over one cache."""
+"""Streams and batches: one and the same completion, ends, speed; conversations over kept caches."""
 
 import re
 
+import attrs
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from grpo_fn.prng import EVALUATION
+import grpo_fn as g
+from grpo_fn.prng import EVALUATION, fold_in
 from runners.data.prompts import render
+from runners.engines.engine import Cancelled, Requests
+from runners.inference.batches import sample_batches
 from runners.inference.conversation import Conversation
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import Completion, Sampling, Speed, generate_batches, stream
+from runners.inference.text_generation import Completion, Speed, generation_key, stream
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder
@@ -34,41 +38,56 @@ def embedded():
     return load_inference("embedded", CPU)
 
 
-def prompts_of(model, questions=QUESTIONS):
-    """The questions as tokens."""
-    return [render(model.tokenizer, [{"role": "user", "content": text}])[1] for text in questions]
+def examples_of(model, questions=QUESTIONS):
+    """The questions as prompts."""
+    return [model.example([{"role": "user", "content": text}]) for text in questions]
 
 
-def streamed(model, prompt, sampling, **options):
+def streamed(model, prompt, sampling, *, number=0, seed=0, **options):
     """(pieces, completion) of a stream."""
-    *pieces, whole = stream(model, prompt, sampling, decoder=TextDecoder(model.tokenizer), **options)
+    request = Requests(prompts=[prompt], numbers=[number])
+    options = {"key": generation_key(seed), "decoder": TextDecoder(model.tokenizer), **options}
+    *pieces, whole = stream(model.engine, request, ending(model, sampling), **options)
     assert isinstance(whole, Completion) and all(isinstance(piece, str) for piece in pieces)
     return pieces, whole
 
 
-def batched(model, prompts, sampling, **options):
-    """The completions of all prompts."""
-    decoder = TextDecoder(model.tokenizer)
-    return list(generate_batches(model, prompts, sampling, decoder=decoder, **options))
+def batched(model, examples, sampling, *, seed=0, generations=1, **options):
+    """The completions of all prompts, G of each in a row."""
+    options = {"key": generation_key(seed), "decoder": TextDecoder(model.tokenizer), **options}
+    sampling = attrs.evolve(ending(model, sampling), num_generations=generations)
+    found = []
+    for batch in sample_batches(model.engine, examples, sampling, **options):
+        rows = zip(batch.texts, batch.rollout.completions(), batch.finish, strict=True)
+        found += [Completion(text, tuple(tokens), finish) for text, tokens, finish in rows]
+    return found
+
+
+def ending(model, sampling):
+    """The sampling, which also ends at the model's end tokens."""
+    return attrs.evolve(sampling, eos_ids=model.eos_ids)
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.0, max_tokens=16),
-        Sampling(temperature=1.0, seed=3, max_tokens=16),
-        Sampling(temperature=0.9, top_p=0.8, top_k=30, min_p=0.01, seed=5, max_tokens=16),
-        Sampling(temperature=0.7, repetition_penalty=1.4, max_tokens=16),
+        g.Sampling(temperature=0.0, max_new_tokens=16),
+        g.Sampling(max_new_tokens=16),
+        g.Sampling(temperature=0.9, top_p=0.8, top_k=30, min_p=0.01, max_new_tokens=16),
+        g.Sampling(temperature=0.7, repetition_penalty=1.4, max_new_tokens=16),
     ],
     ids=["greedy", "plain", "truncated", "penalty"],
 )
-def test_a_stream_is_the_batches_completion(model, sampling):
-    """mlx-lm's loop over one prompt and ours over many draw the same tokens from one seed."""
-    prompts = prompts_of(model)
-    together = batched(model, prompts, sampling)
-    for number, prompt in enumerate(prompts):
-        pieces, whole = streamed(model, prompt, sampling, number=number)
-        assert [whole] == together[number]
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_stream_is_the_batches_completion(model, sampling, pipelined, monkeypatch):
+    """One row over kept caches, and many rows over one copy of each prompt, draw the same tokens."""
+    decoding = attrs.evolve(model.engine.decoding, pipelined=pipelined)
+    monkeypatch.setattr(model.engine, "decoding", decoding)
+    examples = examples_of(model)
+    together = batched(model, examples, sampling, seed=3)
+    for number, example in enumerate(examples):
+        pieces, whole = streamed(model, example.tokens, sampling, number=number, seed=3)
+        assert whole == together[number]
         assert "".join(pieces) == whole.text
         ended = whole.tokens[-1] in model.eos_ids
         assert (whole.finish, len(whole.tokens) == 16 or ended) == ("stop" if ended else "length", True)
@@ -76,101 +95,129 @@ def test_a_stream_is_the_batches_completion(model, sampling):
 
 def test_a_greedy_stream_is_mlx_lms_own(model):
     """`mlx_lm.stream_generate` without any option."""
-    prompt = prompts_of(model)[0]
-    theirs = [r.token for r in mlx_lm.stream_generate(model.module, model.tokenizer, list(prompt), 12)]
-    assert streamed(model, prompt, Sampling(temperature=0.0, max_tokens=12))[1].tokens == tuple(theirs)
+    (example, *_) = examples_of(model)
+    theirs = [
+        r.token for r in mlx_lm.stream_generate(model.module, model.tokenizer, list(example.tokens), 12)
+    ]
+    sampling = g.Sampling(temperature=0.0, max_new_tokens=12)
+    assert streamed(model, example.tokens, sampling)[1].tokens == tuple(theirs)
 
 
 def test_seeds_differ_and_repeat(model):
     """One seed gives one text, another another; the completions of a prompt differ among themselves."""
-    prompts = prompts_of(model)[:1]
 
     def draw(seed):
         """Three completions of the first question."""
-        sampling = Sampling(temperature=1.0, seed=seed, max_tokens=12)
-        return batched(model, prompts, sampling, num_generations=3)
+        sampling = g.Sampling(max_new_tokens=12)
+        return batched(model, examples_of(model)[:1], sampling, seed=seed, generations=3)
 
     first, again, other = draw(1), draw(1), draw(2)
     assert first == again != other
-    assert len({completion.tokens for completion in first[0]}) == 3
+    assert len({completion.tokens for completion in first}) == 3
 
 
 def test_seeds_and_purposes_share_no_completion(model):
     """Four copies of a question from seeds 0 to 3, and from one seed for another purpose: all different."""
-    prompts = prompts_of(model)[:1] * 4
-    kinds = [{"seed": seed} for seed in range(4)] + [{"purpose": EVALUATION}]
-    drawn = [batched(model, prompts, Sampling(temperature=1.0, max_tokens=24, **kind)) for kind in kinds]
-    assert len({group[0].tokens for groups in drawn for group in groups}) == 20
+    examples = examples_of(model)[:1] * 4
+    keys = [generation_key(seed) for seed in range(4)] + [fold_in(mx.random.key(0), EVALUATION)]
+    drawn = [batched(model, examples, g.Sampling(max_new_tokens=24), key=key) for key in keys]
+    assert len({completion.tokens for found in drawn for completion in found}) == 20
 
 
 def test_batches_of_any_size_give_the_same(model):
-    """One, two or all completions at a time, and the number of prompts each batch brings."""
-    prompts = prompts_of(model)
-    sampling = Sampling(temperature=1.0, max_tokens=8)
-    whole = batched(model, prompts, sampling, num_generations=2)
+    """One, two or all completions at a time."""
+    examples, sampling = examples_of(model), g.Sampling(max_new_tokens=8)
+    whole = batched(model, examples, sampling, generations=2)
     for rows in (1, 2, 4):
-        assert batched(model, prompts, sampling, num_generations=2, max_batch=rows) == whole
-    assert [len(group) for group in whole] == [2, 2, 2]
+        assert batched(model, examples, sampling, generations=2, rows=rows) == whole
+    assert len(whole) == 6
 
 
 def test_ends(embedded):
     """An end token, a stop string, the limit: each is told, in streams and batches alike."""
     question = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
-    (prompt,) = prompts_of(embedded, [question])
+    (example,) = examples_of(embedded, [question])
     decoder = TextDecoder(embedded.tokenizer)
     for stop, limit, finish in (([], 60, "stop"), (["</reasoning>"], 60, "stop"), ([], 5, "length")):
-        sampling = Sampling(temperature=0.0, max_tokens=limit)
         find = decoder.find_stop(stop)
-        _, whole = streamed(embedded, prompt, sampling, find_stop=find)
-        assert [[whole]] == batched(embedded, [prompt], sampling, find_stop=find)
+        sampling = g.Sampling(temperature=0.0, max_new_tokens=limit, find_stop=find)
+        _, whole = streamed(embedded, example.tokens, sampling)
+        assert [whole] == batched(embedded, [example], sampling)
         assert whole.finish == finish
         assert whole.text.endswith("</reasoning>") == bool(stop)
         assert (whole.tokens[-1] in embedded.eos_ids) == (finish == "stop" and not stop)
 
 
+PREFILL = 2  # layers, after each of which a stream asks
+
+
 def test_a_stream_stops_when_asked(model):
-    """After the token under way; what came so far is the completion."""
-    asked = iter([False, False, True])
-    _, whole = streamed(model, prompts_of(model)[0], Sampling(max_tokens=50), stopped=lambda: next(asked))
+    """After the token under way; what came so far is the completion. Before the first one there is none."""
+    prompt, sampling = examples_of(model)[0].tokens, g.Sampling(max_new_tokens=50)
+    asked = iter([*[False] * PREFILL, False, False, True])
+    model.engine.load({}, 0)
+    _, whole = streamed(model, prompt, sampling, should_stop=lambda: next(asked))
     assert whole.finish == "interrupted" and len(whole.tokens) == 3
+    model.engine.load({}, 0)  # with kept keys there would be a first token at once
+    _, nothing = streamed(model, prompt, sampling, should_stop=lambda: True)
+    assert nothing == Completion("", (), "interrupted")
 
 
 def test_batches_stop_when_asked(model):
-    """The batch under way ends where it is, and no other follows."""
+    """The batch under way ends where it is, and no other follows; or all of it is given up."""
     calls = []
-    done = batched(
-        model,
-        prompts_of(model),
-        Sampling(temperature=1.0, max_tokens=40),
-        max_batch=2,
-        stopped=lambda: len(calls) > 1 or calls.append(1) is not None,
-    )
+
+    def stop():
+        calls.append(1)
+        return len(calls) > 12
+
+    how = {"rows": 2, "should_stop": stop}
+    done = batched(model, examples_of(model), g.Sampling(max_new_tokens=40), keep_partial=True, **how)
     assert len(done) == 2
-    assert "interrupted" in {completion.finish for (completion,) in done}
-    for (completion,) in done:
+    assert "interrupted" in {completion.finish for completion in done}
+    for completion in done:
         assert 0 < len(completion.tokens) < 40
         assert (completion.finish == "stop") == (completion.tokens[-1] in model.eos_ids)
+    calls.clear()
+    with pytest.raises(Cancelled):
+        batched(model, examples_of(model), g.Sampling(max_new_tokens=40), **how)
 
 
 def test_the_speed_is_told(model):
     """Tokens of prompts and completions add up over calls; the line has them."""
-    prompts = prompts_of(model)
-    speed = Speed()
+    examples, sampling = examples_of(model), g.Sampling(temperature=0.7, max_new_tokens=7)
+    speed, first = Speed(), len(examples[0].tokens)
     speed.start()
-    streamed(model, prompts[0], Sampling(max_tokens=7), speed=speed)
-    assert (speed.prompt_tokens, speed.tokens) == (len(prompts[0]), 7)
-    batched(model, prompts, Sampling(max_tokens=7), speed=speed)
-    assert speed.prompt_tokens == len(prompts[0]) + sum(map(len, prompts)) and speed.tokens == 28
+    model.engine.load({}, 0)
+    streamed(model, examples[0].tokens, sampling, speed=speed)
+    assert (speed.prompt_tokens, speed.tokens) == (first, 7)
+    how = {"key": generation_key(0), "decoder": TextDecoder(model.tokenizer)}
+    for batch in sample_batches(model.engine, examples, sampling, **how):
+        speed.add(batch)
+    prompts = sum(len(example.tokens) for example in examples)
+    assert speed.prompt_tokens == first + prompts and speed.tokens == 28
     assert 0 < speed.seconds < 60
     assert f"prompt {speed.prompt_tokens} tokens" in speed.line()
     # In a unit that fits the tiny model: "0.00274 GB" is nobody's way to say it.
     assert re.search(r"peak memory \d+(\.\d)? (MB|kB)$", speed.line())
 
 
+def fresh(model, prompt, sampling):
+    """The text of a whole prompt's completion, with nothing kept."""
+    model.engine.load({}, 0)
+    return streamed(model, prompt, sampling, number=1)[1].text
+
+
+def conversation(model, sampling, **options):
+    """A conversation with a model that has just been loaded: it has kept nothing."""
+    model.engine.load({}, 0)
+    return Conversation(model, ending(model, sampling), key=generation_key(0), **options)
+
+
 def test_a_conversation_remembers_and_reuses_its_cache(model):
     """The second turn's prompt holds the first; its reply is that of the whole prompt computed anew."""
-    sampling = Sampling(temperature=0.0, max_tokens=9)
-    talk = Conversation(model, sampling, system="Be brief.")
+    sampling = g.Sampling(temperature=0.0, max_new_tokens=9)
+    talk = conversation(model, sampling, system="Be brief.")
     first = "".join(talk.reply("How many?"))
     speed = Speed()
     second = "".join(talk.reply("And now?", speed=speed))
@@ -183,13 +230,13 @@ def test_a_conversation_remembers_and_reuses_its_cache(model):
     ]
     assert [message["content"] for message in talk.messages[1:4]] == ["How many?", first, "And now?"]
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert streamed(model, prompt, sampling)[1].text == second
+    assert fresh(model, prompt, sampling) == second
     assert 0 < speed.prompt_tokens < len(prompt), "the first turn was computed again"
 
 
 def test_a_cleared_conversation_begins_anew(model):
     """The same question, the same answer as in the beginning; another seed number for another turn."""
-    talk = Conversation(model, Sampling(temperature=1.0, max_tokens=9))
+    talk = conversation(model, g.Sampling(temperature=1.0, max_new_tokens=9))
     first = "".join(talk.reply("How many?"))
     assert "".join(talk.reply("How many?")) != first
     talk.clear()
@@ -198,28 +245,30 @@ def test_a_cleared_conversation_begins_anew(model):
 
 def test_a_nudge_begins_each_reply(model):
     """It is shown, given to the model, and part of what it said."""
-    talk = Conversation(model, Sampling(temperature=0.0, max_tokens=5), nudge="<reasoning>")
+    talk = conversation(model, g.Sampling(temperature=0.0, max_new_tokens=5), nudge="<reasoning>")
     text = "".join(talk.reply("7+5"))
     assert text.startswith("<reasoning>") and talk.messages[-1]["content"] == text
     prompt = render(model.tokenizer, talk.messages[:1], "<reasoning>")[1]
-    assert text == "<reasoning>" + streamed(model, prompt, Sampling(temperature=0.0, max_tokens=5))[1].text
+    assert (
+        text == "<reasoning>" + streamed(model, prompt, g.Sampling(temperature=0.0, max_new_tokens=5))[1].text
+    )
 
 
 def test_a_conversation_goes_on_after_an_interruption(model):
     """What had come stays; the next reply is that of the whole prompt."""
-    sampling = Sampling(temperature=0.0, max_tokens=12)
-    talk = Conversation(model, sampling)
+    sampling = g.Sampling(temperature=0.0, max_new_tokens=12)
+    talk = conversation(model, sampling)
     asked = iter([False, True])
-    list(talk.reply("How many?", stopped=lambda: next(asked)))
+    list(talk.reply("How many?", should_stop=lambda: next(asked)))
     second = "".join(talk.reply("And now?"))
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert streamed(model, prompt, sampling)[1].text == second
+    assert fresh(model, prompt, sampling) == second
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
     """An exception in the midst of a reply: no message, and the next turn is right."""
-    sampling = Sampling(temperature=0.0, max_tokens=6)
-    talk = Conversation(model, sampling)
+    sampling = g.Sampling(temperature=0.0, max_new_tokens=6)
+    talk = conversation(model, sampling)
     first = "".join(talk.reply("How many?"))
     before = list(talk.messages)
 
@@ -227,21 +276,21 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(talk.reply("7+5", stopped=fail))
+        list(talk.reply("7+5", should_stop=fail))
     assert talk.messages == before and before[-1]["content"] == first
     second = "".join(talk.reply("And now?"))
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert streamed(model, prompt, sampling)[1].text == second
+    assert fresh(model, prompt, sampling) == second
 
 
 def test_models_without_a_cache_that_can_be_cut(model, monkeypatch):
     """Each turn is computed from its beginning then."""
     monkeypatch.setattr("mlx_lm.models.cache.can_trim_prompt_cache", lambda cache: False)
-    sampling = Sampling(temperature=0.0, max_tokens=6)
-    talk = Conversation(model, sampling)
+    sampling = g.Sampling(temperature=0.0, max_new_tokens=6)
+    talk = conversation(model, sampling)
     list(talk.reply("How many?"))
     speed = Speed()
     second = "".join(talk.reply("And now?", speed=speed))
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert speed.prompt_tokens == len(prompt) and streamed(model, prompt, sampling)[1].text == second
+    assert speed.prompt_tokens == len(prompt) and fresh(model, prompt, sampling) == second
     mx.clear_cache()

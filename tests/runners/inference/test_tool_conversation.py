@@ -1,21 +1,26 @@
 """Conversations with tools: `grpo chat` and `grpo generate` with calls that are run, shown and bounded."""
 
 import json
-from types import SimpleNamespace
 
-import mlx_lm
+import attrs
 import pytest
 from click.testing import CliRunner
+from mlx_lm.utils import load_tokenizer
 
+import grpo_fn as g
 from runners import cli
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.inference.batches import sample_batches
 from runners.inference.conversation import Event
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import Sampling
-from runners.inference.tool_conversation import ToolConversation, play_prompts
+from runners.inference.text_generation import generation_key
+from runners.inference.tool_conversation import ToolConversation
 from runners.inference.tool_options import ToolOptions, build_tools, env_of
 from runners.machine.startup import Platform
+from runners.quickstart import MODEL_DIR
+from tests.support.scripted_engine import answers_with
 
+TOKENIZER = load_tokenizer(MODEL_DIR)
 STOPS = tuple("e=15\n")  # what a model of any kind soon writes
 TOOLS = '''
 import time
@@ -80,16 +85,12 @@ def grpo(tmp_path, monkeypatch):
     def run(*arguments, said=(), **options):
         turns, prompts = iter(said), []
 
-        def scripted(module, tokenizer, prompt, **how):
-            prompts.append(tokenizer.decode(list(prompt)))
-            tokens = [*tokenizer.encode(next(turns), add_special_tokens=False), tokenizer.eos_token_id]
-            for number, token in enumerate(tokens[: how["max_tokens"]], 1):
-                yield SimpleNamespace(
-                    token=token, prompt_tokens=len(prompt), prompt_tps=1.0, generation_tps=number
-                )
+        def tokens_of(prompt, sampling):
+            prompts.append(TOKENIZER.decode(prompt))
+            return [*TOKENIZER.encode(next(turns), add_special_tokens=False), TOKENIZER.eos_token_id]
 
         if said:
-            monkeypatch.setattr(mlx_lm, "stream_generate", scripted)
+            answers_with(monkeypatch, tokens_of)
         result = CliRunner().invoke(cli.main, list(map(str, arguments)), **options)
         result.prompts = prompts
         return result
@@ -171,14 +172,13 @@ def test_ctrl_c_leaves_a_call_behind(grpo, monkeypatch):
     assert tools.exit_code == 0
     said = iter([call("odd", kind="hang"), call("double", a=4), "Eight."])
 
-    def scripted(module, tokenizer, prompt, **how):
-        for token in [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]:
-            yield SimpleNamespace(token=token, prompt_tokens=1, prompt_tps=1.0, generation_tps=1.0)
+    def tokens_of(prompt, sampling):
+        return [*TOKENIZER.encode(next(said), add_special_tokens=False), TOKENIZER.eos_token_id]
 
-    monkeypatch.setattr(mlx_lm, "stream_generate", scripted)
+    answers_with(monkeypatch, tokens_of)
     conversation = open_here("embedded", tools=("tools.py",))
     events, asked = [], []
-    for piece in conversation.reply("?", stopped=lambda: bool(asked)):
+    for piece in conversation.reply("?", should_stop=lambda: bool(asked)):
         if isinstance(piece, Event):
             events.append(piece)
             asked.append(1)
@@ -192,8 +192,10 @@ def open_here(name, sampling=None, stop=(), **options):
     model = load_inference(name, Platform(backend="cpu"))
     env, folders = env_of(name, ToolOptions(**options), print)
     environments = build_tools(model, env, folders, nudge="", template_kwargs={})
+    find_stop = model.decoder.find_stop(stop)
+    sampling = attrs.evolve(sampling or g.Sampling(), eos_ids=model.eos_ids, find_stop=find_stop)
     return ToolConversation(
-        model, sampling or Sampling(), environments, columns={}, stop=stop, template_kwargs={}
+        model, sampling, environments, key=generation_key(3), columns={}, template_kwargs={}
     )
 
 
@@ -202,25 +204,30 @@ def test_a_stream_is_the_first_of_a_batch(grpo, monkeypatch):
     grpo("chat", "embedded", "--tools", "tools.py", input="")
     asks = ToolCall("double", {"a": 5})
     monkeypatch.setattr(CallReader, "read", lambda self, text: ParsedTurn(text, (asks,)))
-    sampling = Sampling(max_tokens=200, temperature=1.0, seed=3)
+    sampling = g.Sampling(max_new_tokens=200)
     conversation = open_here("embedded", sampling, STOPS, tools=("tools.py",), bounds={"max_turns": 3})
     pieces = list(conversation.reply("7+5"))
     text = "".join(piece for piece in pieces if isinstance(piece, str))
     assert [p.text for p in pieces if isinstance(p, Event) and p.kind == "answer"], "turns were answered"
-    speed = SimpleNamespace(prompt_tokens=0, tokens=0, seconds=0.0)
-    found = list(
-        play_prompts(
-            conversation.model, conversation.environments,
-            [[{"role": "user", "content": "7+5"}], [{"role": "user", "content": "8+5"}]], sampling,
-            columns={}, nudge="", stop=STOPS, template_kwargs={}, num_generations=2,
-            max_batch=3, stopped=lambda: False, speed=speed,
-        )
+    model, environments = conversation.model, conversation.environments
+    examples = [
+        model.example([{"role": "user", "content": text}], tools=environments.schemas)
+        for text in ("7+5", "8+5")
+    ]
+    found = sample_batches(
+        model.engine, examples, attrs.evolve(conversation.sampling, num_generations=2),
+        key=conversation.key, decoder=model.decoder, rows=3, environments=environments,
     )  # fmt: skip
-    rows = [row for _, row in found]
-    said = "".join(m["content"] for m in rows[0]["messages"] if m["role"] == "assistant")
-    assert len(rows) == 4 and said == text
-    assert all(row["turns"] == row["calls"] + 1 or row["finish"] == "length" for row in rows)
-    assert rows[0]["tokens"] < speed.tokens == sum(row["tokens"] for row in rows)
+    first, second = found
+    said = "".join(m["content"] for m in first.played.messages[0] if m["role"] == "assistant")
+    assert len(first.texts) == len(second.texts) == 2 and said == text
+    for batch in (first, second):
+        counts = batch.played.counts
+        assert all(
+            turns == calls + 1 or finish == "length"
+            for turns, calls, finish in zip(counts["turns"], counts["calls"], batch.finish, strict=True)
+        )
+        assert batch.lengths == list(map(len, batch.played.sampled))
 
 
 def test_generate_streams_or_writes_rows(grpo, tmp_path):

@@ -4,6 +4,7 @@ The second part needs the extra `vlm` and PyTorch; CI installs neither, so there
 """
 
 import json
+import shutil
 import sys
 from importlib.util import find_spec
 
@@ -42,16 +43,20 @@ def with_vision(tmp_path):
     """A folder whose config.json says that it has a vision part; no more of it is there."""
     folder = make_model_folder(tmp_path / "seeing")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
+    config |= {"vision_config": {"depth": 2}}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
     """Converting and generating; nothing is left behind; the language part alone needs no extra."""
     monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    shutil.copytree(with_vision, with_vision.parent / "qwen")
+    stated = json.loads((with_vision / "config.json").read_text()) | {"model_type": "qwen2_vl"}
+    (with_vision.parent / "qwen" / "config.json").write_text(json.dumps(stated))
     for arguments in (
         ("convert", "seeing", "out"),
-        ("generate", "seeing", "hello", "--image", "x.png"),
+        ("generate", "qwen", "hello", "--image", "x.png"),
     ):
         result = grpo(*arguments)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
@@ -66,7 +71,7 @@ def test_images_want_a_model_that_sees(grpo, tmp_path):
     make_model_folder(tmp_path / "blind")
     result = grpo("generate", "blind", "hello", "--image", "x.png")
     assert result.exit_code == 2 and "no vision_config" in result.stderr
-    for extra in (("--num", "2"), ("--out", "x"), ("--adapter", "x")):
+    for extra in (("--num", "2"), ("--out", "x"), ("--tools", "x")):
         assert "--image goes with one PROMPT" in grpo("generate", "m", "p", "--image", "x", *extra).stderr
     assert "--image goes with one PROMPT" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
 
@@ -75,8 +80,7 @@ def test_code_of_a_folder_is_not_run_unasked(grpo, with_vision):
     """mlx-vlm would import the file that `model_file` names."""
     config = json.loads((with_vision / "config.json").read_text())
     (with_vision / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))
-    for arguments in (("convert", "seeing", "out"), ("generate", "seeing", "p", "--image", "x")):
-        assert "names code to run, evil.py" in grpo(*arguments).stderr
+    assert "names code to run, evil.py" in grpo("convert", "seeing", "out").stderr
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from runners.machine.terminal import Output, OutputLost, echo, others_visible, v
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.processes.warm_process import Popen, run
+from tests.support.scripted_engine import SCRIPTED
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -192,16 +193,12 @@ def test_what_others_log_is_visible(monkeypatch):
 
 
 # A model that answers with what stands in EVIL, whatever it is asked.
-ANSWERS = """
-import os, sys
-from types import SimpleNamespace
-import runners.machine.startup
-runners.machine.startup.load_blas()
-import mlx_lm
-def answer(model, tokenizer, prompt, **options):
-    for token in tokenizer.encode(os.environ["EVIL"], add_special_tokens=False):
-        yield SimpleNamespace(token=token, prompt_tokens=1, prompt_tps=1.0, generation_tps=1.0)
-mlx_lm.stream_generate = answer
+ANSWERS = f"""{SCRIPTED}
+import os
+from pathlib import Path
+from mlx_lm.utils import load_tokenizer
+def tokens():
+    return load_tokenizer(Path(sys.argv[2])).encode(os.environ["EVIL"], add_special_tokens=False)
 from runners.cli import main
 main(sys.argv[1:])
 """

@@ -109,13 +109,14 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert state is not None
     assert (found.held["weights"], found.frozen) == (nbytes(state.params), frozen)
     assert found.held["moments"] == nbytes(state.opt_state) - 4  # the counter of updates
-    own = 0 if learner.role.transform is None else nbytes(state.old_params, learner.role.policy.frozen)
+    learner.engine.load(state.old_params, 0)
+    policy, params = learner.engine.sampler
+    own = 0 if learner.engine.quantization == "none" else nbytes(params, policy.frozen)
     assert found.rollout == own
     assert found.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
     assert found.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
-    params = state.old_params if learner.role.transform else state.params
-    assert found.decoding == made_to_sample(learner.role.policy, params)
+    assert found.decoding == made_to_sample(policy, params)
 
 
 class Peer:

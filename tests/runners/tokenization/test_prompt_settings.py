@@ -4,14 +4,13 @@ import json
 import shutil
 
 import attrs
-import mlx_lm
 import pytest
 from click.testing import CliRunner
 
-import grpo_fn
 from runners import cli
 from runners.checkpoints.run_folder import model_of_run
 from runners.config.loading import load_config
+from runners.engines.local import LocalEngine
 from runners.errors import UserError, spell
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
@@ -302,18 +301,16 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
         )
     )
     asked = []
-    real, stream = grpo_fn.generate, mlx_lm.stream_generate
 
-    def generate(policy, params, prompts, **how):
-        asked.extend(map(tuple, prompts))
-        return real(policy, params, prompts, **how)
+    def watched(real):
+        def call(self, requests, *arguments, **how):
+            asked.extend(map(tuple, requests.prompts))
+            return real(self, requests, *arguments, **how)
 
-    def stream_generate(module, tokenizer, prompt, **how):
-        asked.append(tuple(prompt))
-        return stream(module, tokenizer, prompt, **how)
+        return call
 
-    monkeypatch.setattr(grpo_fn, "generate", generate)
-    monkeypatch.setattr(mlx_lm, "stream_generate", stream_generate)
+    for name in ("generate", "stream"):
+        monkeypatch.setattr(LocalEngine, name, watched(getattr(LocalEngine, name)))
     run = run_training(load_config("train.toml"), report=Quiet()).folder
     spelled = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n7+7=7"
     wanted = tuple(load_inference(str(base), CPU).tokenizer.encode(spelled))

@@ -94,7 +94,8 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
     """The first batch step on one of these ranks: all that no rounding changes, and the log-probs."""
     run = build_run(load_config(str(path)).check(), startup.prepare(), ranks=ranks)
     assert run.learner.state is not None
-    found = run.collector.collect(run.learner.state.old_params, run.stream.take, mx.random.key(3))
+    run.learner.engine.load(run.learner.state.old_params, 0)
+    found = run.collector.collect(run.stream.take, mx.random.key(3))
     rollout, played = found.rollout, found.played
     assert played is not None
     facts = {

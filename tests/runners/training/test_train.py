@@ -15,8 +15,8 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
+from runners.engines.local import LocalEngine
 from runners.telemetry.report import Quiet
-from runners.training.roles import RolloutRole
 from runners.training.train import RunResult, run_training
 from tests.support.processes.waiting import wait_until
 from tests.support.processes.warm_process import Popen
@@ -126,14 +126,14 @@ def test_the_same_seed_gives_the_same_run(usual: tuple[RunResult, list[dict]], t
 
 def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch step and round of dynamic sampling of seeds 0, 1 and 3 has a random key of its own."""
-    keys, generate = [], g.generate
+    keys, generate = [], LocalEngine.generate
 
-    def watched(*args: Any, key: mx.array, **options: Any) -> g.Rollout:
-        if args[3].temperature:  # evaluation draws nothing
+    def watched(self: Any, requests: Any, sampling: g.Sampling, *, key: mx.array, **options: Any) -> Any:
+        if sampling.temperature:  # evaluation draws nothing
             keys.append(tuple(key.tolist()))
-        return generate(*args, key=key, **options)
+        return generate(self, requests, sampling, key=key, **options)
 
-    monkeypatch.setattr(g, "generate", watched)
+    monkeypatch.setattr(LocalEngine, "generate", watched)
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     short = ['reward.functions=["mine.py:same"]', "rollout.max_new_tokens=2", "rollout.launch=eval"]
     for seed in (0, 1, 3):
@@ -474,7 +474,7 @@ def test_conversations_that_are_drawn_again_begin_anew(
 ) -> None:
     """Where the quantized sampler's numbers fail, the second draw does not go on with the first."""
     faults: list[str | None] = ["its log-probs are not finite"]
-    monkeypatch.setattr(RolloutRole, "_fault", lambda self, rollout: faults.pop() if faults else None)
+    monkeypatch.setattr(LocalEngine, "_fault", lambda self, rollout: faults.pop() if faults else None)
     folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8", "max_new_tokens": 40})
     lines = (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
     turns = [

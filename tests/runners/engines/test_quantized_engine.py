@@ -1,34 +1,35 @@
-"""The sampler's role: what it draws from, and how it gives way to full precision."""
+"""The engine's quantized weights: what it draws from, and how it gives way to full precision."""
 
 import json
 from pathlib import Path
 
+import attrs
 import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.algorithm.diagnostics import LossStats
 from grpo_fn.policy.quantized_role import quantized_role
 from runners.config.loading import load_config
-from runners.training.roles import RolloutRole
+from runners.engines import local
+from runners.engines.engine import Requests, Restart
+from runners.engines.local import LocalEngine
+from runners.engines.ranks import on_ranks
+from runners.ranks.messages import RankMessage
+from runners.ranks.ranks import Ranks
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
+REQUESTS, SAMPLING, KEY = Requests(prompts=[[1]]), g.Sampling(), mx.random.key(0)
 
-def role_of(policy, **options):
-    """A role in affine-4 over a tiny policy, and a state synced to it."""
+
+def engine_of(policy, **options):
+    """An engine in affine-4 over a tiny policy, with its parameters."""
     quantized = quantized_role(policy, "affine-4", group_size=32)
-    role = RolloutRole(policy, quantized, name="affine-4", **options)
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    return role, role.sync(state)
-
-
-def difference(mean):
-    """Statistics with this mean |Δ log p|."""
-    zeros = {name: mx.array(0.0) for name in LossStats._fields}
-    return LossStats(**zeros | {"logp_diff_mean": mx.array(mean)})
+    engine = LocalEngine(policy, quantized=quantized, name="affine-4", **options)
+    engine.load(policy.params, 3)
+    return engine
 
 
 @pytest.fixture(name="policy")
@@ -36,34 +37,42 @@ def _policy():
     return tiny_policy("llama-untied", hidden_size=64, intermediate_size=64)
 
 
-def drawer(*rollouts):
-    """A sampler that hands these out and keeps what it was called with."""
-    calls = []
+@pytest.fixture
+def drawn(monkeypatch):
+    """A function that sets what the decode loop returns, one after another; the list of its calls grows."""
 
-    def sample(policy, params):
-        calls.append((policy, params))
-        return rollouts[len(calls) - 1]
+    def use(*rollouts):
+        calls = []
 
-    return sample, calls
+        def decode(policy, params, prompts, sampling, **how):
+            calls.append((policy, params))
+            return rollouts[len(calls) - 1]
+            yield
+
+        monkeypatch.setattr(local, "decode", decode)
+        return calls
+
+    return use
 
 
 @pytest.mark.parametrize(("mean", "limit", "falls"), [(0.6, 0.5, True), (0.4, 0.5, False), (9.0, 0.0, False)])
 def test_past_the_limit_full_precision_takes_over(policy, mean, limit, falls):
-    """Above mismatch_limit, and only there, the next sync is of the learner's weights; a line says why."""
-    role, state = role_of(policy, limit=limit)
-    role.judge(difference(mean))
-    news = role.news()
-    assert (role.quantization == "none") is falls and bool(news) is falls
-    assert same_tree(role.sync(state).old_params, state.params) is falls
+    """Above mismatch_limit, and only there, it samples with the learner's weights; a line says why."""
+    engine = engine_of(policy, mismatch_limit=limit)
+    engine.check_mismatch(mean)
+    events = engine.events()
+    assert (engine.quantization == "none") is falls and bool(events) is falls
+    assert same_tree(engine.sampler[1], policy.params) is falls
     if falls:
-        assert role.transform is None and role.policy is policy
-        assert f"{mean:g} nats" in news[0] and "rollout.mismatch_limit = 0.5" in news[0]
-        assert role.metrics() == {"rollout/quantization": "none", "rollout/fallback": role.fallback}
-        assert role.news() == []
-        role.judge(difference(mean))
-        assert role.news() == []
+        assert engine.sampler[0] is policy
+        assert f"{mean:g} nats" in events[0] and "rollout.mismatch_limit = 0.5" in events[0]
+        assert engine.metrics() == {"rollout/quantization": "none", "rollout/fallback": engine.fallback}
+        engine.check_mismatch(mean)
+        assert engine.events() == []
+        engine.load(policy.params, 4)
+        assert same_tree(engine.sampler[1], policy.params)
     else:
-        assert role.metrics() == {"rollout/quantization": "affine-4"}
+        assert engine.metrics() == {"rollout/quantization": "affine-4"}
 
 
 @pytest.mark.parametrize(
@@ -75,40 +84,55 @@ def test_past_the_limit_full_precision_takes_over(policy, mean, limit, falls):
         (lambda r: {"tokens_bt": r.tokens_bt - 61 * (mx.arange(7) == 3).astype(mx.int32)}, "does not have"),
     ],
 )
-def test_numbers_that_fail_are_sampled_again(policy, spoil, reason):
+def test_numbers_that_fail_are_sampled_again(policy, drawn, spoil, reason):
     """NaN, infinity or a strange token: the same rollout comes from the learner's own weights instead."""
-    import attrs
-
     sound = tiny_rollout()
-    role, state = role_of(policy, vocabulary=61)
-    sample, calls = drawer(attrs.evolve(sound, **spoil(sound)), sound, sound)
-    assert role.draw(sample, state.old_params) is sound
-    assert calls[0] == (role._quantized.policy, state.old_params)
-    assert calls[1] == (policy, state.params)
-    assert reason in role.news()[0] and reason in str(role.fallback)
-    assert role.draw(sample, state.old_params) is sound and calls[2] == (policy, state.params)
-    assert same_tree(role.after_fallback(state).old_params, state.params)
+    engine = engine_of(policy, vocabulary=61)
+    quantized = engine.sampler
+    calls = drawn(attrs.evolve(sound, **spoil(sound)), sound, sound)
+    found = engine.generate(REQUESTS, SAMPLING, key=KEY)
+    assert found.tokens_bt is sound.tokens_bt and set(found.version_b.tolist()) == {3}
+    assert calls == [quantized, (policy, policy.params)]
+    assert reason in engine.events()[0] and reason in str(engine.fallback)
+    engine.generate(REQUESTS, SAMPLING, key=KEY)
+    assert calls[2] == (policy, policy.params)
 
 
-def test_a_sound_rollout_changes_nothing(policy):
-    """Finite numbers and known tokens: one draw, and the role and its weights stay."""
-    role, state = role_of(policy, vocabulary=61, limit=0.5)
-    sample, calls = drawer(tiny_rollout())
-    role.draw(sample, state.old_params)
-    assert len(calls) == 1 and role.quantization == "affine-4" and role.news() == []
-    assert role.after_fallback(state) is state
+def test_conversations_have_to_begin_again(policy, drawn):
+    """Replies that have been given belong to the turns that failed."""
+    sound = tiny_rollout()
+    engine = engine_of(policy, vocabulary=61)
+    drawn(attrs.evolve(sound, logp_bt=sound.logp_bt + mx.nan), sound)
+    requests = attrs.evolve(REQUESTS, replies=object())
+    with pytest.raises(Restart):
+        engine.generate(requests, SAMPLING, key=KEY)
+    assert engine.generate(requests, SAMPLING, key=KEY).tokens_bt is sound.tokens_bt
 
 
-def test_a_role_comes_back_from_its_facts(policy):
-    """What facts() says is all it takes to go on: fallen stays fallen, sound stays quantized."""
-    role, state = role_of(policy, limit=0.1)
-    same, _ = role_of(policy)
-    same.restore(json.loads(json.dumps(role.facts())))
-    assert same.quantization == "affine-4"
-    role.judge(difference(1.0))
-    same.restore(json.loads(json.dumps(role.facts())))
-    assert same.quantization == "none" and same.metrics() == role.metrics()
-    assert same_tree(same.sync(state).old_params, state.params)
+def test_a_sound_rollout_changes_nothing(policy, drawn):
+    """Finite numbers and known tokens: one draw, and the quantized weights stay."""
+    engine = engine_of(policy, vocabulary=61, mismatch_limit=0.5)
+    calls = drawn(tiny_rollout())
+    engine.generate(REQUESTS, SAMPLING, key=KEY)
+    assert len(calls) == 1 and engine.quantization == "affine-4" and engine.events() == []
+
+
+def test_another_rank_s_fault_counts(policy, drawn):
+    """It falls back with it, though its own numbers are sound."""
+    engine, others = engine_of(policy), ["its log-probs are not finite"]
+
+    class Two(Ranks):
+        """This rank and another."""
+
+        alone = False
+
+        def meet(self, where, value=None, arrays=None):
+            return [RankMessage(where, value), RankMessage(where, others.pop())]
+
+    calls = drawn(tiny_rollout(), tiny_rollout())
+    on_ranks(engine, Two()).generate(REQUESTS, SAMPLING, key=KEY)
+    assert len(calls) == 2 and engine.quantization == "none" and not others
+    assert on_ranks(engine, Ranks()) is engine
 
 
 def overflowing_folder(path: Path) -> Path:

@@ -1,0 +1,57 @@
+"""Converts vision-language models with mlx-vlm (extra `vlm`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from runners.errors import UserError, first_lines
+from runners.files.json_files import read_json
+from runners.machine import install_hints
+
+# Exceptions of mlx-vlm for a folder that it cannot read.
+_REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)
+
+
+def convert_vision(path: Path, target: Path, *, trust_remote_code: bool = False, **options: Any) -> None:
+    """Writes the MLX folder of a vision-language model with `mlx_vlm.convert`, which gets the options.
+
+    Its vision part is never quantized. The folder is opened once more as a check, because mlx-vlm packs
+    layers of odd sizes that it cannot read again. Raises UserError without mlx-vlm, and if mlx-vlm refuses
+    the model.
+    """
+    _check_code(path, trust_remote_code)
+    _mlx_vlm(f"{path} (its config.json has a vision part; --text-only converts the language part alone)")
+    from mlx_vlm.convert import convert  # pyright: ignore[reportMissingImports]
+    from mlx_vlm.utils import load_model  # pyright: ignore[reportMissingImports]
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            convert(str(path), str(target), trust_remote_code=trust_remote_code, **options)
+    except _REFUSALS as error:
+        raise UserError(f"{path}: mlx-vlm cannot convert it: {first_lines(str(error))}") from error
+    try:
+        load_model(target, lazy=True, trust_remote_code=trust_remote_code)
+    except _REFUSALS as error:
+        raise UserError(
+            f"{path}: mlx-vlm cannot open what it made of it: {first_lines(str(error))}"
+        ) from error
+
+
+def _mlx_vlm(what: str) -> Any:
+    try:
+        import mlx_vlm  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0] == "mlx_vlm"
+        reason = "" if missing else f" ({first_lines(str(error))})"
+        raise UserError(f"{what} needs mlx-vlm: {install_hints.extra('vlm')}{reason}") from error
+    return mlx_vlm
+
+
+def _check_code(path: Path, trust_remote_code: bool) -> None:
+    """Raises UserError for a model with its own code unless it is trusted: mlx-vlm would always run it."""
+    named = read_json(path / "config.json").get("model_file")
+    if named and not trust_remote_code:
+        raise UserError(f"{path}: config.json names code to run, {named}; --trust-remote-code lets it")

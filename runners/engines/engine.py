@@ -1,0 +1,99 @@
+"""The protocol of engines: weights in; completions, or one completion as a stream, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.images import PromptImages
+from grpo_fn.rollout import Interrupted, Replies
+from grpo_fn.trees import Tree
+
+ShouldStop = Callable[[], bool]  # asked between the steps of decoding
+
+
+def never() -> bool:
+    """`ShouldStop` of sampling that nothing interrupts."""
+    return False
+
+
+def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
+    """A function for whatever waits: it raises Interrupted once `should_stop` says so; None for `never`."""
+
+    def check() -> None:
+        if should_stop():
+            raise Interrupted
+
+    return None if should_stop is never else check
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Requests:
+    """Prompts to complete, as tokens."""
+
+    prompts: Sequence[Sequence[int]]
+    numbers: Sequence[int] | None = None  # of the prompts, for their random keys; None: 0, 1, 2, …
+    images: Sequence[PromptImages | None] | None = None  # of each prompt; None: no prompt has any
+    replies: Replies | None = None  # answers turns; None: each completion is one turn
+    drawn: int = 0  # tokens of a streamed prompt that were sampled with its key in earlier turns
+
+
+@attrs.frozen
+class Token:
+    """A sampled token."""
+
+    id: int
+    logp: float  # under the distribution that it was drawn from, nats
+    prompt_tokens: int  # tokens of its prompt that were computed; the others' keys and values were kept
+
+
+class Cancelled(Exception):
+    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts of it."""
+
+    def __init__(self, rollout: g.Rollout) -> None:
+        """`rollout`: what had been sampled; its rows may be empty."""
+        super().__init__("the sampling was interrupted")
+        self.rollout = rollout
+
+
+class Restart(Exception):
+    """The engine has given up its weights for better ones: conversations have to begin again with `reset`."""
+
+
+class Samples(Protocol):
+    """Whatever completes prompts."""
+
+    def generate(
+        self, requests: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
+    ) -> g.Rollout:
+        """Completions of all prompts, with `version_b`.
+
+        Raises Cancelled if `should_stop` ended it, Restart if it fell back amid conversations.
+        """
+        ...
+
+
+class Engine(Samples, Protocol):
+    """Something that samples."""
+
+    @property
+    def version(self) -> int:
+        """The number of the learner's update that made its weights."""
+        ...
+
+    def load(self, params: Tree, version: int) -> None:
+        """Sample with these parameters of the learner from now on; None frees those that it has."""
+        ...
+
+    def stream(
+        self, request: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
+    ) -> Iterator[Token]:
+        """The first completion of one prompt, token by token, including the one that ends it.
+
+        It ends early if `should_stop` says so, or when the caller closes it.
+        """
+        ...

@@ -1,0 +1,238 @@
+"""`LocalEngine`: it decodes in this process, with few-bit weights as long as their numbers are good."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.policy import QuantizedRole
+from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
+from grpo_fn.trees import Tree, on_host
+from runners.engines.engine import Cancelled, Requests, Restart, ShouldStop, Token, never
+
+
+class LocalEngine:
+    """An engine over a policy.
+
+    Attributes:
+        version: see `Engine`.
+        fallback: None, or why the quantized weights were given up. After that it samples in full precision.
+    """
+
+    def __init__(
+        self,
+        policy: g.Policy,
+        decoding: g.Decoding | None = None,
+        *,
+        quantized: QuantizedRole | None = None,
+        name: str = "none",
+        mismatch_limit: float = 0.0,
+        vocabulary: int = 0,
+    ) -> None:
+        """An engine without weights: `load` comes first.
+
+        Args:
+            policy: the learner's.
+            decoding: how it decodes.
+            quantized: the same model with few-bit weights; None: it samples in full precision.
+            name: their `rollout.quantization`.
+            mismatch_limit: mean |Δ log p| per token, in nats, above which they are given up; 0: never.
+            vocabulary: token ids that the model knows; 0: not checked.
+        """
+        self.version, self.fallback = 0, None
+        self.full, self.decoding = policy, decoding or g.Decoding()
+        self._quantized, self._name = quantized, name
+        self._limit, self._vocabulary = mismatch_limit, vocabulary
+        self._loaded: Tree = None  # the learner's parameters
+        self._params: Tree = None  # those that it samples with
+        self._kept: tuple[list[int], Any] | None = None  # tokens of the last stream, and its caches
+        self._events: list[str] = []
+
+    @property
+    def quantization(self) -> str:
+        """The present weights' quantization: "none" is full precision."""
+        return "none" if self._quantized is None or self.fallback is not None else self._name
+
+    @property
+    def sampler(self) -> tuple[g.Policy, Tree]:
+        """The policy and the parameters that it samples with now."""
+        if self._quantized is None or self.fallback is not None:
+            return self.full, self._loaded
+        return self._quantized.policy, self._params
+
+    def load(self, params: Tree, version: int) -> None:
+        """As `Engine`: rounded where its weights are quantized."""
+        self._loaded, self.version, self._kept, self._params = params, version, None, None
+        if params is not None and self._quantized is not None and self.fallback is None:
+            self._params = self._quantized.transform(params)
+            g.materialize(self._params)
+
+    def generate(
+        self,
+        requests: Requests,
+        sampling: g.Sampling,
+        *,
+        key: mx.array,
+        should_stop: ShouldStop = never,
+        agree: Callable[[str | None], str | None] = lambda fault: fault,
+    ) -> g.Rollout:
+        """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
+
+        `agree(fault)` gives the fault of any rank: all call it after each rollout of quantized weights.
+        Without prompts there is no row.
+        """
+        while True:
+            rollout = self._sampled(requests, sampling, key, should_stop)
+            if should_stop():
+                raise Cancelled(rollout)
+            fault = None if self.quantization == "none" else agree(self._fault(rollout))
+            if fault is None:
+                versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
+                return attrs.evolve(rollout, version_b=versions_b)
+            self._give_up(f"{fault}; the rollout was sampled again")
+            if requests.replies is not None:
+                raise Restart
+
+    def stream(
+        self, request: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
+    ) -> Iterator[Token]:
+        """As `Engine`. Keys and values are kept for the next stream, which computes only what differs."""
+        (prompt,), (number,) = request.prompts, request.numbers or (0,)
+        policy, params = self.sampler
+        caches, held = None, 0
+        sampling = attrs.evolve(sampling, num_generations=1)
+        # Ends are looked for here.
+        how: dict[str, Any] = {"decoding": attrs.evolve(self.decoding, check_every=sampling.max_new_tokens)}
+        if request.images is None:
+            caches, held = self._caches_for(policy, prompt)
+            how |= {"caches": caches, "held": held, "number": number, "drawn": request.drawn}
+            columns = decode_after(policy, params, prompt, sampling, key=key, **how)
+        else:
+            how |= {"images": request.images, "prompt_numbers": [number]}
+            columns = decode(policy, params, [prompt], sampling, key=key, **how)
+        tokens: list[int] = []
+        try:
+            for column in _delayed(columns, int(self.decoding.pipelined)):
+                if column is not None:
+                    tokens += on_host(column.tokens_b)
+                    yield Token(tokens[-1], on_host(column.logp_b)[0], len(prompt) - held)
+                    if sampling.end_of(tokens, len(tokens) - 1) is not None:
+                        break
+                if should_stop():
+                    break
+        except Exception:
+            caches = None  # what they hold is not known
+            raise
+        finally:
+            columns.close()
+            self._kept = None if caches is None else ([*prompt, *tokens], caches)
+
+    def check_mismatch(self, nats: float) -> None:
+        """Gives up quantized weights if their mean |Δ log p| from the learner, nats a token, is too large."""
+        if self.quantization != "none" and 0 < self._limit < nats:
+            self._give_up(
+                f"its log-probs are {nats:.3g} nats a token from the learner's on average, above "
+                f"rollout.mismatch_limit = {self._limit:g}"
+            )
+
+    def events(self) -> list[str]:
+        """What has happened since the last call, a line each."""
+        events, self._events = self._events, []
+        return events
+
+    def metrics(self) -> dict[str, str]:
+        """Metrics of an engine whose weights are or were quantized."""
+        if self._quantized is None:
+            return {}
+        why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
+        return {"rollout/quantization": self.quantization, **why}
+
+    def _sampled(
+        self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
+    ) -> g.Rollout:
+        """A rollout; if `should_stop` ends it, as far as it has come."""
+        if not requests.prompts:
+            return _empty(sampling)
+        policy, params = self.sampler
+        columns = decode(
+            policy,
+            params,
+            requests.prompts,
+            sampling,
+            key=key,
+            prompt_numbers=requests.numbers,
+            replies=requests.replies,
+            images=requests.images,
+            decoding=self.decoding,
+        )
+        try:
+            while True:
+                next(columns)
+                if should_stop():
+                    columns.throw(Interrupted())
+        except StopIteration as end:
+            return end.value
+
+    def _fault(self, rollout: g.Rollout) -> str | None:
+        tokens_bt = rollout.tokens_bt
+        finite = mx.isfinite(rollout.logp_bt).all()
+        known = (tokens_bt >= 0).all()
+        if self._vocabulary:
+            known = known & (tokens_bt < self._vocabulary).all()
+        if not finite.item():
+            return "its log-probs are not finite"
+        return None if known.item() else "it drew a token that the model does not have"
+
+    def _give_up(self, reason: str) -> None:
+        self._events.append(
+            f"sampling continues in full precision: rollout.quantization = {self._name}: {reason}"
+        )
+        self.fallback, self._params = reason, None
+
+    def _caches_for(self, policy: g.Policy, prompt: Sequence[int]) -> tuple[Any, int]:
+        """The caches kept, cut to the tokens that they share with the prompt, or new ones; and how many.
+
+        The prompt's last token is not among them.
+        """
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            known, caches = kept
+            pairs = enumerate(zip(known, prompt[:-1], strict=False))
+            shared = next((n for n, (a, b) in pairs if a != b), min(len(known), len(prompt) - 1))
+            held = getattr(caches[0], "offset", None)
+            if shared and isinstance(held, int) and can_trim_prompt_cache(caches):
+                shared = min(shared, held)
+                if trim_prompt_cache(caches, held - shared) == held - shared:
+                    return caches, shared
+        return make_prompt_cache(policy.module), 0
+
+
+def _delayed(columns: Columns[Any], lag: int) -> Iterator[Column | None]:
+    """The columns, each when the next `lag` are on their way: a pipelined step is not waited for at once."""
+    waiting: deque[Column] = deque()
+    for column in columns:
+        if column is not None:
+            waiting.append(column)
+        yield waiting.popleft() if len(waiting) > lag else None
+    yield from waiting
+
+
+def _empty(sampling: g.Sampling) -> g.Rollout:
+    """The rollout of no prompts."""
+    none = mx.zeros((0, 1))
+    return g.Rollout(
+        prompts=(),
+        num_generations=sampling.num_generations,
+        tokens_bt=none.astype(mx.int32),
+        lengths_b=mx.zeros((0,), mx.int32),
+        logp_bt=none,
+        finished_b=mx.zeros((0,), mx.bool_),
+        entropy_bt=none if sampling.with_entropy else None,
+    )

@@ -1,0 +1,103 @@
+"""What a measurement finds: a number for each problem and metric, and shares of right samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
+from runners.rewards.builtin import extract_answer, numbers_equal
+
+
+@attrs.frozen(eq=False)
+class Metric:
+    """One number for each problem, with their mean and interval."""
+
+    values: np.ndarray  # float64; NaN for a problem without a value
+    percent: bool = False  # shown as a percentage
+
+    @property
+    def mean(self) -> float:
+        """The mean over the problems with a value; NaN without any."""
+        known = self.values[~np.isnan(self.values)]
+        return float(known.mean()) if known.size else float("nan")
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems; None without values."""
+        known = self.values[~np.isnan(self.values)]
+        if not known.size:
+            return None
+        if self.percent and set(known.tolist()) <= {0.0, 1.0}:
+            return wilson(round(known.sum()), known.size)
+        return bootstrap(known.tolist())
+
+
+@attrs.frozen(eq=False)
+class ModelResult:
+    """One model on some problems."""
+
+    model: str
+    indices: tuple[int, ...]  # which rows of the data
+    metrics: dict[str, Metric]  # name -> values in the order of `indices`
+    completions: tuple[dict[str, Any], ...]  # JSON rows
+    problems: tuple[str, ...]  # faults in scoring
+    seconds: float = 0.0  # of conversations with tools
+
+
+@attrs.frozen
+class _AnswerCounts:
+    """The answers of one problem's samples."""
+
+    votes: tuple[int, ...]  # samples of each different answer
+    silent: int  # samples without an answer
+    right: int | None  # which answer is the gold one
+
+    @property
+    def correct(self) -> int:
+        return 0 if self.right is None else self.votes[self.right]
+
+
+def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
+    answers: list[str] = []
+    votes: list[int] = []
+    silent = 0
+    for text in texts:
+        answer = extract_answer(text)
+        if answer is None:
+            silent += 1
+            continue
+        place = next((i for i, known in enumerate(answers) if numbers_equal(known, answer)), len(answers))
+        if place == len(answers):
+            answers.append(answer)
+            votes.append(0)
+        votes[place] += 1
+    right = next((i for i, answer in enumerate(answers) if numbers_equal(answer, gold)), None)
+    return _AnswerCounts(tuple(votes), silent, right)
+
+
+def shares(tallies: Sequence[_AnswerCounts], num: int, ks: Sequence[int]) -> dict[str, Metric]:
+    """pass@k for every k, and maj@k for k above 1 (for k = 1 they are the same), from `num` samples each."""
+    found = {}
+    for k in ks:
+        found[f"pass@{k}"] = [pass_at_k(num, tally.correct, k) for tally in tallies]
+    for k in (k for k in ks if k > 1):
+        found[f"maj@{k}"] = [majority_at_k(tally.votes, tally.silent, tally.right, k) for tally in tallies]
+    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
+
+
+def success_shares(succeeded: Sequence[int], num: int, ks: Sequence[int]) -> dict[str, Metric]:
+    """pass@k for every k, from the number of succeeded samples of each problem, of `num`."""
+    found = {f"pass@{k}": [pass_at_k(num, count, k) for count in succeeded] for k in ks}
+    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
+
+
+def row_means(values: Any) -> np.ndarray:
+    """Means of rows, ignoring NaN; NaN for a row without values."""
+    array = np.asarray(values, np.float64)
+    known = ~np.isnan(array)
+    with np.errstate(invalid="ignore"):
+        return np.where(known, array, 0.0).sum(axis=1) / known.sum(axis=1)

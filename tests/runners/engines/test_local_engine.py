@@ -1,0 +1,130 @@
+"""The engine of this process: versions, streams over kept caches, and an end between two steps."""
+
+import time
+
+import mlx.core as mx
+import pytest
+
+import grpo_fn as g
+from runners.engines.engine import Cancelled, Requests
+from runners.engines.local import LocalEngine
+from tests.support.generating import EOS, RAGGED, roll
+from tests.support.tiny_policies import same_tree, tiny_policy
+
+SAMPLING = g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=EOS)
+KEY = mx.random.key(0)
+
+
+def engine_of(policy, version=0, **options):
+    """An engine with the policy's own parameters."""
+    engine = LocalEngine(policy, g.Decoding(**options))
+    engine.load(policy.params, version)
+    return engine
+
+
+def test_it_samples_what_the_core_does_and_says_with_which_weights():
+    """The rollout of `generate`, with the version of the weights; no prompt gives no row."""
+    policy = tiny_policy()
+    engine = engine_of(policy, version=7)
+    found = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+    assert found.completions() == roll(policy, eos_ids=EOS).completions()
+    assert found.version_b.tolist() == [7] * 9
+    engine.load(policy.params, 8)
+    both = g.join_rollouts([found, engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)])
+    assert both.version_b.tolist() == [7] * 9 + [8] * 9
+    assert g.take_groups(both, [5, 0]).version_b.tolist() == [8] * 3 + [7] * 3
+    nothing = engine.generate(Requests(prompts=[]), SAMPLING, key=KEY)
+    assert nothing.completions() == [] and nothing.version_b.shape == (0,)
+
+
+def test_loaded_weights_are_the_learner_s_arrays_until_they_are_freed():
+    """Assignment, no copy."""
+    policy = tiny_policy()
+    engine = engine_of(policy)
+    assert engine.sampler[1] is policy.params and same_tree(engine.sampler[1], policy.params)
+    engine.load(None, 1)
+    assert engine.sampler[1] is None and engine.version == 1
+
+
+class Slow:
+    """Makes each call of a model take a while."""
+
+    def __init__(self, policy, seconds):
+        self.calls, model = 0, policy.module.model
+        kind = type(model)
+
+        class Slowed(kind):
+            def __call__(inner, *arguments, **options):
+                self.calls += 1
+                time.sleep(seconds)
+                return kind.__call__(inner, *arguments, **options)
+
+        model.__class__ = Slowed
+
+
+@pytest.mark.parametrize("prompts", [RAGGED, [list(range(3, 60))] * 2], ids=["ragged", "long"])
+def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
+    """A signal comes during the third call of the model: that one is the last. The policy is usable after."""
+    policy = tiny_policy()
+    slow = Slow(policy, 0.02)
+    sampling = g.Sampling(num_generations=2, max_new_tokens=400)
+    engine = engine_of(policy, check_every=1)
+    with pytest.raises(Cancelled) as cancelled:
+        engine.generate(Requests(prompts=prompts), sampling, key=KEY, should_stop=lambda: slow.calls >= 3)
+    assert slow.calls == 3
+    assert max(map(len, cancelled.value.rollout.completions())) <= 3
+    again = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+    assert again.completions() == roll(tiny_policy(), eos_ids=EOS).completions()
+
+
+def stream(engine, prompt, **options):
+    """(token ids, tokens of the prompt that were computed) of a stream."""
+    request = Requests(prompts=[prompt], numbers=[0], **options)
+    tokens = list(engine.stream(request, SAMPLING, key=KEY))
+    return [token.id for token in tokens], tokens[0].prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_stream_continues_over_what_it_kept(name, pipelined):
+    """A longer prompt, one that differs in its midst, and the same again: never other tokens than without."""
+    policy = tiny_policy(name)
+    engine = engine_of(policy, pipelined=pipelined)
+    first = [5, 9, 11, 3, 7]
+    said, computed = stream(engine, first)
+    assert computed == len(first)
+    longer = [*first, *said, 8, 9]
+    for prompt in (longer, [*longer[:4], 30, 31], longer, longer):
+        fresh = engine_of(policy)
+        want, whole = stream(fresh, prompt)
+        got, computed = stream(engine, prompt)
+        assert got == want and whole == len(prompt)
+        if name == "llama":
+            assert 1 <= computed < len(prompt), "the beginning was kept"
+    engine.load(policy.params, 1)
+    assert stream(engine, longer)[1] == len(longer), "other weights"
+
+
+def test_a_stream_that_is_closed_or_fails_spoils_nothing():
+    """What it kept is known, or not used."""
+    policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
+    engine = engine_of(policy)
+    want, _ = stream(engine, prompt)
+    steps = engine.stream(Requests(prompts=[prompt]), SAMPLING, key=KEY)
+    next(steps)
+    steps.close()
+    assert stream(engine, prompt) == (want, 1)
+    with pytest.raises(ValueError, match="token id"):
+        stream(engine, [*prompt, 10**6])
+    assert stream(engine, prompt)[0] == want
+
+
+def test_a_sampled_prompt_s_later_turn_draws_on():
+    """`drawn` counts the tokens of earlier turns: two streams draw what one does."""
+    policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
+    engine = engine_of(policy)
+    free = g.Sampling(max_new_tokens=12)
+    whole = [t.id for t in engine.stream(Requests(prompts=[prompt]), free, key=KEY)]
+    request = Requests(prompts=[[*prompt, *whole[:5]]], drawn=5)
+    rest = engine.stream(request, g.Sampling(max_new_tokens=7), key=KEY)
+    assert [token.id for token in rest] == whole[5:]
