@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
 from tests.support.processes.warm_process import Popen
-from tests.support.scripted_engine import SCRIPTED
+from tests.support.services.scripted_engine import SCRIPTED
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"

@@ -18,7 +18,7 @@ from runners.inference.tool_conversation import ToolConversation
 from runners.inference.tool_options import ToolOptions, build_tools, env_of
 from runners.machine.startup import Platform
 from runners.quickstart import MODEL_DIR
-from tests.support.scripted_engine import answers_with
+from tests.support.services.scripted_engine import answers_with
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
 STOPS = tuple("e=15\n")  # what a model of any kind soon writes

@@ -22,7 +22,7 @@ from runners.machine.terminal import Output, OutputLost, echo, others_visible, v
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.processes.warm_process import Popen, run
-from tests.support.scripted_engine import SCRIPTED
+from tests.support.services.scripted_engine import SCRIPTED
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
