@@ -3,7 +3,7 @@
     python -m tests.campaigns.fuzz --inputs 10000 [--target NAME] [--seed N]
     python -m tests.campaigns.fuzz --target toml --atheris  the same by coverage, with `pip install atheris`
 
-Whatever a file holds, reading it gives a value or a UserError: any other exception, a crash, more than ten
+Whatever a file holds, reading it gives a value or a UserError: any other exception, a crash, more than five
 seconds, or a file touched outside of the input's own folder is a failure. Each kind of file is read in a
 process of its own, so that one which MLX or Python cannot survive is found too, with the input that did it.
 The long form has 100,000 inputs. Those of chat templates need a process each, and so are a tenth as many as
@@ -46,7 +46,7 @@ from tests.campaigns.fuzz_inputs import JSON, Target, changed_json, dumped, muta
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOWER = 10  # inputs of a fast target for one of a target whose inputs need a process each
-SECONDS = 10.0  # for one input
+SECONDS = 5.0  # for one input
 MEMORY = 8 << 30  # bytes of a process's address space
 _WRITING = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate")
 _RUNNING = (

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from runners.errors import ConfigError, UserError
 from tests.campaigns.fuzz_inputs import Target, changed_json, dumped, mutated
+from tests.campaigns.fuzz_runs import Runs
 
 ASKED = ({"role": "user", "content": "How many are left?"},)
 TALKS = (ASKED, ({"role": "system", "content": "Be brief."}, *ASKED))
@@ -108,7 +109,7 @@ _HUGE = (
 class Templates(Target):
     """chat_template.jinja: real ones mutated, pieces of the language in any order, and ones without end."""
 
-    patience = 12  # two seconds of computing in a process of its own, on a machine that may be busy
+    patience = 24  # two seconds of computing in a process of its own, on a machine that may be busy
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -383,6 +384,7 @@ def _rows(text: str, folder: Path) -> None:
 
 
 FAMILIES: dict[str, type[Target]] = {
+    "runs": Runs,
     "adapters": Adapters,
     "templates": Templates,
     "parquet": Parquet,
