@@ -157,7 +157,9 @@ def _by_mlx_lm(path: Path, target: Path, trust_remote_code: bool, options: dict[
         # stdout is for what a command has to say, and mlx-lm reports its progress there.
         with contextlib.redirect_stdout(sys.stderr), _readable(path) as source:
             mlx_lm.convert(str(source), str(target), trust_remote_code=trust_remote_code, **options)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of mlx-lm, or of code that the model brings
         raise UserError(f"{path}: mlx-lm cannot convert it: {first_line(error)}") from error
 
 

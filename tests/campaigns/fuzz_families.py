@@ -287,13 +287,12 @@ def _errors(text: str, folder: Path) -> None:
 
 def _replies(text: str, folder: Path) -> None:
     """Of `grpo generate` and `grpo chat`."""
-    from runners.commands.chat import talk
-    from runners.commands.generate import _show
+    from runners.commands.chat import show_reply, talk
 
     def pieces(**_: Any) -> Iterator[str]:
         yield from text
 
-    _show(cast(Any, pieces), {"nudge": text, "raw": False})
+    show_reply(pieces(), raw=False)
     before = sys.stdin
     sys.stdin = io.StringIO("hello\n")
     try:
