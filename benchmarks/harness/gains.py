@@ -24,7 +24,8 @@ def gain_of(records: Mapping[str, Record], title: str) -> str:
         for figure in record.figures:
             shape, name, part = figure.name.split(": ")
             if name == title:
-                shapes.setdefault(f"{shape}{device}", {})[part] = figure.value
+                where = f" ({figure.note})" if figure.note else device  # measured on another machine
+                shapes.setdefault(f"{shape}{where}", {})[part] = figure.value
     parts = [
         f"{shape}: {_times(found['time'])} the time, {_times(found['CPU time'])} the CPU time, "
         f"{_times(found['peak'])} the peak"

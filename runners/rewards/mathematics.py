@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
-import math_verify
-
-# Its own limits need signals of a main thread. They are off, and each call would say so.
-parse = functools.partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-verify = functools.partial(math_verify.verify, timeout_seconds=None)
+# math-verify's own limits need signals of a main thread. They are off, and each call would say so.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -19,18 +14,26 @@ def compare(gold: str, answer: str | None, text: str) -> float | None:
 
     With `answer` None it is what math-verify finds in the whole text.
     """
+    from math_verify import verify
+
     wanted = _expression(gold)
     if not wanted:
         return None
-    given = parse(text) if answer is None else _expression(answer)
-    return float(bool(given) and verify(wanted, given))
+    given = _parsed(text) if answer is None else _expression(answer)
+    return float(bool(given) and verify(wanted, given, timeout_seconds=None))
 
 
 def _expression(text: str) -> list:
     """The expressions in a bare answer; empty if there are none."""
     # It reads expressions such as (x+1)^2 completely only if they are marked as mathematics.
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-    return parse(marked) or parse(text)
+    return _parsed(marked) or _parsed(text)
+
+
+def _parsed(text: str) -> list:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 compare("1/2", "0.5", "")  # fills caches that the processes forked from this one inherit
