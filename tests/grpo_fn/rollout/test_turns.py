@@ -12,7 +12,7 @@ import grpo_fn as g
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Respond, draw, draw_bits
 from tests.support.closeness import assert_same_gradients
-from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll, teacher_forced
+from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll
 from tests.support.tiny_policies import VOCAB, repeats, tiny_policy
 
 ENDS = tuple(range(0, VOCAB, 5))  # turns of a few tokens
@@ -35,17 +35,21 @@ def answers(turns=3, length=4):
     return replies
 
 
-def alone(policy, prompt, key, row, group, *, limit, ends, turns):
-    """One conversation by whole forwards, nothing cached: its tokens and which of them were sampled."""
+def alone(policy, prompt, key, row, group, *, limit, ends, turns, penalty):
+    """One conversation by whole forwards, nothing cached: tokens, which were sampled, and their log-probs."""
     replies = answers(turns)
-    tokens, sampled, turn, drawn = [], [], 0, 0
+    tokens, sampled, logp, turn, drawn = [], [], [], 0, 0
     keys = draw_bits(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
     while len(tokens) < limit:
-        logits = policy.logits(policy.params, mx.array([[*prompt, *tokens]]))[:, -1]
-        token = draw(logits, keys[drawn], g.Sampling())["tokens"].item()
+        logits = np.array(policy.logits(policy.params, mx.array([[*prompt, *tokens]]))[:, -1])
+        for had in {*prompt, *tokens}:
+            logits[0, had] *= penalty if logits[0, had] < 0 else 1 / penalty
+        found = draw(mx.array(logits), keys[drawn], g.Sampling())
+        token = found["tokens"].item()
         drawn += 1
         tokens.append(token)
         sampled.append(True)
+        logp.append(found["logp"].item())
         if token in ends and len(tokens) < limit:
             replies.begin(row, tokens[turn:])
             given = replies.collect(1)[row]
@@ -53,39 +57,40 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns):
                 break
             tokens += given
             sampled += [False] * len(given)
+            logp += [0.0] * len(given)
             turn = len(tokens)
         elif token in ends:
             break
-    return tokens, sampled
+    return tokens, sampled, logp
 
 
 @functools.cache
-def each_alone(name, group, limit):
-    """A policy of this architecture, and each of its conversations by whole forwards with its log-probs."""
-    policy, found = tiny_policy(name), []
-    for row in range(group * len(RAGGED)):
-        prompt = RAGGED[row // group]
-        want = alone(policy, prompt, mx.random.key(0), row, group, limit=limit, ends=ENDS, turns=3)
-        found.append((want, teacher_forced(policy, prompt, want[0])[0]))
-    return policy, found
+def each_alone(name, group, limit, penalty):
+    """A policy of this architecture, and each of its conversations by whole forwards."""
+    policy, options = tiny_policy(name), {"limit": limit, "ends": ENDS, "turns": 3, "penalty": penalty}
+    return policy, [
+        alone(policy, RAGGED[row // group], mx.random.key(0), row, group, **options)
+        for row in range(group * len(RAGGED))
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
+    ("name", "share", "penalty"),
     [
-        ("llama", None),
-        ("llama", False),
-        ("qwen2", None),
-        ("gemma3", None),
-        ("mamba", None),
-        ("nanochat", None),
-        ("nanochat", False),
+        ("llama", None, 1.0),
+        ("llama", None, 1.8),  # on given tokens as on sampled ones
+        ("llama", False, 1.0),
+        ("qwen2", None, 1.0),
+        ("gemma3", None, 1.0),
+        ("mamba", None, 1.0),
+        ("nanochat", None, 1.0),
+        ("nanochat", False, 1.0),
     ],
 )
-def test_a_conversation_is_that_of_whole_forwards(name, share):
+def test_a_conversation_is_that_of_whole_forwards(name, share, penalty):
     """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
     group, limit = 2, 24
-    policy, wanted = each_alone(name, group, limit)
+    policy, wanted = each_alone(name, group, limit, penalty)
     rollout = roll(
         policy,
         generations=group,
@@ -94,13 +99,13 @@ def test_a_conversation_is_that_of_whole_forwards(name, share):
         replies=answers(),
         share_prefix=share,
         check_every=3,
+        repetition_penalty=penalty,
     )
     rows = list(zip(rollout.completions(), rollout.sampled(), strict=True))
-    for row, ((tokens, sampled), (want, logp)) in enumerate(zip(rows, wanted, strict=True)):
-        assert (tokens, sampled) == want, f"row {row}"
+    for row, ((tokens, sampled), (*want, logp)) in enumerate(zip(rows, wanted, strict=True)):
+        assert [tokens, sampled] == want, f"row {row}"
         got = np.array(rollout.logp_bt[row])[: len(tokens)]
-        assert np.abs(np.where(sampled, got - logp, 0)).max() < 1e-4
-        assert not got[~np.array(sampled)].any()
+        assert np.abs(got - logp).max() < 1e-4 and not got[~np.array(sampled)].any()
     assert sum(sampled.count(False) for _, sampled in rows) > 8, "tokens were given"
     assert len({sum(a and not b for a, b in pairwise(sampled)) for _, sampled in rows}) > 1, "turns differ"
 
@@ -131,6 +136,26 @@ def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
     got = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers(), **options)
     assert_same(got, want)
     assert got.sampled() == want.sampled()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_turns_begin_together_or_as_replies_come(together):
+    """Together: when every row that waits has its reply. Else the loop waits for one, or for none."""
+    asked = []
+
+    class Sparing(Respond):
+        def collect(self, least):
+            """No more replies than asked for, and at least one."""
+            asked.append((least, len(self._begun)))
+            given = [*self._begun][: max(least, 1)]
+            return {row: self._function(row, self._begun.pop(row)) for row in given}
+
+    policy, want = usual_conversations("llama")
+    replies = Sparing(answers()._function)
+    options = {"generations": 4, "limit": 24, "eos_ids": ENDS, "turns_together": together}
+    assert_same(roll(policy, replies=replies, **options), want)
+    waited = {least == begun if together else least <= 1 for least, begun in asked}
+    assert waited == {True} and max(begun for _, begun in asked) > 2
 
 
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
