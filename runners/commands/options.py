@@ -145,7 +145,7 @@ TOOLS = (
     click.option("--max-turns", type=click.IntRange(1), help="Turns of the model for a message [8]."),
     click.option("--max-tool-calls", type=click.IntRange(0), help="Calls for a message; 0: any number [0]."),
     click.option("--max-observation-tokens", type=click.IntRange(1), help="Of one call's answer [512]."),
-    click.option("--tool-timeout", type=click.FloatRange(0), help="Seconds of a turn's calls [30]."),
+    click.option("--tool-timeout", type=click.FloatRange(0, 1e9), help="Seconds of a turn's calls [30]."),
 )
 TOOLS_OF = (
     click.option("--config", default="", metavar="CONFIG", help="A training's config: its [env]."),

@@ -33,6 +33,22 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
+# Keys with the only value that goes with optim.shard = true, and with data.image.
+_NOT_SHARDED = {
+    "model.master": "float32",
+    "optim.moments": "float32",
+    "rollout.quantization": "none",
+    "loss.ref_quantization": "none",
+}
+_NOT_WITH_IMAGES = {
+    "model.loader": "",
+    "env.factory": "",
+    "env.tools": [],
+    "loss.router_aux_coef": 0.0,
+    "loss.router_replay": False,
+}
+
+
 def check_sections(built: dict[str, Any], found: Settings) -> dict[str, Any]:
     """The sections with their paths resolved. A section that is None had faults and is left alone.
 
@@ -199,20 +215,22 @@ def _roles(built: dict[str, Any], found: Settings) -> None:
 
 def _sharding(built: dict[str, Any], found: Settings) -> None:
     """Rejects keys that cannot be combined with optim.shard: the numbers would differ."""
-    optim, model, rollout, loss = built["optim"], built["model"], built["rollout"], built["loss"]
-    if not (optim and optim.shard and model and rollout and loss):
+    optim, loss = built["optim"], built["loss"]
+    if not (optim and optim.shard):
         return
-    others = {
-        "model.master": (model.master, "float32"),
-        "optim.moments": (optim.moments, "float32"),
-        "rollout.quantization": (rollout.quantization, "none"),
-        "loss.ref_quantization": (loss.ref_quantization, "none"),
-    }
-    for key, (value, want) in others.items():
-        if value != want:
-            _problem(found, key, f"found {show(value)} with optim.shard = true, want {show(want)}")
-    if loss.ref_sync_every and loss.ref_mixup < 1:
+    _exclude(built, found, "optim.shard = true", _NOT_SHARDED)
+    if loss and loss.ref_sync_every and loss.ref_mixup < 1:
         _problem(found, "loss.ref_mixup", f"found {show(loss.ref_mixup)} with optim.shard = true, want 1.0")
+
+
+def _exclude(built: dict[str, Any], found: Settings, cause: str, wants: dict[str, Any]) -> None:
+    """Rejects keys whose value is not the one that goes with `cause`."""
+    for key, want in wants.items():
+        section, _, name = key.partition(".")
+        value = getattr(built[section], name, want)  # a section with faults is None
+        value = list(value) if isinstance(value, tuple) else value
+        if value != want:
+            _problem(found, key, f"found {show(value)} with {cause}, want {show(want)}")
 
 
 def _env(env: EnvConfig, found: Settings) -> EnvConfig:
@@ -256,18 +274,7 @@ def _images(built: dict[str, Any], found: Settings) -> None:
                 want = f"{show(off)}, or the column of images in data.image"
                 _problem(found, f"data.{key}", f"found {show(value)}, want {want}")
         return
-    others = {
-        "model.loader": lambda model: (model.loader, ""),
-        "env.factory": lambda env: (env.factory, ""),
-        "env.tools": lambda env: (list(env.tools), []),
-        "loss.router_aux_coef": lambda loss: (loss.router_aux_coef, 0.0),
-        "loss.router_replay": lambda loss: (loss.router_replay, False),
-    }
-    for key, read in others.items():
-        section = built[key.partition(".")[0]]
-        value, want = (None, None) if section is None else read(section)
-        if value != want:
-            _problem(found, key, f"found {show(value)} with data.image, want {show(want)}")
+    _exclude(built, found, "data.image", _NOT_WITH_IMAGES)
 
 
 def _conditions(built: dict[str, Any], found: Settings) -> None:

@@ -12,6 +12,7 @@ import cattrs
 
 from runners.errors import did_you_mean, show
 
+HUGE = 1e9  # seconds or GB: the system's calls take no more
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
 
 Validator = Callable[[Any, Any, Any], None]
@@ -35,14 +36,16 @@ def at_least(low: int, high: int = INT_MAX) -> Validator:
     return _rule(lambda value: low <= value <= high, f"an integer of at least {low}{most}")
 
 
-def above(low: float) -> Validator:
-    """A number larger than `low`."""
-    return _rule(lambda value: value > low, f"a number above {low:g}")
+def above(low: float, high: float = math.inf) -> Validator:
+    """A number larger than `low`, and at most `high`."""
+    most = f" and at most {high:g}" if high < math.inf else ""
+    return _rule(lambda value: low < value <= high, f"a number above {low:g}{most}")
 
 
-def not_negative() -> Validator:
-    """A number no smaller than 0."""
-    return _rule(lambda value: value >= 0, "a number of at least 0")
+def not_negative(high: float = math.inf) -> Validator:
+    """A number no smaller than 0, and at most `high`."""
+    most = f" and at most {high:g}" if high < math.inf else ""
+    return _rule(lambda value: 0 <= value <= high, f"a number of at least 0{most}")
 
 
 def fraction(*, zero: bool = True, one: bool = True) -> Validator:
@@ -190,18 +193,6 @@ def check(value: object, field: attrs.Attribute) -> Any:
     return found
 
 
-def _structure_bool(value: object, kind: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Mismatch(value, wanted(kind))
-    return value
-
-
-def _structure_int(value: object, kind: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise Mismatch(value, wanted(kind))
-    return value
-
-
 def _structure_float(value: object, kind: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise Mismatch(value, wanted(kind))
@@ -214,8 +205,8 @@ def _structure_float(value: object, kind: Any) -> float:
     return number
 
 
-def _structure_str(value: object, kind: Any) -> str:
-    if not isinstance(value, str):
+def _structure_exact(value: object, kind: Any) -> Any:
+    if type(value) is not (kind if isinstance(kind, type) else str):  # true is not an integer
         raise Mismatch(value, wanted(kind))
     return value
 
@@ -231,21 +222,19 @@ def _structure_tuple(value: object, kind: Any) -> tuple:
 
 
 def _structure_dict(value: object, kind: Any) -> dict[str, Any]:
-    plain = isinstance(value, Mapping) and all(
-        isinstance(x, bool | int | float | str) for x in value.values()
-    )
-    if not isinstance(value, Mapping) or not plain:
+    if not isinstance(value, Mapping) or not all(type(x) in (bool, int, float, str) for x in value.values()):
         raise Mismatch(value, wanted(kind))
+    if any(isinstance(x, float) and not math.isfinite(x) for x in value.values()):
+        raise Mismatch(value, "finite numbers")
     return {str(name): entry for name, entry in value.items()}
 
 
 def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=False)
-    converter.register_structure_hook(bool, _structure_bool)
-    converter.register_structure_hook(int, _structure_int)
+    for kind in (bool, int, str):
+        converter.register_structure_hook(kind, _structure_exact)
     converter.register_structure_hook(float, _structure_float)
-    converter.register_structure_hook(str, _structure_str)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _structure_str)
+    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _structure_exact)
     converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _structure_tuple)
     converter.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _structure_dict)
     return converter

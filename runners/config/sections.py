@@ -159,7 +159,7 @@ class RewardConfig:
     functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.each_once())
     weights: tuple[float, ...] = ()  # empty: 1.0 each
     aggregate: Aggregate = "sum_then_normalize"
-    timeout: float = field(default=60.0, validator=rules.not_negative())  # seconds a call; 0: none
+    timeout: float = field(default=60.0, validator=rules.not_negative(rules.HUGE))  # seconds a call; 0: none
     on_error: OnError = "skip"
     stop_if_all_fail: bool = True  # if a reward fails for every completion of a batch step
 
@@ -185,8 +185,8 @@ class JudgeConfig:
     max_length: int = field(default=4096, validator=rules.at_least(8))  # tokens that a classifier reads
     batch_tokens: int = field(default=8192, validator=rules.at_least(8))  # that it computes together
     concurrency: int = field(default=8, validator=rules.at_least(1, 1024))  # requests at a time
-    timeout: float = field(default=60.0, validator=rules.above(0))  # seconds a request
-    batch_timeout: float = field(default=600.0, validator=rules.not_negative())  # seconds; 0: none
+    timeout: float = field(default=60.0, validator=rules.above(0, rules.HUGE))  # seconds a request
+    batch_timeout: float = field(default=600.0, validator=rules.not_negative(rules.HUGE))  # seconds; 0: none
     retries: int = field(default=3, validator=rules.at_least(0, 100))
     cache: bool = True  # keep answers in the user's cache folder
     price_in: float = field(default=0.0, validator=rules.not_negative())  # of a million tokens
@@ -329,7 +329,7 @@ class EnvConfig:
     max_turns: int = field(default=8, validator=rules.at_least(1))  # of the model, a conversation
     max_tool_calls: int = field(default=0, validator=rules.at_least(0))  # a conversation; 0: any number
     max_observation_tokens: int = field(default=512, validator=rules.at_least(1))  # of one call's result
-    timeout: float = field(default=30.0, validator=rules.not_negative())  # seconds a turn's calls; 0: none
+    timeout: float = field(default=30.0, validator=rules.not_negative(rules.HUGE))  # seconds; 0: none
     workers: int = field(default=32, validator=rules.at_least(1))  # threads that calls run in
     on_error: OnToolError = "observation"  # of a call that fails
     schedule: TurnSchedule = "together"  # when turns continue; arrival: as soon as a reply is there
@@ -346,9 +346,9 @@ class SystemConfig:
 
     compile: bool = True
     grad_checkpoint: bool = False
-    memory_limit_gb: float = field(default=0.0, validator=rules.not_negative())  # 0: MLX's own
+    memory_limit_gb: float = field(default=0.0, validator=rules.not_negative(rules.HUGE))  # 0: MLX's own
     micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
     share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
-    collective_timeout: float = field(default=600.0, validator=rules.above(0))  # seconds that ranks wait
+    collective_timeout: float = field(default=600.0, validator=rules.above(0, rules.HUGE))  # seconds
     check_model: bool = True  # compare what decodes with what is trained, before the first rollout
     disable: tuple[str, ...] = field(default=(), validator=rules.each_once())  # mechanisms, by name
