@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from runners.errors import UserError
+from runners.files.line_files import open_file
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in a file. Raises UserError if there is none."""
+    """The JSON object in a regular file. Raises UserError if there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        with open_file(file, follow=True) as stream:
+            content = json.loads(stream.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

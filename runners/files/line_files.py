@@ -16,12 +16,14 @@ _BLOCK = 1 << 22  # bytes read at a time
 _LINES = 1024  # lines parsed at a time
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     """The only way into a run's files: OSError for a link, and for what is not a regular file.
 
-    A link could make a page out of any file of this machine; opening a fifo could wait for ever.
+    A link could make a page out of any file of this machine; opening a fifo could wait for ever. With
+    `follow` a link is allowed, as in the Hub's cache.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    nofollow = 0 if follow else os.O_NOFOLLOW
+    number = os.open(path, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

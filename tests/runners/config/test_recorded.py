@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.recorded import read_recorded
 from runners.errors import UserError
+from runners.files.json_files import read_json
 from tests.support.tiny_models import make_model_folder
 
 EVIL = """
@@ -118,3 +119,5 @@ def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
             read_recorded(file)
         file.unlink()
         os.mkfifo(file)
+    with pytest.raises(UserError, match=r"cannot be read as JSON \(.*not a regular file"):
+        read_json(file)  # as grpo_prompt.json, manifests and models' files are
