@@ -45,6 +45,17 @@ class Recorded:
         return [one_line(f"{fault}; {more} not used", {}) for fault in self.faults[:1]]
 
 
+def run_of(model: str) -> Path | None:
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is no run."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    parent = folder.resolve().parent
+    # The path as it was written, if it is the same place.
+    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
+    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
+
+
 def read_recorded(file: Path) -> Recorded:
     """The settings in a run's config.resolved.json.
 

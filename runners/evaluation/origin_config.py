@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runners.config.loading import Config, load_config
-from runners.config.recorded import read_recorded
+from runners.config.recorded import read_recorded, run_of
 from runners.config.sections import CALCULATOR, REWARD_NAMES, judge_of
 from runners.errors import UserError, show
-from runners.inference.tool_options import run_of
 
 # What is taken of a run's config: no code, no address, no path but the data's.
 _TAKEN: dict[str, tuple[str, ...]] = {

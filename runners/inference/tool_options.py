@@ -9,11 +9,10 @@ from typing import Any
 import attrs
 
 from runners.config.loading import load_config
-from runners.config.recorded import read_recorded
+from runners.config.recorded import read_recorded, run_of
 from runners.config.sections import CALCULATOR, EMBEDDED, DataConfig, EnvConfig
 from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError, show, spell
-from runners.files.run_files import RESOLVED
 from runners.inference.inference_model import InferenceModel
 from runners.user_code.worker import Worker
 
@@ -53,17 +52,6 @@ def env_of(
         name = next(iter(given)).replace("_", "-")
         raise UserError(f"--{name}: there are no tools; wanted --tools FILE or --env FILE:CLASS as well")
     return attrs.evolve(env, **given), folders
-
-
-def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder is or belongs to; None if there is no run."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    parent = folder.resolve().parent
-    # The path as it was written, if it is the same place.
-    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
-    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
 
 
 def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:

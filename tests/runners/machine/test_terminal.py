@@ -120,19 +120,6 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
     assert isinstance(make_report(), Quiet)
 
 
-def test_a_descriptor_that_is_another_files_by_now(tmp_path):
-    """What would go into that file goes nowhere."""
-    with open(tmp_path / "log", "w") as stream, open(tmp_path / "weights", "wb") as other:
-        output = Output(stream)
-        output.write("1\n")
-        output.flush()
-        os.dup2(other.fileno(), stream.fileno())
-        output.write("2\n")
-        output.flush()
-    assert "closed" in str(output.fault)
-    assert (tmp_path / "log").read_text() == "1\n" and (tmp_path / "weights").read_bytes() == b""
-
-
 def told(report):
     """Text of strangers' in every place that a report has for one."""
     with report:
