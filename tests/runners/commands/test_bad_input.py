@@ -142,7 +142,7 @@ LONG = "x" * 10_000_000
         ("a.jsonl", json.dumps(ROWS[0]) + "\n" + LONG + "\n", "line 2: not JSON"),
         ("a.jsonl", json.dumps({LONG: 1, "question": ""}) + "\n", "no field named"),
         ("a.jsonl", json.dumps({"question": LONG, "answer": 1}) + "\n" + "[" * 100_000, "line 2: not "),
-        ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "not CSV: field larger than field limit"),
+        ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "has over 131,072 characters"),
         ("a.csv", "question,answer\n1\n", "line 2: 1 cells under a header of 2"),
         ("a.json", "[1, 2]", "row 1: int instead of an object"),
         ("a.json", '{"question": "1", "answer": "2"', "line 1: not JSON"),
