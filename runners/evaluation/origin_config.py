@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runners.config.loading import Config, load_config
 from runners.config.recorded import read_recorded, run_of
-from runners.config.sections import CALCULATOR, REWARD_NAMES, judge_of
+from runners.config.sections import CALCULATOR, JUDGE_PREFIX, REWARD_NAMES
 from runners.errors import UserError, show
 
 # What is taken of a run's config: no code, no address, no path but the data's.
@@ -63,10 +63,11 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
     code = {key: recorded.get(*key.split(".")) for key in ("data.transform", "model.loader", "env.tools")}
     if (factory := recorded.get("env", "factory")) != CALCULATOR:
         code["env.factory"] = factory
-    if judges := [name for name in names if judge_of(name) is not None and "reward.functions" not in given]:
-        # Its table has the address to which texts and a key would be sent.
+    asked = [text for text in overrides if text.partition("=")[0].strip() == "reward.functions"]
+    if judges := [text for text in asked if JUDGE_PREFIX in text]:
+        # Its table, which is not taken, has the address to which texts and a key would be sent.
         raise UserError(
-            f"{file}: {show(judges)} asks a judge, which needs you to name the config: --config {file}"
+            f"{file}: {show(judges[-1])} asks a judge, which needs you to name the config: --config {file}"
         )
     for key, named in code.items():
         if not named:

@@ -224,7 +224,7 @@ def test_the_text_decoder_works_on_it(loaded):
     decoder = TextDecoder(loaded.tokenizer)
     text = "<reasoning>7+5=12</reasoning><answer>12</answer>"
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
-    assert decoder.decode([320, *tokens, 324]) == text
+    assert decoder.decode([*tokens, 324]) == text
     assert decoder.find_stop(["</answer>"])([*tokens, 97, 98], 0) == len(tokens)
     assert decoder.find_stop(["<|python_start|>"])([97, 325, 98], 0) == 2
 
