@@ -108,7 +108,10 @@ def test_a_killed_rank_ends_all_with_its_name(one):
     folder = one.parents[1]
     (folder / "fault.py").write_text(FAULT)
     config = write(
-        folder, "killed", reward={"functions": ["fault.py:fault"]}, optim={"batch_size": 2, "max_steps": 5}
+        folder,
+        "killed",
+        reward={"functions": ["fault.py:fault"], "timeout": 0},  # in the rank's own process
+        optim={"batch_size": 2, "max_steps": 5},
     )
     done = launch(2, config)
     assert "rank 1 (" in done.stdout, done.stdout
