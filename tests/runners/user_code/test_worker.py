@@ -133,7 +133,7 @@ PROCESS_ENDED = "its process was ended"
 def folder(tmp_path_factory):
     """A folder with the rewards above."""
     made = tmp_path_factory.mktemp("own")
-    (made / "mine.py").write_text(REWARDS)
+    (made / "rewards_in_a_worker.py").write_text(REWARDS)
     return made
 
 
@@ -147,7 +147,7 @@ def worker():
 
 def score(worker, folder, *names, timeout=60.0):
     """The values and the lines of two completions."""
-    rewards = [resolve_reward(f"mine.py:{name}", [folder], worker=worker) for name in names]
+    rewards = [resolve_reward(f"rewards_in_a_worker.py:{name}", [folder], worker=worker) for name in names]
     scores = Scorer(rewards, timeout).score(["a", "bb"], [[]] * 2, {})
     return scores.values_kb.tolist(), scores
 
@@ -206,7 +206,7 @@ from runners.user_code.worker import Worker
 
 worker = Worker()
 names = sys.argv[2:]
-rewards = [resolve_reward(f"mine.py:{name}", [sys.argv[1]], worker=worker) for name in names]
+rewards = [resolve_reward(f"rewards_in_a_worker.py:{name}", [sys.argv[1]], worker=worker) for name in names]
 scorer = Scorer(rewards[:1], 60.0)
 print(int(scorer.score(["a"], [[]], {}).values_kb[0, 0]), flush=True)
 input()
@@ -277,7 +277,7 @@ def test_what_cannot_be_loaded_is_one_line(worker, folder):
         ("none.py:f", "no file at"),
         ("fails.py:f", "line 1: ZeroDivisionError"),
         ("ends.py:f", f"ends.py:f: {PROCESS_ENDED}"),
-        ("mine.py:lenght", "did you mean length?"),
+        ("rewards_in_a_worker.py:lenght", "did you mean length?"),
     ):
         with pytest.raises(UserError, match=line):
             resolve_reward(name, [folder], worker=worker)
