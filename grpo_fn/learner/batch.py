@@ -50,7 +50,7 @@ class Batch:
 
 
 # The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t those of
-# `targets_bt`; "": the same in each part, or found anew for it.
+# `targets_bt`; "": the same in each part, or computed again for it.
 _FIELDS = {
     "": "num_sequences num_tokens positions_n vocabulary images features_nd",
     "b": "advantages_b group_b prompt_index_b",

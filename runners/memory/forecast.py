@@ -30,6 +30,7 @@ from runners.memory.shapes import (
     PREFILL,
     SCAN_BACKWARD,
     SCAN_SAVED,
+    Counts,
     ModelShape,
     sampling_arrays,
 )
@@ -276,8 +277,8 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
         own = {"rows": batch.rows, "length": batch.width - 1, "attended": batch.length + batch.width - 1}
         passes = [{**whole, "rows": batch.prompts}, own]
 
-    def most(*counts: object) -> float:
-        return max(sum(shape.block_bytes(c, size, **each) for c in counts) for each in passes)  # type: ignore
+    def most(*counts: Counts) -> float:
+        return max(sum(shape.block_bytes(c, size, **each) for c in counts) for each in passes)
 
     # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
     working = most(BACKWARD, shape.saved, shape.saved) if checkpointed else most(BACKWARD)

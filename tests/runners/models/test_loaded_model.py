@@ -308,7 +308,7 @@ def test_names_that_lead_nowhere(folder, tmp_path, monkeypatch):
 
 
 def test_weights_of_another_kind_are_named_with_a_way_out(folder):
-    """mlx-lm reads no PyTorch files, its converter neither; transformers writes them anew."""
+    """mlx-lm reads no PyTorch files, its converter neither; transformers can write them as safetensors."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"found pytorch_model.bin; transformers' from_pretrained"):
         load(folder)
