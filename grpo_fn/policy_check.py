@@ -66,7 +66,8 @@ def check_policy(
     It takes a few tokens of two of the prompts: some seconds for a large model.
 
     Args:
-        policy, params: the policy and its parameters.
+        policy: the model.
+        params: its parameters.
         prompts: token ids, at least one prompt.
         learns: whether it trains, so that the learner's log-probs and gradient are checked as well, with
             checkpointed blocks against plain ones; False for a sampler with its own weights.
