@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
 from runners.config.recorded import recorded_in
-from runners.conversion.convert import QuantizationOptions, pack_model, write_weights
+from runners.conversion.convert import (
+    QuantizationOptions,
+    cast_model,
+    check_apart,
+    pack_model,
+    write_weights,
+)
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
 from runners.models.adapters import base_of, read_adapters
-from runners.models.dtypes import cast_floating
 from runners.models.folders import (
     HUB_NAME,
     copy_companions,
     is_adapter_folder,
-    read_config,
     resolve_model,
     tokenizer_pickle,
 )
@@ -90,15 +93,8 @@ def export(
     check_target(target, force)
     source = find_source(name, note)
     prompt = read_prompt(source.folder)
-    inside = target.resolve()
-    for folder in (source.folder.resolve(), source.model.resolve()):
-        if inside == folder or inside in folder.parents:
-            raise UserError(f"{target}: {folder} is exported from there; wanted another folder")
+    check_apart(target, source.folder, source.model)
     module, config, _, _ = read_model(source.model, trust_remote_code)
-    config = read_config(source.model) | {
-        key: config[key] for key in ("quantization", "quantization_config") if key in config
-    }
-    config.pop("_name_or_path", None)  # a path on its author's machine
     fused: list[str] = []
     if source.adapters:
         for notice in read_adapters(module, source.folder, source.model):
@@ -108,15 +104,13 @@ def export(
         from mlx_lm.utils import dequantize_model
 
         module = dequantize_model(module)
+        del config["quantization"]
     elif fused and "quantization" in config:
         config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
     if quantization.wanted or fused:
         config.pop("quantization_config", None)
-    if quantization.wanted:
-        config.pop("quantization", None)
     if dtype:
-        cast_floating(module, getattr(mx, dtype))
-        config = {key: dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
+        config = cast_model(module, config, dtype)
     if quantization.wanted:
         module, config = pack_model(module, config, quantization)
     facts = run_facts(source.folder)
@@ -160,7 +154,7 @@ def check_repo(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f'--upload-repo "{name}": wanted owner/name, as on the Hub') from error
+        raise UserError(f'--upload-repo "{name}": expected owner/name, as on the Hub') from error
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:

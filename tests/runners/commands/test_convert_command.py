@@ -108,14 +108,13 @@ def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path)
     ("arguments", "message"),
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
-        (["model", "model", "--force"], "source and target are the same folder"),
+        (["model", "model", "--force"], "lies there; expected another folder"),
         (["model", "out", "--bits", "4", "--dequantize"], "exclude each other"),
         (["model", "out", "--group-size", "32"], "nothing would be quantized"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "affine quantization has 32, 64 and 128"),
         (["model", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits and groups of 32"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
         (["model", "out", "--step", "3"], "no folder of nanochat's checkpoints"),
-        (["nano", "out"], "already an MLX folder of nanochat's"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
     ],
 )

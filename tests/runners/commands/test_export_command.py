@@ -198,7 +198,7 @@ def test_nothing_is_overwritten_unasked(export, runs, tmp_path):
     assert not (tmp_path / "out" / "precious").exists()
     for place in (runs["full"] / "final", runs["full"], runs["full"].parent):
         result = export(runs["full"], "--out", place, "--force")
-        assert result.exit_code == 2 and "wanted another folder" in result.stderr
+        assert result.exit_code == 2 and "expected another folder" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -214,7 +214,7 @@ def test_faults_are_lines(export, runs, tmp_path):
             "run: this run has no final model and no whole checkpoint",
         ),
         ([runs["full"], "--out", "out", "--private"], "--private without --upload-repo"),
-        ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": wanted owner/name'),
+        ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": expected owner/name'),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits"),
         ([runs["full"]], "Missing option '--out'"),
     ):
