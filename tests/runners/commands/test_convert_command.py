@@ -89,6 +89,16 @@ def test_without_options_the_weights_stay(convert, source, tmp_path):
     assert np.abs(found - packed).mean() < 0.25 * np.abs(packed - logits_of(source)[0]).mean()
 
 
+@pytest.mark.parametrize("options", [(), ("--dtype", "float16"), ("--dequantize",), ("--bits", "4")])
+def test_a_folder_with_nanochats_tokenizer_keeps_it(convert, tmp_path, options):
+    """Whatever is done to the weights."""
+    nano = make_nanochat_folder(tmp_path / "nano")
+    result = convert("nano", "out", *options)
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out" / "tokenizer.pkl").read_bytes() == (nano / "tokenizer.pkl").read_bytes()
+    mlx_lm.utils.load_model(tmp_path / "out")
+
+
 def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path):
     """Refused, untouched; with --force the new one stands there whole."""
     (tmp_path / "out").mkdir()
