@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import runners
-from runners.commands.base import HELP, LazyGroup, ends_with_a_line
+from runners.commands.base import HELP, INTERRUPTED, LazyGroup, ends_with_a_line
 from runners.commands.options import SET
 from runners.errors import UserError
-from runners.machine.signals import Stopped
+from runners.machine.signals import Stopped, StopSignals, to_stderr, to_terminal
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
+    from runners.ranks.rank_place import RankPlace
     from runners.ranks.ranks import Ranks
 
 COMMANDS = {
@@ -130,10 +131,20 @@ def run_command(
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
+
+    command = _command(config, overrides)
+    again = ["--overwrite"] if overwrite else ["--resume", *([resume] if resume not in (None, _LAST) else [])]
+    again += ["--allow-config-change"] * allow_config_change
+
+    def advise(saved: bool) -> str:
+        return f"to continue: {command} {shlex.join(['--resume'] if saved else again)}"
+
     try:
-        _run(config, overrides, dry_run, watch=watch, **how)
+        _run(config, overrides, dry_run, advise, watch=watch, **how)
     except Stopped as stopped:
-        stopped.advice = f"to continue: {_command(config, overrides)}"
+        stopped.advice = stopped.advice or advise(stopped.saved)
+        if stopped.exit_code == INTERRUPTED and not getattr(stopped, "reported", True):
+            to_terminal(stopped.advice)  # of several ranks: after Ctrl-C mlx.launch shows nothing more
         raise
 
 
@@ -144,29 +155,50 @@ def main() -> None:
 
 
 def _command(config: str, overrides: Sequence[str]) -> str:
-    """The command that continues this run, spelled as this command was called."""
+    """The command of this run without its other options, spelled as it was called."""
     program = click.get_current_context().command_path
     called = sys.argv[0]
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
         program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
+    if "MLX_RANK" in os.environ:
+        program = f"mlx.launch ... {program}"
     settings = [word for override in overrides for word in ("--set", override)]
-    return f"{program} {shlex.join([config, *settings, '--resume'])}"
+    return f"{program} {shlex.join([config, *settings])}"
 
 
 def _run(
     name: str,
     overrides: Sequence[str],
     dry_run: bool,
+    advise: Callable[[bool], str],
     **how: Any,
 ) -> None:
-    from runners.config.loading import load_config, write_resolved
-    from runners.machine import startup
-    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
+    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
 
     let_launcher_sleep()
     place = read_rank_place()
     if place and dry_run and place.rank > 0:
         return  # rank 0 shows it
+    if place is None:
+        found = StopSignals(advise=advise)
+    else:  # ranks save together, in their main threads
+        found = StopSignals(to_stderr if place.rank == 0 else lambda text: None)
+    with found as signals:
+        _start(name, overrides, place, signals, dry_run, **how)
+
+
+def _start(
+    name: str,
+    overrides: Sequence[str],
+    place: RankPlace | None,
+    signals: StopSignals,
+    dry_run: bool,
+    **how: Any,
+) -> None:
+    from runners.config.loading import load_config, write_resolved
+    from runners.machine import startup
+    from runners.ranks.rank_place import share_cores
+
     if place and not dry_run:
         share_cores(place, os.environ)
         found: Config | UserError
@@ -179,13 +211,13 @@ def _run(
         from runners.ranks.ranks import Ranks
 
         wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
-        ranks = Ranks(place, **wait)
+        ranks = Ranks(place, signals=signals, **wait)
         with ranks.ending_together():
             if isinstance(found, UserError):
                 raise found
             for notice in (*found.notices, *notices) if ranks.first else ():
                 echo(notice, err=True)
-            _run_training(found, ranks, **how)
+            _run_training(found, ranks, signals, **how)
         return
     config = load_config(name, overrides)
     for notice in config.notices:
@@ -200,12 +232,13 @@ def _run(
     # The BLAS has to be in place before anything imports MLX.
     for notice in startup.prepare(config.system.memory_limit_gb).notices:
         echo(notice, err=True)
-    _run_training(config, None, **how)
+    _run_training(config, None, signals, **how)
 
 
 def _run_training(
     config: Config,
     ranks: Ranks | None,
+    signals: StopSignals,
     *,
     watch: bool,
     resume: str | None,
@@ -222,7 +255,12 @@ def _run_training(
             folder = Path(config.run.output_dir) / config.run.name
             echo(f"live page: {stack.enter_context(watched(folder))}", err=True)
         run_training(
-            config, resume=origin, allow_config_change=allow_config_change, overwrite=overwrite, ranks=ranks
+            config,
+            resume=origin,
+            allow_config_change=allow_config_change,
+            overwrite=overwrite,
+            ranks=ranks,
+            signals=signals,
         )
 
 

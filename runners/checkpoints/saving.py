@@ -90,12 +90,13 @@ class Saver:
         """
         if self._job is None:
             return
-        job, self._job = self._job, None
-        started = time.perf_counter()
+        job, started = self._job, time.perf_counter()
         try:
-            self._note(f"{job.why}saved {job.future.result()}")
-            self.done = job.place
+            path = job.future.result()  # a signal may interrupt it: then the job is waited for again
+            self._job, self.done = None, job.place
+            self._note(f"{job.why}saved {path}")
         except UserError as error:
+            self._job = None
             self.failed(error, strict)
         finally:
             self._stopped += time.perf_counter() - started

@@ -1,17 +1,22 @@
-"""Signals in two steps: the first asks to stop, the second ends the process at once."""
+"""Signals in two steps: the first stops a run, which saves; the second ends the process at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from runners.machine.terminal import restore_terminals
 
-ASKED = "Saving after this step. Press Ctrl-C again to quit now."
+ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
+_MOMENT = 0.1  # seconds to the line that answers a signal: a run may end faster
+_PATIENCE = 1.0  # seconds until another thread saves for one that does not answer
+_SAME = 0.5  # seconds in which another signal belongs to the first
 # The cursor is at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 
@@ -22,18 +27,35 @@ def to_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def _write(number: int, text: bytes) -> None:
+def to_terminal(text: str) -> None:
+    """Writes lines to the process's terminal, if it has one, wherever its output goes."""
+    with suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
+        try:
+            os.write(terminal, f"{text}\r\n".encode())
+        finally:
+            os.close(terminal)
+
+
+def _exit(number: int, text: str = "") -> NoReturn:
+    """Ends the process at once, after this text."""
+    restore_terminals()
     with suppress(OSError):  # the terminal may be gone
-        os.write(number, text)
+        if os.isatty(1):
+            os.write(1, _LEAVE_DISPLAY)
+    if text:
+        to_stderr(text)
+    os._exit(128 + number)
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was ended by a signal after it was saved."""
+    """A signal has stopped a run."""
 
     def __init__(self, number: int) -> None:
         """`number`: the signal's."""
         super().__init__(number)
         self.exit_code = 128 + number  # as shells count
+        self.saved = False  # whether the run's folder has a state to continue from
         self.advice = ""  # a line on how to continue
 
 
@@ -90,19 +112,33 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: SIGINT, SIGTERM and SIGHUP. A second signal ends the process at once, with 128 + its number.
-    A SIGHUP that is ignored from the start, as with nohup, stays ignored.
+    """For a run: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main thread; see `deferred`.
 
-    This also works while MLX computes, when no Python handler runs: a thread reads the signals' numbers from
-    a pipe to which the interpreter writes them as they come. Files on the disk are complete at any moment.
+    A SIGHUP that is ignored from the start, as with nohup, stays ignored. A second SIGINT or SIGTERM ends the
+    process at once, with 128 + its number. This also works while MLX computes, when no Python handler runs: a
+    thread reads the signals' numbers from a pipe to which the interpreter writes them as they come. Files on
+    the disk are complete at any moment.
+
+    If MLX or other C code keeps the main thread for more than a second, that thread itself saves and ends the
+    process; not without `advise`, as in a program that calls `run_training`.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
-        """`say` shows a line at once; it is called in another thread."""
+    def __init__(
+        self, say: Callable[[str], None] = to_stderr, advise: Callable[[bool], str] | None = None
+    ) -> None:
+        """`say` shows a line at once; it is called in another thread.
+
+        `advise` gives the line on how to continue from a saved state, or from none.
+        """
         super().__init__()
-        self._say = say
+        self._say, self._advise = say, advise
+        self._save: Callable[[int], bool] = lambda number: False
+        self._lock = threading.RLock()  # of the next three
+        self._deferrals, self._raised, self._ending = 0, False, False
+        self._at_once = self._ended = False
+        self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -112,29 +148,131 @@ class StopSignals(Interrupts):
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._before[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._receive)  # see `ask`
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within the block no signal raises Stopped; at its end one that has come does."""
+        with self._lock:
+            self._deferrals += 1
+        self._stay()
+        try:
+            yield
+        finally:
+            self._deferrals -= 1
+        self._raise()
+
+    def check(self) -> None:
+        """Raises Stopped if a signal has come, also if its exception was lost, as in an object's __del__."""
+        self._raised = self.stopping
+        self._raise()
+
+    @contextmanager
+    def ending_at_once(self) -> Iterator[None]:
+        """Within the block the first signal already ends the process: no Python runs there."""
+        self._at_once = True
+        yield
+        self._at_once = False
+
+    @contextmanager
+    def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Within the block `say` shows the line that answers a signal."""
+        before, self._say = self._say, say
+        try:
+            yield
+        finally:
+            self._say = before
+
+    @contextmanager
+    def saved_by(self, save: Callable[[int], bool]) -> Iterator[None]:
+        """Within the block `save(number)` saves the state in place of the main thread, and reports the end.
+
+        It tells whether there is a state to continue from.
+        """
+        before, self._save = self._save, save
+        try:
+            yield
+        finally:
+            self._save = before
+
+    def ask(self, number: int) -> None:
+        """As if this signal had come; another thread may call it."""
+        if not self.received:
+            self._answer(number)
+            if self._before:
+                os.kill(os.getpid(), signal.SIGCONT)  # wakes the main thread, and does nothing else
+
     def _restore(self) -> None:
+        self._ended = True
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writer)  # ends the thread
         super()._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
+        if number != signal.SIGCONT:
+            self.received = self.received or number
+        self._stay()
+        self._raise()
+
+    def _raise(self) -> None:
+        number = None
+        with self._lock:
+            if not (self._deferrals or self._raised or self._ending or self.stopping):
+                number, self._raised = self.received, bool(self.received)
+        if number:
+            raise Stopped(number)
+
+    def _stay(self) -> None:
+        """Keeps the main thread where it is once another one ends the process."""
+        while self._ending and threading.current_thread() is threading.main_thread():
+            time.sleep(1)
+
+    def _answer(self, number: int) -> None:
+        self.received = self.received or number  # no handler runs while a collective waits
+        # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
+        threading.Thread(target=self._show, args=(self._say,), name="signal line", daemon=True).start()
+        if self._advise:
+            threading.Thread(target=self._wait, args=(self._advise,), name="signal end", daemon=True).start()
+
+    def _show(self, say: Callable[[str], None]) -> None:
+        time.sleep(_MOMENT)
+        if not self._ended:
+            say(ASKED)
+
+    def _wait(self, advise: Callable[[bool], str]) -> None:
+        """Gives the main thread a second; within `deferred` as long as it takes."""
+        time.sleep(_PATIENCE)
+        while not (self._raised or self.stopping or self._ended):
+            with self._lock:
+                self._ending = not (self._deferrals or self._raised)
+            if self._ending:
+                self._end(advise)
+            time.sleep(_MOMENT)
+
+    def _end(self, advise: Callable[[bool], str]) -> None:
+        """Saves, and ends the process, while the main thread is kept by C code."""
+        number = self.received or signal.SIGINT
+        self.stopping = True
+        try:
+            advice = advise(self._save(number))
+        except Exception as error:
+            advice = f"nothing was saved: {error}"
+        _exit(number, f"interrupted\n{advice}")
 
     def _watch(self) -> None:
-        asked = False
+        first = None  # the time of the first signal
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
-            if asked:
-                restore_terminals()
-                if os.isatty(1):
-                    _write(1, _LEAVE_DISPLAY)
-                os._exit(128 + number[0])
-            asked = True
-            self.received = self.received or number[0]  # no handler runs while a collective waits
-            # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
-            threading.Thread(target=self._say, args=(ASKED,), name="signal line", daemon=True).start()
+            if self._at_once:
+                _exit(number[0], "interrupted before all ranks had joined")
+            # A shell and a launcher send the same signal again: that is no second wish.
+            if first is None or number[0] == signal.SIGHUP or time.monotonic() - first < _SAME:
+                if first is None:
+                    first = time.monotonic()
+                    self._answer(number[0])
+                continue
+            _exit(number[0])
         os.close(self._reader)

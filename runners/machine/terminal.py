@@ -40,6 +40,7 @@ def read_keys_singly(number: int) -> bool:
         return False
     before, quiet = termios.tcgetattr(number), termios.tcgetattr(number)
     quiet[3] &= ~(termios.ICANON | termios.ECHO)
+    quiet[3] |= termios.NOFLSH  # Ctrl-C would discard what is not shown yet: half a block
     _changed[number] = before
     termios.tcsetattr(number, termios.TCSANOW, quiet)
     return True

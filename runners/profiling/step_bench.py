@@ -100,27 +100,26 @@ def bench_steps(
     at, state = LoopState(), run.learner.state
     assert state is not None
     run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+    say("measuring the machine")
+    dtype = run.loaded.compute_dtype
+    rates = measure_rates(dtype or mx.float32)
+    sizes = _sizes(config, machine)
     taken = TrainSteps(run, state, at, say)
     del state
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     floors: list[dict[str, float]] = []
-    say("measuring the machine")
-    dtype = run.loaded.compute_dtype
-    rates = measure_rates(dtype or mx.float32)
-    sizes = _sizes(config, machine)
     for number in range(steps + 1):
         say(f"step {number + 1} of {steps + 1}")
-        taken.times.restart()
         tokens, learned, floor = 0.0, 0.0, {"rollout": 0.0, "learner": 0.0}
         while not taken.update_due():
             experience = taken.roll_out()
-            taken.learn(experience)
+            taken.accept(experience, taken.cut(experience))
             tokens += experience.sampled_tokens
             learned += _learned(experience.rollout)
             floor["rollout"] += _rollout_floor(experience.rollout, sizes, rates, config)
         for _ in range(taken.uses):
-            taken.update(lambda: None)
+            taken.update(*taken.gradients_of_update())
             taken.finish_update()
         times = taken.times.take()
         floor["learner"] = _learner_floor(learned, sizes, rates, config)

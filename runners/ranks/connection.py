@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 
 from runners.errors import UserError
+from runners.machine.signals import StopSignals
 from runners.ranks.messages import RankMessage
 from runners.ranks.rank_place import RankPlace
 from runners.ranks.scoreboard import WORKING, Scoreboard
@@ -13,10 +14,10 @@ from runners.ranks.watchdog import Watchdog
 from runners.ranks.wire import Wire
 
 
-def connect(place: RankPlace, timeout: float) -> Wire:
+def connect(place: RankPlace, timeout: float, signals: StopSignals) -> Wire:
     """The connection to the others of `place`; waits for all of them.
 
-    `timeout`: seconds that this, or a collective, may take. No signal handler runs during it.
+    `timeout`: seconds that this, or a collective, may take. A signal ends the process while it waits.
 
     Raises UserError if the ranks cannot meet.
     """
@@ -25,12 +26,13 @@ def connect(place: RankPlace, timeout: float) -> Wire:
     from grpo_fn.learner import MlxCollectives
 
     name = f"rank {place.rank} ({os.uname().nodename})"
-    watchdog = Watchdog(name, timeout)
+    watchdog = Watchdog(name, timeout, signals)
     watchdog.rank = place.rank
     watchdog.start()
     watchdog.begins("the start")
     try:
-        group = mx.distributed.init(strict=True, backend=place.backend)
+        with signals.ending_at_once():
+            group = mx.distributed.init(strict=True, backend=place.backend)
     except RuntimeError as error:
         watchdog.stop()
         raise UserError(f"{name} cannot join the others: {error}") from error

@@ -19,8 +19,7 @@ class RankMessage:
     arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
     error: str | None = None  # why the rank ends; None: it does not
     code: int = 0  # its exit code
-    asked: int = 0  # the signal that asked the rank to stop; 0: none
-    lost: str | None = None  # why the rank's output has no reader; None: it may have one
+    asked: int = 0  # the signal that has come to the rank; 0: none
 
 
 def encode_message(message: RankMessage) -> bytes:
@@ -32,7 +31,6 @@ def encode_message(message: RankMessage) -> bytes:
         "error": message.error,
         "code": message.code,
         "asked": message.asked,
-        "lost": message.lost,
         "arrays": [[name, str(array.dtype), array.shape] for name, array in arrays.items()],
     }
     text = json.dumps(head).encode("ascii")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from runners.errors import UserError, error_line, text_of
-from runners.machine.signals import Stopped, restored_in_forks
+from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.connection import connect, introduce
 from runners.ranks.messages import RankMessage
 from runners.ranks.rank_place import RankPlace
@@ -33,33 +30,25 @@ class Ranks:
     It implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same order.
     """
 
-    def __init__(self, place: RankPlace | None = None, *, timeout: float = 600.0) -> None:
+    def __init__(
+        self, place: RankPlace | None = None, *, timeout: float = 600.0, signals: StopSignals | None = None
+    ) -> None:
         """Joins the others of `place` (None: no others); `timeout`: seconds that a collective may take.
 
-        From now on SIGTERM and SIGINT raise Stopped, but not before `ending_together` and not within an
-        exchange. The end of `ending_together` restores the handlers.
+        `signals` raise Stopped in this process, but not before `ending_together` and not within an exchange.
 
         Raises UserError if the ranks cannot meet.
         """
         self.number, self.count = (place.rank, place.size) if place else (0, 1)
         self.hosts: list[str] = [os.uname().nodename]
-        self.asked = 0  # the signal that asked a rank to stop, as of the last meeting; 0: none
-        self.lost: str | None = None  # why rank 0's output has no reader, as of the last meeting
-        self.wishes: Callable[[], tuple[int, str | None]] = lambda: (0, None)  # this rank's own two values
-        self._moving = False
-        self._waits = False  # whether a signal has to wait: within an exchange, and before `ending_together`
-        self._signal = 0  # a signal that came when no other handler was set; 0: none
-        self._handlers: dict[int, Any] = {}  # the signals' previous handlers
+        self._signals = signals or StopSignals()
+        self._moving = self._committing = False
+        self._stopping = False  # whether all ranks know that they stop
+        self._joining = ExitStack()
         self._wire: Wire | None = None
         if place:
-            self._wire = connect(place, timeout)
-            self._wire.watchdog.asked = lambda: max(self.wishes()[0], self._signal) > 0
-            self._waits = True
-            # Not earlier: no handler runs while this waits for the other ranks.
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    self._handlers[number] = signal.signal(number, self._receive)
-                restored_in_forks.append(self._restore)
+            self._joining.enter_context(self._signals.deferred())
+            self._wire = connect(place, timeout, self._signals)
             self.hosts = introduce(self._wire, self.number, self.count)
 
     @property
@@ -114,18 +103,43 @@ class Ranks:
     ) -> list[RankMessage]:
         """Every rank's message at this meeting, in order.
 
-        Raises RankError if a rank has reported that it ends, or if one is gone.
+        Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported that it
+        ends, or if one is gone.
         """
-        asked, lost = self.wishes()
-        own = RankMessage(where, value, arrays or {}, asked=asked, lost=lost)
+        return self._meet(RankMessage(where, value, arrays or {}, asked=self._signals.received or 0))
+
+    def _meet(self, own: RankMessage) -> list[RankMessage]:
         if self._wire is None:
-            self.asked, self.lost = asked, lost
             return [own]
-        with self._whole():
+        with self._signals.deferred():  # an interrupted exchange would leave the others at another point
             messages = self._wire.meet(own)
-        self.asked = max(message.asked for message in messages)
-        self.lost = messages[0].lost
+            asked = max(message.asked for message in messages)
+            if asked and not self._stopping and not self._committing:
+                self._stopping = self._signals.stopping = True
+                raise Stopped(asked)
         return messages
+
+    @contextmanager
+    def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
+        """The block is a change of the run's state: all ranks make it or none, and no signal interrupts it.
+
+        It gets the messages of the meeting before it, which raises Stopped if a signal has come to a rank.
+        """
+        self._signals.check()
+        with self._signals.deferred():
+            messages = self.meet(where, value)
+            before, self._committing = self._committing, True
+            try:
+                yield messages
+            finally:
+                self._committing = before
+
+    def stop_together(self, error: Stopped) -> None:
+        """After `error`: when this returns, all ranks know that they stop. RankError if one is gone."""
+        self._signals.stopping = True
+        if not self._stopping:
+            with suppress(Stopped):
+                self._meet(RankMessage("the stop", asked=error.exit_code - 128))
 
     def agree(self, where: str, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -146,22 +160,9 @@ class Ranks:
     def moving_arrays(self) -> Iterator[None]:
         """Within the block the ranks exchange arrays, not messages: each rank notices faults by itself."""
         self._moving = True
-        with self._whole():
+        with self._signals.deferred():
             yield
         self._moving = False
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Within the block signals wait: an interrupted exchange would leave the others at another point."""
-        before, self._waits = self._waits, True
-        yield
-        self._waits = before
-        self._raise_signal()
-
-    def _raise_signal(self) -> None:
-        """Raises Stopped if a signal has come and need not wait."""
-        if self._signal and not self._waits and not self._over:
-            raise Stopped(self._signal)
 
     @property
     def _over(self) -> bool:
@@ -192,15 +193,14 @@ class Ranks:
             yield
             return
         try:
-            self._waits = False
-            self._raise_signal()  # a signal that came while the ranks joined
+            self._joining.close()  # raises Stopped if a signal has come meanwhile
             yield
-            self.meet("the end")
+            with suppress(Stopped):  # all is done
+                self.meet("the end")
             self._part()
-            self._restore()
         except BaseException as error:
             if not self._over:
-                error = self._tell(error)
+                error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
                 error.reported = not self._speaks(error)  # pyright: ignore[reportAttributeAccessIssue]
@@ -212,20 +212,25 @@ class Ranks:
             return self._wire.watchdog.speaks()
         return self.first
 
-    def _tell(self, error: BaseException) -> BaseException:
+    def _report(self, error: BaseException) -> BaseException:
         """Reports a fault of this rank to the others, and returns the exception to raise."""
         wire, line = self._wire, _line(error)
         assert wire is not None
-        self._waits = True  # until the end: signals no longer matter
-        if not isinstance(error, Stopped):  # it may come from the launcher: not a cause to report
-            wire.write(WORKING, line)
+        self._signals.stopping = True  # until the end: signals no longer matter
+        if isinstance(error, Stopped):
+            try:
+                self.stop_together(error)
+            except UserError as lost:
+                # If another rank has ended before, SIGTERM comes from the launcher; that rank is the cause.
+                return lost
+            return error
+        wire.write(WORKING, line)
         if self._moving:
             return error
         try:
             messages = wire.exchange(RankMessage("an error", error=line, code=getattr(error, "exit_code", 1)))
-        except UserError as lost:
-            # If another rank has ended before, SIGTERM comes from the launcher, and that rank is the cause.
-            return lost if isinstance(error, Stopped) else error
+        except UserError:
+            return error
         self.agreed_to_end()
         if not isinstance(error, UserError) or all(each.error == line for each in messages):
             return error
@@ -238,22 +243,7 @@ class Ranks:
             reported = error and not isinstance(error, RankError | KeyboardInterrupt)
             self._wire.write(ENDED, error_line(error) if error and reported else "")
 
-    def _restore(self) -> None:
-        if self._restore in restored_in_forks:
-            restored_in_forks.remove(self._restore)
-        for number, before in self._handlers.items():
-            signal.signal(number, before)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal that comes before the run's own handlers, or the launcher's SIGTERM to all ranks
-        after one has ended, which is ignored if all end anyway."""
-        if not self._over:
-            self._signal = number
-            self._raise_signal()
-
 
 def _line(error: BaseException) -> str:
     """The line about a rank's fault, for the others."""
-    if isinstance(error, Stopped):
-        return f"stopped by {signal.Signals(error.exit_code - 128).name}"
     return text_of(error) if isinstance(error, UserError) else error_line(error)

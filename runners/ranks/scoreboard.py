@@ -1,4 +1,4 @@
-"""A file that the ranks of one host share: who waits, who has ended and why, and who is gone.
+"""A file that the ranks of one host share: who waits, who is stopped, who has ended and why, and who is gone.
 
 Each rank has a slot in the file and holds a lock on it. The system releases the lock when the process ends,
 however it ends. If another rank can take the lock, the rank is gone.
@@ -12,11 +12,13 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from contextlib import suppress
 
 _SLOT = 512  # bytes
-_PID = _SLOT - 8  # the position of the process's number in a slot
-_HEAD = struct.Struct("<BQd")  # state, collectives begun, time of the last change
+_PULSE = struct.Struct("<dqq")  # time of the last beat, the signal that has come, the process's number
+_PULSE_AT = _SLOT - _PULSE.size  # its position in a slot
+_HEAD = struct.Struct("<BQ")  # state, collectives begun
 WORKING, WAITING, ENDED = 0, 1, 2
 
 
@@ -29,7 +31,7 @@ class Scoreboard:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._map = mmap.mmap(self._file, size * _SLOT)
         self._number = 0
-        struct.pack_into("<q", self._map, mine * _SLOT + _PID, os.getpid())
+        self.beat(0)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine * _SLOT)
 
     @staticmethod
@@ -46,24 +48,32 @@ class Scoreboard:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def write(self, state: int, time: float, line: str = "") -> None:
+    def beat(self, asked: int) -> None:
+        """Shows that this process runs, and the signal that has come to it; 0: none."""
+        _PULSE.pack_into(self._map, self._mine * _SLOT + _PULSE_AT, time.monotonic(), asked, os.getpid())
+
+    def pulse(self, rank: int) -> tuple[float, int, int]:
+        """Seconds since a rank's last beat, the signal that has come to it, and its process's number.
+
+        The number is 0 before it has opened the file.
+        """
+        beat, asked, process = _PULSE.unpack_from(self._map, rank * _SLOT + _PULSE_AT)
+        return time.monotonic() - beat, asked, process
+
+    def write(self, state: int, line: str = "") -> None:
         """Writes this rank's slot; `WAITING` means that one more collective has begun."""
         self._number += state == WAITING
-        text = line.encode("utf-8", "replace")[: _PID - _HEAD.size - 2]
-        slot = _HEAD.pack(state, self._number, time) + len(text).to_bytes(2, "little") + text
+        text = line.encode("utf-8", "replace")[: _PULSE_AT - _HEAD.size - 2]
+        slot = _HEAD.pack(state, self._number) + len(text).to_bytes(2, "little") + text
         self._map[self._mine * _SLOT : self._mine * _SLOT + len(slot)] = slot
 
-    def read(self, rank: int) -> tuple[int, int, float, str]:
-        """A rank's state, how many collectives it has begun, when it last wrote, and its last line."""
+    def read(self, rank: int) -> tuple[int, int, str]:
+        """A rank's state, how many collectives it has begun, and its last line."""
         slot = self._map[rank * _SLOT : (rank + 1) * _SLOT]
-        state, number, time = _HEAD.unpack_from(slot)
+        state, number = _HEAD.unpack_from(slot)
         length = int.from_bytes(slot[_HEAD.size : _HEAD.size + 2], "little")
         text = slot[_HEAD.size + 2 : _HEAD.size + 2 + length]
-        return state, number, time, text.decode("utf-8", "replace")
-
-    def process(self, rank: int) -> int:
-        """A rank's process number; 0 before it has opened the file."""
-        return struct.unpack_from("<q", self._map, rank * _SLOT + _PID)[0]
+        return state, number, text.decode("utf-8", "replace")
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of another rank has ended."""

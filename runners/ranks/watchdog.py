@@ -10,31 +10,37 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from runners.errors import one_line
+from runners.machine.signals import StopSignals
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 
 EXIT_CODE = 4  # of a run that ended because of a rank's fault
-_INTERVAL = 0.5  # seconds between two checks
+_INTERVAL = 0.25  # seconds between two checks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
-_ASKED = 25.0  # seconds after a signal, in a collective with ranks of other hosts: they have ended by then
+_ASKED = (
+    25.0  # seconds after a signal, in a collective with ranks that cannot end: of other hosts, or stopped
+)
+_STILL = 5.0  # seconds without a beat after which a process counts as stopped, as by SIGSTOP
 
 
 class Watchdog:
     """A thread that checks the other ranks, and how long this one has waited."""
 
-    def __init__(self, name: str, timeout: float) -> None:
-        """`name` is this rank's in messages; `timeout` is in seconds a collective."""
-        self._name, self.timeout = name, timeout
+    def __init__(self, name: str, timeout: float, signals: StopSignals) -> None:
+        """`name` is this rank's in messages; `timeout` is in seconds a collective.
+
+        A signal that comes to one rank of this host comes to the `signals` of all of them.
+        """
+        self._name, self.timeout, self._signals = name, timeout, signals
         self.board: Scoreboard | None = None
         self.here: Sequence[int] = ()  # the other ranks of this host, in order
         self.elsewhere = ""  # the ranks on other hosts, for messages; "": none
         self.names: Sequence[str] = ()  # of all ranks
         self.rank = 0
-        self.asked: Callable[[], bool] = lambda: False  # whether a signal has come
         self.on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
-        self._what = ""
-        self._since: float | None = None  # start of the main thread's current collective
-        self._asked_at: float | None = None
+        self._what = ""  # the main thread's current collective; "": none
+        self._number = 0  # of collectives
         self._gone_at: float | None = None
+        self._parent = os.getppid()  # the launcher
         self._off = threading.Event()
 
     def start(self) -> None:
@@ -42,16 +48,18 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread, when the ranks disconnect in good order."""
+        """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the reason."""
+        self._signals.stopping = True
         self._off.set()
 
     def begins(self, what: str) -> None:
         """The main thread enters a collective."""
-        self._what, self._since = what, time.monotonic()
+        self._number += 1
+        self._what = what
 
     def ends(self) -> None:
         """The main thread has left it."""
-        self._since = None
+        self._what = ""
 
     def gone(self) -> str | None:
         """A line about ranks of this host that have not ended in good order; None: there are none.
@@ -62,10 +70,10 @@ class Watchdog:
             return None
         lost = [rank for rank in self.here if self.board.is_gone(rank)]
         found = [(rank, self.board.read(rank)) for rank in lost]
-        for rank, (_, _, _, line) in found:
+        for rank, (_, _, line) in found:
             if line:
                 return f"{self.names[rank]}: {line}"
-        for rank, (state, _, _, _) in found:
+        for rank, (state, _, _) in found:
             if state != ENDED:
                 return f"{self.names[rank]} is gone: it was killed, or has crashed"
         return None
@@ -79,43 +87,70 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
+        last, number, waited, asked = time.monotonic(), 0, 0.0, 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
+            # Time for which the whole run was suspended (Ctrl-Z) does not count.
+            passed, last = min(now - last, 2 * _INTERVAL), now
+            self._share_signals()
             line = self.gone()
             if line:
                 self._gone_at = self._gone_at or now
                 if now - self._gone_at > _GRACE:
                     self._end(line)
-            since = self._since
-            if since is None:
+            what = self._what
+            if not what or number != self._number:
+                number, waited, asked = self._number, 0.0, 0.0
                 continue
-            if now - since > self.timeout:
-                self._end(
-                    f"no end of {self._what} after {now - since:.0f} s (system.collective_timeout): "
-                    f"{self._missing()}",
-                    self._late(),
-                )
-            if self.asked() and self.elsewhere and not self._late():
-                self._asked_at = self._asked_at or now
-                if now - max(since, self._asked_at) > _ASKED:
-                    self._end(f"asked to stop, and {self._missing()}")
+            waited += passed
+            stopped, late = self._stopped(), self._late()
+            if self._signals.received and (self.elsewhere or stopped) and late == stopped:
+                asked += passed
+            if waited > self.timeout:
+                why = f"no end of {what} after {waited:.0f} s (system.collective_timeout): "
+                self._end(why + self._missing(), late)
+            if asked > _ASKED:
+                self._end(f"asked to stop, and {self._missing()}", late)
+
+    def _share_signals(self) -> None:
+        """Shows this rank's signal to the others of this host, and takes over theirs.
+
+        A launcher that has ended is a SIGTERM: nobody reads the ranks' output, or ends them.
+        """
+        if os.getppid() != self._parent:
+            self._signals.ask(signal.SIGTERM)
+        if self.board is None:
+            return
+        self.board.beat(self._signals.received or 0)
+        for asked in (self.board.pulse(rank)[1] for rank in self.here):
+            if asked:
+                self._signals.ask(asked)
 
     def _missing(self) -> str:
         """The ranks that this one waits for, in words."""
         if late := self._late():
-            return f"waited for {', '.join(self.names[rank] for rank in late)}"
+            stopped = self._stopped()
+            named = [f"{self.names[rank]}{', which is stopped' * (rank in stopped)}" for rank in late]
+            return f"waited for {' and '.join(named)}"
         if not self.names:
             return "not all ranks have joined"
         return f"waited for {self.elsewhere or 'the network between the ranks'}"
 
+    def _stopped(self) -> list[int]:
+        """The ranks of this host whose processes are there, but do not run."""
+        board = self.board
+        return [
+            rank for rank in self.here if board and board.pulse(rank)[0] > _STILL and not board.is_gone(rank)
+        ]
+
     def _late(self) -> list[int]:
-        """The ranks of this host that have not reached this rank's collective."""
+        """The ranks of this host that have not reached this rank's collective, or are stopped in it."""
         late: list[int] = []
         if self.board is not None:
-            number = self.board.read(self.rank)[1]
+            number, stopped = self.board.read(self.rank)[1], self._stopped()
             for rank in self.here:
-                state, begun, _, _ = self.board.read(rank)
-                if begun < number or state != WAITING:
+                state, begun, _ = self.board.read(rank)
+                if begun < number or state != WAITING or rank in stopped:
                     late.append(rank)
         return late
 
@@ -130,7 +165,7 @@ class Watchdog:
         with suppress(Exception):
             self.on_fault(line)
         for rank in hanging:
-            if self.board and not self.board.is_gone(rank) and (process := self.board.process(rank)):
+            if self.board and not self.board.is_gone(rank) and (process := self.board.pulse(rank)[2]):
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
         os._exit(EXIT_CODE)

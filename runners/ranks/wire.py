@@ -46,13 +46,14 @@ class Wire:
     def meet(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, in order.
 
-        Raises RankError if one of them reports a fault, or if the ranks are not at the same point.
+        Raises RankError if one of them reports a fault, or if the ranks are not at the same point and no
+        signal has come to one of them.
         """
         messages = self.exchange(own)
         if any(message.error is not None for message in messages):
             self.close()
             raise self.error_of(messages)
-        if len({message.where for message in messages}) > 1:
+        if len({message.where for message in messages}) > 1 and not any(each.asked for each in messages):
             self.close()
             spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
             raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
@@ -89,7 +90,7 @@ class Wire:
     def write(self, state: int, line: str = "") -> None:
         """Updates this rank's state for the other ranks of this host."""
         if self.board:
-            self.board.write(state, time.monotonic(), line)
+            self.board.write(state, line)
 
     def name(self, rank: int) -> str:
         """A rank's name in messages, with its host if that is known."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from runners.config.sections import LogConfig
 from runners.errors import UserError
+from runners.machine.signals import Stopped
 from runners.report.page import REPORT, write_report
 
 
@@ -26,8 +27,10 @@ def final_report(folder: _Folder, settings: LogConfig, note: Callable[[str], Non
     If the report cannot be written, a line says so; the run is not affected.
     """
     begun: list[bool] = []
+    finished = False
     try:
         yield begun
+        finished = True
     finally:
         if begun and settings.report:
             try:
@@ -35,3 +38,7 @@ def final_report(folder: _Folder, settings: LogConfig, note: Callable[[str], Non
                 write_report([path.parent], path)
             except (UserError, OSError, MemoryError) as error:
                 note(f"no report was written: {error}; `grpo report RUN` tries again")
+            except Stopped as stopped:
+                if finished:
+                    stopped.advice = f"the run is finished; its report: grpo report {folder.here()}"
+                raise

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
@@ -28,9 +28,15 @@ class Diary(Report):
     Notices from before the start are written after the event "start". Times are seconds since 1970.
     """
 
-    def __init__(self, report: Report, clock: Callable[[], float] = time.time) -> None:
-        """Passes everything on to `report`."""
-        self._report, self._clock = report, clock
+    def __init__(
+        self,
+        report: Report,
+        clock: Callable[[], float] = time.time,
+        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Passes everything on to `report`, within `whole()`: an interrupt would leave half a block there."""
+        self._report: Any = _Whole(report, whole)
+        self._alert, self._clock = report.alert, clock
         self._write: Callable[[Mapping[str, Any]], None] | None = None
         self._waiting: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
@@ -52,10 +58,18 @@ class Diary(Report):
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            state, text = _end_of(error)
-            self._event("end", state=state, text=one_line(text, os.environ))
+            self._ended(error)
             raise
         self._event("end", state="finished")
+
+    def end(self, error: BaseException) -> None:
+        """The process is about to end with this exception, which nothing handles."""
+        self._ended(error)
+        self._report.__exit__(type(error), error, None)
+
+    def _ended(self, error: BaseException) -> None:
+        state, text = _end_of(error)
+        self._event("end", state=state, text=one_line(text, os.environ))
 
     def start(
         self, total_updates: int, header: Mapping[str, Any], *, done: int = 0, scores: Sequence[float] = ()
@@ -89,7 +103,7 @@ class Diary(Report):
 
     def alert(self, text: str) -> None:
         """See `Report.alert`. Another thread may call this, so it is not recorded."""
-        self._report.alert(text)
+        self._alert(text)
 
     def example(self, record: Mapping[str, Any]) -> None:
         """See `Report.example`."""
@@ -122,6 +136,24 @@ class Diary(Report):
             self._write(record)
         else:
             self._waiting.append(record)
+
+
+class _Whole:
+    """Each method of a report within a context."""
+
+    def __init__(self, report: Report, whole: Callable[[], AbstractContextManager[None]]) -> None:
+        self._report, self._whole = report, whole
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._report, name)
+        if not callable(found):
+            return found
+
+        def act(*given: Any, **named: Any) -> Any:
+            with self._whole():
+                return found(*given, **named)
+
+        return act
 
 
 def _end_of(error: BaseException) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, cast
@@ -66,7 +67,8 @@ class LiveReport(Report):
         self._progress = Progress(0, **self._sources)
         self._title = "grpo"
         self._status = ""
-        self._begun = self._finished = False
+        self._begun = self._finished = self._ended = False
+        self._alerts = threading.Lock()  # no alert while the block is drawn for the last time
         self._example: ShownCompletion | None = None
         self._example_shown = False
         self._keys = KeyPresses(self.key)
@@ -132,7 +134,9 @@ class LiveReport(Report):
 
     def alert(self, text: str) -> None:
         """See `Report.alert`: above the block, which is redrawn below it."""
-        self._print(Text(text, style="bold"))
+        with self._alerts:
+            if not self._ended:
+                self._print(Text(text, style="bold"))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """See `Report.table`."""
@@ -148,7 +152,7 @@ class LiveReport(Report):
         self._status = f"finished in {duration_text(self._progress.elapsed())}"
         self._keys.__exit__(None, None, None)
         self._redraw()
-        self._live.stop()
+        self._stop()
         self._finished = True
         self._print(_table(summary))
 
@@ -156,6 +160,11 @@ class LiveReport(Report):
         if not self._finished:
             self._status = "stopped"  # the last status no longer holds
             self._keys.__exit__(None, None, None)
+        self._stop()
+
+    def _stop(self) -> None:
+        with self._alerts:
+            self._ended = True
         self._live.stop()
 
     def render(self) -> RenderableType:

@@ -31,9 +31,14 @@ class PartTimes:
         finally:
             self.add(part, self._clock() - started)
 
-    def restart(self) -> None:
-        """Restarts the clock: the time since `take` counts for no step."""
-        self._started = self._clock()
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The time of the `with` block counts for no step."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - started
 
     def take(self) -> dict[str, float]:
         """`step_time`, `time/PART` of each part and `time/rest` in seconds; counting restarts at 0."""

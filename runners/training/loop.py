@@ -1,14 +1,15 @@
 """The loop of a run: its steps to the end, with evaluation, logs and checkpoints.
 
-A step is a batch step (a rollout, and its gradient unless it serves several updates) or one optimizer update.
-After each step, `TrainState` and `LoopState` are the complete state of the run.
+A step is a batch step (one rollout) or one optimizer update, with its gradients. `TrainState` and `LoopState`
+are the complete state of the run; they change only where the ranks commit to a step that is done. So a signal
+may interrupt anything else: the step under way is dropped, and what is saved is the state before it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.saving import Saver
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
+from runners.evaluation.exact_match import EvalResult
 from runners.evaluation.rank_evaluation import evaluate_on_ranks
 from runners.machine.memory_readings import free_memory
-from runners.machine.signals import Stopped, StopSignals
+from runners.machine.signals import Stopped
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
 from runners.rewards.experience import Experience
@@ -73,11 +75,10 @@ class Loop:
         log: MetricsLog,
         report: Diary,
         saver: Saver,
-        signals: StopSignals,
         facts: Mapping[str, Any],
     ) -> None:
         """`state` and `at`: where the run starts or resumes; `facts`: what every trainer_state.json holds."""
-        self.log, self.report, self.saver, self.signals = log, report, saver, signals
+        self.log, self.report, self.saver = log, report, saver
         self.run, self.config = run, run.config
         self.steps, self.at = TrainSteps(run, state, at, report.note, report.tell), at
         self.pieces = PieceLengths(run.decoder)
@@ -100,8 +101,8 @@ class Loop:
             elapsed=self._elapsed,
         )
         self._log_fault: str | None = None  # the last reported fault of the log
+        self._lost: str | None = None  # why rank 0's display has no reader
         self.ranks = run.ranks
-        self.ranks.wishes = self._wishes
         self.ranks.on_fault(
             lambda line: log.log({"update": at.update, "batch_step": at.batch_step, "fault": line})
         )
@@ -116,22 +117,41 @@ class Loop:
             part.restore(facts)
 
     def run_to_end(self) -> RunResult:
-        """Runs all remaining steps, then the final evaluation, and saves the final model."""
+        """Runs all remaining steps, then the final evaluation, and saves the final model.
+
+        After a signal it saves what is not saved yet, and raises Stopped on all ranks.
+        """
+        try:
+            return self._run_to_end()
+        except Stopped as stopped:
+            self.ranks.stop_together(stopped)
+            self.saves.save_to_stop("interrupted: ")
+            self.ranks.agreed_to_end()
+            stopped.saved = bool(self.at.batch_step)
+            raise
+
+    def save_now(self) -> bool:
+        """Saves while the main thread computes; whether there is a state to continue from."""
+        self.saves.save_to_stop("interrupted: ")
+        return bool(self.at.batch_step)
+
+    def _run_to_end(self) -> RunResult:
         config, at, steps = self.config, self.at, self.steps
+        steps.settle()
         run, held_out = self.run, len(self.run.data.evaluation)
         head = run_header(config, run.folder, run.loaded, len(run.data.train), held_out)
         self.report.start(run.length.updates, head, done=at.update, scores=at.scores)
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
-        self._check_signals()
-        steps.times.restart()
+        self._evaluate_if_due()  # a signal may have interrupted it
         while steps.update_due() or (at.batch_step < self.run.length.batch_steps and not self.watch.reached):
             self._step()
+            self._evaluate_if_due()
             self._check_numbers()
             every = config.checkpoint.every
             if every and at.batch_step % every == 0 and not steps.update_due():
                 self.saves.save()
-            self._check_signals()
+            self._check_output()
         if self.watch.reached:
             self.report.note(f"the run ends early: {self.watch.reached}")
         if at.evaluated_at != at.update:
@@ -179,39 +199,49 @@ class Loop:
         self.saves.check_folder()
 
     def _batch_step(self) -> None:
-        """One rollout, the notices about it, and its gradient."""
+        """One rollout, cut for its gradients, and the notices about it."""
         self.report.status("sampling")
         try:
             experience = self.steps.roll_out()
         except RewardError:
             self.saves.save_to_stop("before the reward failed: ")
             raise
-        for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
-            self.report.note(problem)
-        self._log_completions(experience)
-        self.report.status("learning")
-        self.steps.learn(experience)
+        parts = self.steps.cut(experience)
+        with self._committing("the batch step"):
+            self.steps.accept(experience, parts)
+            for problem in (*experience.problems, *self.constant.read(experience.values_kb)):
+                self.report.note(problem)
+            self._log_completions(experience)
 
     def _update(self) -> None:
-        """One optimizer update, its log line, and the evaluation that may be due."""
+        """One optimizer update, with its gradients and its log line."""
         at = self.at
-        stats, update = self.steps.update(self._wait_for_memory)
-        metrics = self._metrics(stats, update)
-        metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's values count for all
-        self._log_moved()
-        at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
-        notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
-        last = at.update == self.run.length.updates or self.watch.reached
-        if at.update % self.config.log.every == 0 or last:
-            self.log.log(metrics)
-        self.report.step(metrics)
-        for line in notes:
-            self.report.note(line)
-        every = self.config.eval.every
-        if every and at.update % every == 0:
-            self._evaluate(f"after update {at.update}")
-        self.steps.times.restart()
-        self.steps.finish_update()
+        self.report.status("learning")
+        sums, found = self.steps.gradients_of_update()
+        # New weights are about to be made: waits for a checkpoint if memory cannot hold both.
+        self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
+        with self._committing("the update"):
+            metrics = self._metrics(*self.steps.update(sums, found))
+            metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's values count for all
+            self._log_moved()
+            at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
+            notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
+            last = at.update == self.run.length.updates or self.watch.reached
+            if at.update % self.config.log.every == 0 or last:
+                self.log.log(metrics)
+            self.report.step(metrics)
+            for line in notes:
+                self.report.note(line)
+            self.steps.finish_update()
+
+    @contextmanager
+    def _committing(self, step: str) -> Iterator[None]:
+        """The block changes the run's state: on all ranks or on none, and no signal interrupts it."""
+        fault = getattr(self.report, "fault", None)
+        with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
+            self._lost = messages[0].value
+            yield
+            self.steps.settle()
 
     def _log_completions(self, experience: Experience) -> None:
         """Logs a batch step's completions, and their tokens if the config asks for them."""
@@ -232,10 +262,6 @@ class Loop:
             for step, experience in enumerate(self.steps.experiences, first):
                 logp_bt = np.array(self.steps.logprobs_now(experience))
                 self.log.tokens(moved_record(experience, logp_bt, step, self.at.update))
-
-    def _wait_for_memory(self) -> None:
-        """Called before new weights are made: waits for a checkpoint if memory cannot hold both."""
-        self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
 
     def _metrics(self, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
         at, rewards = self.at, [reward.name for reward in self.run.collector.scorer.rewards]
@@ -277,20 +303,31 @@ class Loop:
             **skew_metrics([tally.seconds for tally in self.at.tallies]),
         }
 
+    def _evaluate_if_due(self) -> None:
+        """The evaluation that eval.every asks for after an update."""
+        every, at = self.config.eval.every, self.at
+        if every and at.update and at.update % every == 0 and at.evaluated_at < at.update:
+            self._evaluate(f"after update {at.update}")
+
     def _evaluate(self, name: str) -> None:
         """Measures exact match with the learner's weights, for the log and the display."""
-        config, at = self.config, self.at
-        if not config.data.answer:  # an environment rewards, and there are no answers to compare with
+        if not self.config.data.answer:  # an environment rewards, and there are no answers to compare with
             return
-        self.report.status("evaluating")
-        engine, collector = self.run.learner.evaluator, self.run.collector
+        with self.steps.times.stopped():
+            self.report.status("evaluating")
+            result = self._measured()
+            with self._committing("the evaluation"):
+                self._log_evaluation(name, result)
+
+    def _measured(self) -> EvalResult:
+        config, engine, at = self.config, self.run.learner.evaluator, self.at
         engine.load(self.steps.state.params, at.update)
         limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
         result = evaluate_on_ranks(
             self.ranks,
             engine,
             self.run.data.evaluation,
-            attrs.evolve(collector.sampling, max_new_tokens=limit),
+            attrs.evolve(self.run.collector.sampling, max_new_tokens=limit),
             decoder=self.run.decoder,
             nudge=config.data.nudge,
             max_batch=config.rollout.max_batch,
@@ -298,6 +335,10 @@ class Loop:
             vision=self.run.loaded.vision,
         )
         engine.load(None, at.update)
+        return result
+
+    def _log_evaluation(self, name: str, result: EvalResult) -> None:
+        at = self.at
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
         record |= {"em_subset": result.total, "time/eval": result.seconds, "time/elapsed": self._elapsed()}
@@ -319,24 +360,15 @@ class Loop:
             self.saves.save("the last good state: ", strict=True)
             raise
 
-    def _check_signals(self) -> None:
-        """If the process was asked to stop, or the display has no reader: saves, and raises Stopped or
-        OutputLost."""
-        number, lost = (self.ranks.asked, self.ranks.lost) if not self.ranks.alone else self._wishes()
-        if not number and lost is None:
+    def _check_output(self) -> None:
+        """If the display has no reader: saves, and raises OutputLost."""
+        if self._lost is None:
             return
-        fault = getattr(self.report, "fault", None) or BrokenPipeError(lost)
-        end = Stopped(number) if number else OutputLost(fault)
-        if isinstance(end, OutputLost):
-            self.report.note(f"{end}: the run ends")
+        end = OutputLost(getattr(self.report, "fault", None) or BrokenPipeError(self._lost))
+        self.report.note(f"{end}: the run ends")
         self.saves.save_to_stop("interrupted: ")
         self.ranks.agreed_to_end()
         raise end
-
-    def _wishes(self) -> tuple[int, str | None]:
-        """The signal that asked this process to stop (0: none), and why its display failed, if it did."""
-        fault = getattr(self.report, "fault", None)
-        return self.signals.received or 0, None if fault is None else str(fault)
 
     def _check_log(self) -> None:
         """Reports once that a line of the log cannot be written; it is written when there is space."""

@@ -37,8 +37,8 @@ class LoopState:
     reward: float | None = None  # of the last update
     elapsed: float = 0.0  # seconds, of all processes
     tallies: list[Tally] = attrs.field(factory=list)  # of the batch steps since the last update
-    waiting: list[list[list[g.Batch]]] = attrs.field(factory=list)  # a step: minibatch × micro-batch
-    stats: list[g.LossStats] = attrs.field(factory=list)  # of the gradients since the last update
+    waiting: list[list[list[g.Batch]]] = attrs.field(factory=list)  # batch step × minibatch × micro-batch
+    stats: list[g.LossStats] = attrs.field(factory=list)  # of gradients that an older version has saved
     shapes: set[Shape] = attrs.field(factory=set)  # of micro-batches for which the steps are compiled
 
     def plain(self) -> dict[str, Any]:

@@ -46,10 +46,11 @@ class RunSaves:
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
-        whole = self.steps.whole()
-        self.saver.save(lambda: self._snapshot(whole), self._place(), why, strict=strict)
-        if strict:
-            self.run.ranks.meet("the save")  # a rank that ends earlier would end the others too
+        with self.run.ranks.committing("the checkpoint"):
+            whole = self.steps.whole()
+            self.saver.save(lambda: self._snapshot(whole), self._place(), why, strict=strict)
+            if strict:
+                self.run.ranks.meet("the save")  # a rank that ends earlier would end the others too
 
     def save_to_stop(self, why: str) -> None:
         """Saves a checkpoint before the run ends early, unless the last one is current."""

@@ -1,4 +1,8 @@
-"""The steps of a run: rollout → reward → gradient → update → sync, each from the two states to the next."""
+"""The steps of a run: rollout → reward, and gradient → update → sync, each from the two states to the next.
+
+What takes long (`roll_out`, `cut`, `gradients`) leaves both states as they are: it can be interrupted at any
+moment. `accept` and `update` change them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from grpo_fn.learner import (
     all_reduce,
     chosen_experts,
     deal,
-    only_on_first,
     routing_stats,
     shape_of,
     take_rows,
@@ -32,6 +35,13 @@ from runners.training.setup import Run
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
+
+
+@attrs.define(eq=False)
+class Sums:
+    """The state with the gradients of an update under way; None once the update has taken it over."""
+
+    state: Any  # g.TrainState | None
 
 
 class TrainSteps:
@@ -66,10 +76,7 @@ class TrainSteps:
         return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.length.batch_steps)
 
     def roll_out(self) -> Experience:
-        """The rollout of the next batch step, scored.
-
-        If it raises (such as RewardError), no batch step was taken: `state` and `at` can still be saved.
-        """
+        """The rollout of the next batch step, scored."""
         at, length, stream = self.at, self.run.length, self.run.stream
         key = fold_in(self.state.key, ROLLOUTS, at.batch_step)
         progress = TrainerState(at.update, length.updates, stream.epoch, self.config.optim.num_epochs)
@@ -79,47 +86,43 @@ class TrainSteps:
             self._report_events()
         for part in ("rollout", "reward"):
             self.times.add(part, experience.seconds[part])
-        at.batch_step += 1
-        at.position = stream.position
-        at.sampled_tokens += experience.sampled_tokens
-        at.tallies.append(Tally.of(experience))
-        self.experiences.append(experience)
         return experience
 
-    def learn(self, experience: Experience) -> None:
-        """Adds the gradient of a rollout; if the rollout serves several updates, it is kept for later."""
-        with self.times.timing("learner"):
-            parts = self._micro_batches(experience)
-            if self.uses > 1:
-                self.at.waiting.append(parts)
-            else:
-                self._grad(parts[0])
+    def accept(self, experience: Experience, parts: list[list[g.Batch]]) -> None:
+        """A batch step was taken: its rollout, and what `cut` made of it, wait for their updates."""
+        at = self.at
+        at.batch_step += 1
+        at.position = self.run.stream.position
+        at.sampled_tokens += experience.sampled_tokens
+        at.tallies.append(Tally.of(experience))
+        at.waiting.append(parts)
+        at.shapes |= {shape_of(piece) for pieces in parts for piece in pieces if piece.mask_bt.shape[0]}
+        self.experiences.append(experience)
 
-    def update(self, before_update: Callable[[], None]) -> tuple[g.LossStats, g.UpdateStats]:
-        """One optimizer update from the accumulated batch steps; `finish_update` must follow.
-
-        `before_update` is called before the new weights are made.
-        """
+    def gradients_of_update(self) -> tuple[Sums, list[g.LossStats]]:
+        """The accumulated gradient of the next update, and the statistics of each batch step."""
         at = self.at
         if self._syncs():
             # The next rollout uses the new weights, so the old ones can be freed before the update.
             self.state = attrs.evolve(self.state, old_params=None)
             self.engine.load(None, at.update)
+        sums = Sums(self.state)
         with self.times.timing("learner"):
-            for parts in at.waiting:
-                self._grad(parts[at.reused % len(parts)])
-        before_update()
-        with self.times.timing("update"):
-            if not self.ranks.alone:
-                self.ranks.meet("the update")
-            with self.ranks.moving_arrays():
-                if self.sharding is None:
-                    self.state = all_reduce(self.state, self.ranks)
-                self.state, update = self.run.learner.update_step(self.state)
-                g.materialize(self.state, update)
+            found = [self.gradients.add(sums, parts[at.reused % len(parts)]) for parts in at.waiting]
+        return sums, [*at.stats, *found]
+
+    def update(self, sums: Sums, found: Sequence[g.LossStats]) -> tuple[g.LossStats, g.UpdateStats]:
+        """One optimizer update with what `gradients_of_update` gave; `finish_update` must follow."""
+        at = self.at
+        self.state, sums.state = sums.state, None  # nothing else may keep the old weights
+        with self.times.timing("update"), self.ranks.moving_arrays():
+            if self.sharding is None:
+                self.state = all_reduce(self.state, self.ranks)
+            self.state, update = self.run.learner.update_step(self.state)
+            g.materialize(self.state, update)
         self.gradients.applied()
         at.update += 1
-        stats, at.stats = g.merge_stats(at.stats), []
+        stats, at.stats = g.merge_stats(found), []
         self.engine.check_mismatch(float(stats.logp_diff_mean))
         return stats, update
 
@@ -180,6 +183,10 @@ class TrainSteps:
         found = self.gradients.with_old_logp(self.state.params, parts)
         return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
 
+    def settle(self) -> None:
+        """Computes all arrays of both states: another thread could only read them."""
+        g.materialize(self.state, self.at.waiting)
+
     def facts(self) -> dict[str, Any]:
         """For a checkpoint, besides the two states."""
         return {"rollout_fallback": self.engine.fallback, **self.gradients.facts()}
@@ -203,24 +210,19 @@ class TrainSteps:
             return self.state
         self.ranks.meet("the whole state")
         with self.ranks.moving_arrays():
-            if self.at.stats:  # gradient sums since the update: from now on they are on rank 0
-                self.state = all_reduce(self.state, self.ranks)
-                whole = self.state
-                self.state = only_on_first(self.state, self.ranks)
-                self.gradients.applied()
-            else:
-                whole = self.state
-            if self.sharding is not None:
-                whole = self.sharding.whole(whole)
-                g.materialize(whole)
+            if self.sharding is None:
+                return self.state
+            whole = self.sharding.whole(self.state)
+            g.materialize(whole)
         return whole
 
-    def _grad(self, pieces: Sequence[g.Batch]) -> None:
-        self.at.stats.append(self.gradients.add(self, pieces))
+    def cut(self, experience: Experience) -> list[list[g.Batch]]:
+        """A batch step's micro-batches, for each of its minibatches, with what has to be computed now."""
+        with self.times.timing("learner"):
+            return self._cut(experience)
 
-    def _micro_batches(self, experience: Experience) -> list[list[g.Batch]]:
-        """A batch step's micro-batches, for each of its minibatches."""
-        config = self.config
+    def _cut(self, experience: Experience) -> list[list[g.Batch]]:
+        config, shapes = self.config, set(self.at.shapes)
         batch = g.make_batch(
             experience.rollout,
             experience.advantages_pg,
@@ -238,11 +240,11 @@ class TrainSteps:
                     share,
                     max_tokens=self.gradients.max_tokens,
                     share_prompts=self.run.learner.share_prompts,
-                    known=self.at.shapes,
+                    known=shapes,
                     new_shape_tokens=new_shape_tokens(self.run.loaded.num_parameters, self.run.stream.epoch),
                 )
             ]
-            self.at.shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
+            shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
             if config.loss.router_replay:
                 pieces = [self._with_experts(piece) for piece in pieces]
             if self.uses > 1 or self.at.stale:

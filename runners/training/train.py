@@ -31,7 +31,7 @@ from runners.environments.tools import start_worker
 from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
-from runners.machine.signals import StopSignals
+from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.report import final_report
@@ -56,6 +56,7 @@ def run_training(
     allow_config_change: bool = False,
     overwrite: bool = False,
     ranks: Ranks | None = None,
+    signals: StopSignals | None = None,
 ) -> RunResult:
     """Train as the config says; everything is written to OUTPUT_DIR/NAME.
 
@@ -69,25 +70,28 @@ def run_training(
             run.overwrite replaces only a finished run.
         ranks: those that share the run; by default all that `mlx.launch` has started, including this
             process. Rank 0 has the folder and the display.
+        signals: those that stop the run, already active; None: SIGINT, SIGTERM and SIGHUP while it runs.
 
     Raises UserError or ConfigError for bad input, before the first step. After the state is saved, raises
     Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display can no longer be
     written, and NumbersError if too many updates in a row were skipped.
     """
     how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    with closing(start_worker(config)) as worker:
+    with ExitStack() as stack:
+        signals = signals or stack.enter_context(StopSignals())
+        worker = stack.enter_context(closing(start_worker(config)))
         machine = startup.prepare(config.system.memory_limit_gb)
-        if ranks is not None:  # their owner ends them
-            return _train(config, machine, ranks, report, worker, **how)
-        ranks = Ranks(read_rank_place())
-        with ranks.ending_together():
-            return _train(config, machine, ranks, report, worker, **how)
+        if ranks is None:  # else their owner ends them
+            ranks = Ranks(read_rank_place(), signals=signals)
+            stack.enter_context(ranks.ending_together())
+        return _train(config, machine, ranks, signals, report, worker, **how)
 
 
 def _train(
     config: Config,
     machine: startup.Platform,
     ranks: Ranks,
+    signals: StopSignals,
     report: Report | None,
     worker: Worker,
     *,
@@ -108,7 +112,8 @@ def _train(
         else:  # this rank's files go into a temporary folder
             report, resume, overwrite = Silent(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
-        shown = stack.enter_context(Diary(report))
+        shown = stack.enter_context(Diary(report, whole=signals.deferred))
+        stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         held = stack.enter_context(locked(folder, where))
         wanted = stack.enter_context(final_report(held, written.log, shown.note))
         origin = None
@@ -171,18 +176,21 @@ def _train(
                 update=at.update,
             ) as log,
             saver_type(held, settings.checkpoint, log.names, shown.note, room) as saver,
-            StopSignals(ranks.alert(shown.alert)) as signals,
         ):
             # Otherwise the first weights and moments would stay in memory beside the current ones.
             run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
             shown.open(log.event, start_facts(settings, machine))
-            loop = Loop(
-                run, state, at, folder=held, log=log, report=shown, saver=saver, signals=signals, facts=facts
-            )
+            loop = Loop(run, state, at, folder=held, log=log, report=shown, saver=saver, facts=facts)
             del state
             if origin is not None:
                 loop.restore(origin.facts)
-            with shown.ending():
+
+            def save(number: int) -> bool:
+                saved = loop.save_now()
+                shown.end(Stopped(number))
+                return saved
+
+            with shown.ending(), signals.saved_by(save):
                 return loop.run_to_end()
 
 
@@ -196,7 +204,7 @@ def _build(
 ) -> Run:
     """The run of this rank; rank 0 decides what depends on a measurement."""
     if ranks.alone:
-        return build_run(config, machine, shown.status, known, worker=worker)
+        return build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
     if ranks.first:
         run = build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
         ranks.meet("the decisions", decisions(run.config))

@@ -32,7 +32,7 @@ CASES = {
     ),
     "inside gradient accumulation, and in the last, shorter one": (
         ["optim.gradient_accumulation_steps=3", "optim.max_steps=7"],
-        [("learning", 5), ("sampling", 3)],
+        [("sampling", 5), ("learning", 1), ("sampling", 2)],
     ),
     "between updates of two rollouts, and of one": (
         [

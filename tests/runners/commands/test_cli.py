@@ -46,7 +46,7 @@ def training(monkeypatch):
     def run_training(config, **how):
         calls.append(("train", config.check(), how))  # which the real one begins with
         if calls_raise:
-            raise calls_raise[0]
+            raise calls_raise[-1]
 
     calls_raise = []
     monkeypatch.setattr(startup, "prepare", prepare)
@@ -166,6 +166,7 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
     """--resume with and without a folder, --allow-config-change, --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
     how = training.calls[1][2]
+    assert not how.pop("signals").stopping
     wanted = {"resume": origin, "allow_config_change": changes, "overwrite": overwrite, "ranks": None}
     assert how == wanted
 
@@ -178,16 +179,19 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
     ],
 )
 def test_an_interrupted_run_says_what_to_type_to_go_on(invoke, training, monkeypatch, argv, on_path, program):
-    """The command as it was given, quoted where the shell needs that, with --resume for how it began."""
+    """The command as it was given, quoted where the shell needs that; with --resume once a state is saved."""
     monkeypatch.setattr(sys, "argv", [argv])
     monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
     monkeypatch.setattr(cli.run_command, "name", "grpo-run")
-    training.fail_with(Stopped(signal.SIGTERM))
     stop = 'rollout.stop=["</answer>"]'
-    result = invoke("train.toml", "--overwrite", "--set", stop)
-    assert result.exit_code == 143
-    line = f"to continue: {program} train.toml --set '{stop}' --resume"
-    assert result.stderr.splitlines()[-2:] == ["interrupted", line]
+    for saved, option in ((True, "--resume"), (False, "--overwrite")):
+        stopped = Stopped(signal.SIGTERM)
+        stopped.saved = saved
+        training.fail_with(stopped)
+        result = invoke("train.toml", "--overwrite", "--set", stop)
+        assert result.exit_code == 143
+        line = f"to continue: {program} train.toml --set '{stop}' {option}"
+        assert result.stderr.splitlines()[-2:] == ["interrupted", line]
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "--overwrite"], ["--allow-config-change"]])
@@ -281,4 +285,5 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         text=True,
         timeout=600,
     )
-    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "interrupted"
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == ["interrupted", "to continue: -c run smoke_test --resume"]

@@ -195,7 +195,8 @@ def test_a_hangup_that_nohup_has_turned_off_stays_off():
         with StopSignals() as signals:
             signal.raise_signal(signal.SIGHUP)
             assert not signals.stopped and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGTERM)
             assert signals.received == signal.SIGTERM
     finally:
         signal.signal(signal.SIGHUP, before)

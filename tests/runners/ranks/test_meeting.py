@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.errors import UserError
-from runners.machine.signals import Stopped
+from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.ranks.rank_place import RankPlace, read_rank_place, share_cores
 from runners.ranks.ranks import Ranks
@@ -91,27 +91,27 @@ def test_the_scoreboard_knows_who_is_gone():
     """A slot's lock goes with its process, however that ends; its words stay."""
     path = Scoreboard.create(3)
     board = Scoreboard(path, 3, 0)
-    board.write(WAITING, 1.5)
+    board.write(WAITING)
     code = (
         "import sys, time\nfrom runners.ranks.scoreboard import *\n"
-        "board = Scoreboard(sys.argv[1], 3, 1)\nboard.write(ENDED, 2.0, 'no disk')\n"
+        "board = Scoreboard(sys.argv[1], 3, 1)\nboard.write(ENDED, 'no disk')\n"
         "print('ready', flush=True)\ntime.sleep(6000)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
     assert other.stdout is not None
     other.stdout.readline()
-    watchdog = Watchdog("rank 0 (here)", 10)
+    watchdog = Watchdog("rank 0 (here)", 10, StopSignals())
     watchdog.board, watchdog.here, watchdog.names = board, [1], ["rank 0", "rank 1", "rank 2"]
     assert not board.is_gone(1)
     assert watchdog.gone() is None
-    assert board.process(1) == other.pid
+    assert board.pulse(1)[2] == other.pid
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert board.is_gone(1)
     assert board.is_gone(2)  # never came
     assert watchdog.gone() == "rank 1: no disk"
-    assert board.read(0)[:3] == (WAITING, 1, 1.5)
-    assert board.read(1) == (ENDED, 0, 2.0, "no disk")
+    assert board.read(0)[:2] == (WAITING, 1)
+    assert board.read(1) == (ENDED, 0, "no disk")
     Scoreboard.remove(path)
 
 
@@ -120,15 +120,15 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(tmp_path):
     path = Scoreboard.create(2)
     code = (
         "import sys, time\nfrom runners.ranks.scoreboard import *\n"
-        "from runners.ranks.watchdog import Watchdog\n"
-        "board = Scoreboard(sys.argv[1], 2, 0)\nboard.write(WAITING, 0.0)\n"
-        "dog = Watchdog('rank 0 (a)', 0.2)\n"
+        "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
+        "board = Scoreboard(sys.argv[1], 2, 0)\nboard.write(WAITING)\n"
+        "dog = Watchdog('rank 0 (a)', 0.2, StopSignals())\n"
         "dog.board, dog.here, dog.names = board, [1], ['rank 0 (a)', 'rank 1 (a)']\n"
         "dog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
     )
     other = Scoreboard(path, 2, 1)
-    other.write(ENDED, 0.0)
-    script = code.replace("dog.begins", "board.process = lambda rank: 0\ndog.begins")
+    other.write(ENDED)
+    script = code.replace("dog.begins", "board.pulse = lambda rank: (0.0, 0, 0)\ndog.begins")
     done = subprocess.run(
         [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=HANGS, check=False
     )
@@ -141,7 +141,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(tmp_path):
 def test_whoever_is_hanging_does_not_speak():
     """Where rank 0 hangs, rank 1 says so; otherwise the lowest rank that is there speaks."""
     path = Scoreboard.create(2)
-    watchdog = Watchdog("rank 1 (here)", 10)
+    watchdog = Watchdog("rank 1 (here)", 10, StopSignals())
     watchdog.board, watchdog.here, watchdog.rank = Scoreboard(path, 2, 1), [0], 1
     watchdog.board.is_gone = lambda rank: False
     assert not watchdog.speaks()
@@ -151,12 +151,18 @@ def test_whoever_is_hanging_does_not_speak():
 
 def two_ranks(inner, gone=None):
     """Rank 0 of two whose collectives are `inner`'s and whose watchdog sees that rank."""
-    ranks = Ranks()
+    signals = StopSignals()
+    ranks = Ranks(signals=signals)
     ranks.count, ranks.hosts = 2, ["here", "here"]
-    ranks._wire = Wire(inner, Watchdog("rank 0 (here)", 10))
+    ranks._wire = Wire(inner, Watchdog("rank 0 (here)", 10, signals))
     ranks._wire.watchdog.names = ["rank 0 (here)", "rank 1 (here)"]
     ranks._wire.watchdog.gone = lambda: gone
     return ranks
+
+
+def receive(ranks):
+    """A signal comes to this rank."""
+    ranks._signals._receive(signal.SIGTERM, None)
 
 
 class Echo:
@@ -174,17 +180,25 @@ class Echo:
         return mx.concatenate([x, x])
 
 
-def test_sigterm_waits_for_the_end_of_an_exchange():
-    """A signal in a meeting ends the run after the meeting: the other rank is not left at another point."""
-    ranks = two_ranks(Echo(lambda: ranks._receive(signal.SIGTERM, None)))
-    calls = []
+def test_a_signal_waits_for_the_end_of_an_exchange_and_of_a_commit():
+    """The other rank is not left at another point, and does not take a step that this one drops."""
+    ranks = two_ranks(Echo(lambda: receive(ranks)))
+    calls, done = [], []
     exchange, wire = ranks._wire.exchange, ranks._wire
     wire.exchange = lambda own: calls.append(found := exchange(own)) or found
     with pytest.raises(Stopped):
         ranks.meet("here", "x" * 5000)  # two collectives
     assert [message.value for message in calls[0]] == ["x" * 5000] * 2
+    ranks = two_ranks(Echo())
+    with pytest.raises(Stopped), ranks.committing("a step"):
+        receive(ranks)
+        ranks.meet("the metrics")
+        done.append("the step")
+    with pytest.raises(Stopped), ranks.committing("another step"):  # another rank has been asked before
+        done.append("another step")
+    assert done == ["the step"]
     with pytest.raises(Stopped):  # and at once where none is under way
-        ranks._receive(signal.SIGTERM, None)
+        receive(two_ranks(Echo()))
 
 
 def test_the_launchers_sigterm_is_not_taken_for_the_users():
@@ -197,7 +211,14 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     ranks = two_ranks(Echo(lost), gone="rank 1 (here) is gone: it was killed, or has crashed")
     ranks.alert(said.append)("Saving after this step.")
     with pytest.raises(RankError, match=r"rank 1 \(here\) is gone"), ranks.ending_together():
-        ranks._receive(signal.SIGTERM, None)
+        receive(ranks)
+    ranks = two_ranks(Echo(lambda: (receive(ranks), lost())), gone="rank 1 (here) is gone")
+    with pytest.raises(RankError, match="is gone"), ranks.ending_together():  # it comes amid an exchange
+        try:
+            ranks.meet("here")
+        finally:
+            with ranks._signals.deferred():  # the display's last block
+                pass
     assert said == []
     alive = two_ranks(Echo())
     alive.alert(said.append)("Saving after this step.")

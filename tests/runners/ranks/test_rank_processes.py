@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_ranks import lines
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.ranks.launching import begin
+from tests.support.ranks.launching import begin, is_running
 from tests.support.ranks.runs_on_ranks import config_writer
 
 
@@ -109,20 +110,50 @@ def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
     assert "Node with rank 0 exited with code" in said  # 2, or -15: the launcher may be faster than its end
 
 
-def test_sigterm_to_a_rank_while_the_model_loads_ends_all_with_one_line(write, tmp_path):
-    """Rank 0 says who was stopped, all end with the exit code of SIGTERM or by it, and nothing is written."""
-    run = begin(2, tmp_path / "ranks", [str(write("early"))], "loading")
-    folder = tmp_path / "ranks"
-    assert run.wait_until(lambda: all((folder / f"{rank}.loading").exists() for rank in (0, 1))), run.said()
-    pid = run.pid(1)
+STAGES = {
+    # name: where the ranks are, in which call, and the batch steps that are finished then
+    "loading": ("runners.training.setup:load_model", 1, []),
+    "sampling": ("runners.training.rollouts.rollout:Collector.collect", 2, ["checkpoint-1"]),
+    "learning": ("runners.training.gradients:Gradients.add", 2, ["checkpoint-2"]),
+}
+
+
+@pytest.mark.parametrize(("stage", "rank"), [("loading", 1), ("sampling", 0), ("learning", 1)])
+def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path, stage, rank):
+    """Whatever the ranks are doing: rank 0 says how to go on, and saves what was finished before."""
+    target, call, saved = STAGES[stage]
+    config = write("early", checkpoint={"every": 0})
+    run = begin(2, tmp_path / "ranks", [str(config)], "linger", "01", target, str(call), "600")
+    there = [tmp_path / "ranks" / f"{each}.there" for each in (0, 1)]
+    assert run.wait_until(lambda: all(file.exists() for file in there)), run.said()
+    pid = run.pid(rank)
     assert pid is not None
     os.kill(pid, signal.SIGTERM)
-    (folder / "go").touch()
-    said = run.end()
-    told = [line for line in said.splitlines() if line.strip() and "Node with rank" not in line]
-    assert told == [f"rank 1 ({os.uname().nodename}): stopped by SIGTERM"]
+    said = run.end(60)
     # -15: once one has ended, the launcher stops the other, and may be faster than its end.
     codes = dict(re.findall(r"Node with rank (\d) exited with code (-?\d+)", said))
     assert codes.keys() == {"0", "1"} and set(codes.values()) <= {"143", "-15"}, said
     assert "143" in codes.values()
-    assert not list((tmp_path / "outputs").glob("*/training_log.jsonl"))
+    assert said.count("interrupted\nto continue: mlx.launch ... ") == 1 and "Traceback" not in said, said
+    folder = tmp_path / "outputs/early"
+    assert [path.name for path in folder.glob("checkpoint-*")] == saved, said
+    run_training(load_config(str(config)), report=Quiet(), resume=True)
+    straight = run_training(load_config(str(write("straight"))), report=Quiet()).folder
+    assert_same_weights(folder / "final", straight / "final", MODEL_DIR)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_inside_a_collective_is_named_and_ended(write, tmp_path, rank):
+    """SIGSTOP while it waits for the other: that one ends it after system.collective_timeout."""
+    config = write("still", system={"compile": False, "collective_timeout": 6.0})
+    target, call, _ = STAGES["sampling"]
+    run = begin(2, tmp_path / "ranks", [str(config)], "linger", str(1 - rank), target, str(call), "5")
+    there = tmp_path / "ranks" / f"{1 - rank}.there"
+    assert run.wait_until(there.exists), run.said()
+    time.sleep(2)  # it comes to the meeting for the rollout
+    pid = run.pid(rank)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    said = run.end(120)
+    assert f"waited for rank {rank} ({os.uname().nodename}), which is stopped" in said, said
+    assert not is_running(pid)

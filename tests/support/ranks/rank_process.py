@@ -4,8 +4,8 @@
 
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
-`R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "loading" makes a rank
-write `R.loading` when it is about to load the model, and wait there until there is a file `go`.
+`R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "linger RANKS MODULE:NAME
+CALL SECONDS" is that of `staged_run` for these ranks, such as 01, with `R.there` as its file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def main() -> None:
 
     if hooks:
         import grpo_fn  # noqa: F401 (before MLX)
+        from tests.support.processes.staged_run import linger
 
         if "digests" in hooks:
             _write_digests(folder / f"{rank}.digests")
-        if "loading" in hooks:
-            _load_later(folder / f"{rank}.loading", folder / "go")
+        if "linger" in hooks:
+            ranks, target, call, seconds = hooks[hooks.index("linger") + 1 :][:4]
+            if rank in ranks:
+                linger(target, int(call), seconds, folder / f"{rank}.there")
         if "memory" in hooks and rank == "1":
             _run_out_of_memory(3)
     run_command()
@@ -58,23 +61,6 @@ def _write_digests(file: Path) -> None:
         finish(self)
 
     TrainSteps.finish_update = finish_update
-
-
-def _load_later(file: Path, go: Path) -> None:
-    """The model's loading writes a file, and waits for another."""
-    import time
-
-    from runners.training import setup
-
-    load = setup.load_model
-
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        file.touch()
-        while not go.exists():
-            time.sleep(0.002)
-        return load(*args, **kwargs)
-
-    setup.load_model = load_model
 
 
 def _run_out_of_memory(call: int) -> None:

@@ -1,0 +1,134 @@
+"""Runs that a signal stops at each of their stages: soon, saved once, and a line says how to go on."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runners.checkpoints.snapshot import checkpoint_folders
+from tests.support.processes.warm_process import Popen, run
+from tests.support.resuming import LETTERS, TINY, _model, outcome
+from tests.support.tiny_runs import PROBLEMS
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = 600.0  # seconds in a stage: a run that is not interrupted does not end
+SHORT = 0.7  # in one that is not interrupted, because it ends soon
+PACE = [
+    "optim.max_steps=3",
+    "eval.at_start=true",
+    "checkpoint.every=2",
+    "log.report=true",
+]
+LOOP = "runners.training.loop:"
+STAGES = {
+    # name: function, its call, seconds in it, batch steps that are saved then
+    "the config": ("runners.config.loading:load_config", 1, LONG, 0),
+    "the data": ("runners.training.setup:load_rows", 1, LONG, 0),
+    "the tokenizer's check": ("runners.tokenization.tokenizer_check:run_bounded", 1, LONG, 0),
+    "the model's load": ("runners.training.setup:load_model", 1, LONG, 0),
+    "the model's check": ("runners.training.learner:check_model", 1, LONG, 0),
+    "the forecast": ("runners.training.setup:memory_outlook", 1, LONG, 0),
+    "the folder's clearing": ("runners.training.train:clear", 1, LONG, 0),
+    "the evaluation before training": (LOOP + "evaluate_on_ranks", 1, LONG, 0),
+    "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 2, LONG, 0),
+    "a rollout": ("runners.training.rollouts.rollout:Collector.collect", 2, LONG, 1),
+    "a completion's text": ("runners.tokenization.text:TextDecoder.decode", 22, LONG, 1),
+    "a reward": ("runners.rewards.scoring:Scorer.score", 2, LONG, 1),
+    "a reward's answer": ("runners.user_code.calls:Calls.collect", 2, LONG, 1),
+    "its batch": ("runners.training.steps:TrainSteps.cut", 2, LONG, 1),
+    "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
+    "the learner": ("runners.training.gradients:Gradients.add", 2, LONG, 2),
+    "an update": ("runners.training.steps:all_reduce", 1, SHORT, 2),
+    "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
+    "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
+    "its scoring": ("runners.evaluation.exact_match:is_correct", 3, LONG, 2),
+    "a snapshot": ("runners.training.run_saves:take_snapshot", 1, SHORT, 2),
+    "the writing of a checkpoint": ("runners.checkpoints.saving:write_checkpoint", 1, SHORT, 3),
+    "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),
+    "the final model": ("runners.training.run_saves:save_final", 1, LONG, 3),
+    "the model's load, in C": ("runners.training.setup:load_model", 1, "C", 0),
+    "a rollout, in C": ("runners.training.rollouts.rollout:Collector.collect", 2, "C", 1),
+    "the learner, in C": ("runners.training.gradients:Gradients.add", 2, "C", 2),
+    "the report": ("runners.report.end_report:write_report", 1, LONG, None),
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CASES = [(name, SIGNALS[number % 3]) for number, name in enumerate(STAGES)]
+CASES += [(name, number) for name in ("the model's load", "a reward", "the learner") for number in SIGNALS]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a config of three batch steps, two to an update, and the run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("stops")
+    (folder / "letters.py").write_text(LETTERS)
+    text = TINY.replace("{folder}", str(folder)).replace("{model}", str(_model()))
+    (folder / "train.toml").write_text(text.replace("{problems}", str(PROBLEMS)))
+    assert run(command(folder, "straight"), cwd=ROOT, env=environment(folder, "straight")).returncode == 0
+    return folder
+
+
+def command(folder, name, *hook):
+    """`grpo-run` with the settings of these runs."""
+    settings = [f"run.output_dir={folder / name}", *PACE, "optim.gradient_accumulation_steps=2"]
+    settings += ["system.micro_batch_tokens=64", "eval.every=1", "run.name=tiny"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    program = ["tests.support.processes.staged_run", *hook, "--"] if hook else ["runners.cli", "run"]
+    return [sys.executable, "-m", *program, str(folder / "train.toml"), *words]
+
+
+def environment(folder, name):
+    """A cache of its own: the tokenizer is checked anew."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "GRPO_FN_CACHE": str(folder / f"{name}-cache")}
+
+
+def stopped(process, number, reached):
+    """Sends the signal once `reached()`; the seconds to the end."""
+    latest = time.monotonic() + 300
+    while not reached():
+        assert process.poll() is None and time.monotonic() < latest, "the stage did not come"
+        time.sleep(0.005)
+    time.sleep(0.05)
+    started = time.monotonic()
+    process.send_signal(number)
+    process.wait(120)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize(("stage", "number"), CASES, ids=[f"{n}-{s.name}" for n, s in CASES])
+def test_a_signal_in(place, stage, number, request):
+    """The process ends with 128 + the signal, has saved its last finished step once, and says how to go on.
+
+    The run that goes on gives what an undisturbed one gives.
+    """
+    target, call, seconds, steps = STAGES[stage]
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+    there = place / f"{name}.there"
+    words = command(place, name, target, str(call), str(seconds), str(there))
+    with open(place / f"{name}.out", "w+") as out:
+        options = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT}
+        process = Popen(words, env=environment(place, name), **options)
+        took = stopped(process, number, there.exists)
+        out.seek(0)
+        lines = [line for line in out.read().splitlines() if line]
+    shown = "\n".join(lines)
+    print(f"{stage}, {number.name}: {took:.2f} s")
+    assert process.returncode == 128 + number, shown
+    assert "Traceback" not in shown and took < 60, shown
+    folder = place / name / "tiny"
+    if steps is None:
+        assert lines[-1] == f"the run is finished; its report: grpo report {folder}", shown
+        assert (folder / "final").is_dir()
+        return
+    assert sum("saved " in line for line in lines) == (steps > 0) + (steps > 2), shown
+    assert (max(checkpoint_folders(folder), default=0)) == steps, shown
+    said, _, again = lines[-1].partition("grpo-run ")
+    assert said.startswith("to continue: ") and lines[-2] == "interrupted", shown
+    again = [sys.executable, "-m", "runners.cli", "run", *shlex.split(again)]
+    done = run(again, env=environment(place, name), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert outcome(folder) == outcome(place / "straight/tiny")
