@@ -125,7 +125,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
         for number in range(case.repeats + 1):
             if number == 1:
                 mx.reset_peak_memory()
-            ranks.meet("a step")
+            ranks.all_gather_object("a step")
             ranks.seconds()
             started, computed = time.perf_counter(), time.process_time()
             rollout = g.generate(
@@ -141,7 +141,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             batch = g.make_batch(rollout, advantages_pg[rank::count])
             state, stats = grad_step(state, g.split_batch(batch, max_tokens=case.micro_batch))
             g.materialize(state.accum_grads, state.accum_weight, stats)
-            ranks.meet("the update")
+            ranks.all_gather_object("the update")
             if sharding is None:
                 state = g.all_reduce(state, ranks)
             state, update = update_step(state)
@@ -159,7 +159,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             "peak": mx.get_peak_memory(),
             "pieces_of_rank": len(pieces_of_rank(deal(batch, count), rank, count)),
         }
-        everyone = [message.value for message in ranks.meet("the result", found)]
+        everyone = [message.value for message in ranks.all_gather_object("the result", found)]
     return {"ranks": everyone} if rank == 0 else {}
 
 

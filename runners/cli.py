@@ -215,7 +215,7 @@ def _start(
         with ranks.ending_together():
             if isinstance(found, UserError):
                 raise found
-            for notice in (*found.notices, *notices) if ranks.first else ():
+            for notice in (*found.notices, *notices) if ranks.is_rank_zero else ():
                 echo(notice, err=True)
             _run_training(found, ranks, signals, **how)
         return
@@ -249,7 +249,7 @@ def _run_training(
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     with ExitStack() as stack:
-        if watch and (ranks is None or ranks.first):
+        if watch and (ranks is None or ranks.is_rank_zero):
             from runners.report.server import watched
 
             folder = Path(config.run.output_dir) / config.run.name

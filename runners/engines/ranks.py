@@ -16,7 +16,7 @@ from runners.ranks.ranks import Ranks
 
 def on_ranks(engine: LocalEngine, ranks: Ranks) -> Engine:
     """The engine as all ranks use it together; of one rank it is the engine itself."""
-    return engine if ranks.alone else RanksEngine(engine, ranks)
+    return engine if ranks.is_alone else RanksEngine(engine, ranks)
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +45,7 @@ class RanksEngine:
         """As `Engine`, of this rank's share of the prompts."""
 
         def agree(fault: str | None) -> str | None:
-            messages = self.ranks.meet("the sampler", fault)
+            messages = self.ranks.all_gather_object("the sampler", fault)
             return next((message.value for message in messages if message.value is not None), None)
 
         return self.engine.generate(requests, sampling, key=key, should_stop=should_stop, agree=agree)

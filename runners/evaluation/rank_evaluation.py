@@ -25,9 +25,9 @@ def evaluate_on_ranks(
     """`evaluate`, by all ranks together; `how` has its other arguments."""
     own = examples[ranks.number :: ranks.count]
     result = evaluate(engine, own, sampling, **how)
-    if ranks.alone:
+    if ranks.is_alone:
         return result
-    found = [message.value for message in ranks.meet("the evaluation", attrs.asdict(result))]
+    found = [message.value for message in ranks.all_gather_object("the evaluation", attrs.asdict(result))]
     places = [(found[number % ranks.count], number // ranks.count) for number in range(len(examples))]
     return EvalResult(
         correct=sum(each["correct"] for each in found),

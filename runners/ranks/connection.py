@@ -19,7 +19,7 @@ def connect(place: RankPlace, timeout: float, signals: StopSignals) -> Wire:
 
     `timeout`: seconds that this, or a collective, may take. A signal ends the process while it waits.
 
-    Raises UserError if the ranks cannot meet.
+    Raises UserError if the ranks cannot connect.
     """
     import mlx.core as mx
 
@@ -50,17 +50,16 @@ def connect(place: RankPlace, timeout: float, signals: StopSignals) -> Wire:
 def introduce(wire: Wire, number: int, count: int) -> list[str]:
     """Every rank's host. From now on the ranks of one host see each other on a scoreboard."""
     watchdog = wire.watchdog
-    keys = [message.value for message in wire.meet(RankMessage("the hosts' names", _host_key()))]
+    keys = [message.value for message in wire.all_gather_object(RankMessage("the hosts' names", _host_key()))]
     mine = [rank for rank, key in enumerate(keys) if key == keys[number]]
     own = Scoreboard.create(count) if mine[0] == number else None
     try:
-        paths = [message.value for message in wire.meet(RankMessage("the scoreboards", own))]
+        paths = [message.value for message in wire.all_gather_object(RankMessage("the scoreboards", own))]
         with suppress(OSError):  # two containers on one host treat each other as different hosts
             wire.board = Scoreboard(paths[mine[0]], count, number)
             wire.write(WORKING)
-        opened = [
-            message.value for message in wire.meet(RankMessage("open scoreboards", wire.board is not None))
-        ]
+        found = wire.all_gather_object(RankMessage("open scoreboards", wire.board is not None))
+        opened = [message.value for message in found]
     finally:
         if own:
             Scoreboard.remove(own)

@@ -12,9 +12,9 @@ import numpy as np
 
 @attrs.frozen(eq=False)
 class RankMessage:
-    """One rank's message at a meeting."""
+    """One rank's message in an exchange."""
 
-    where: str  # the meeting, such as "rollout"; all ranks have to be at the same one
+    where: str  # the exchange, such as "rollout"; all ranks have to be at the same one
     value: Any = None  # a plain JSON value
     arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
     error: str | None = None  # why the rank ends; None: it does not

@@ -1,4 +1,4 @@
-"""The ranks of a run: they meet, exchange messages, and end together."""
+"""The ranks of a run: they exchange messages, and end together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ranks:
 
         `signals` raise Stopped in this process, but not before `ending_together` and not within an exchange.
 
-        Raises UserError if the ranks cannot meet.
+        Raises UserError if the ranks cannot connect.
         """
         self.number, self.count = (place.rank, place.size) if place else (0, 1)
         self.hosts: list[str] = [os.uname().nodename]
@@ -52,12 +52,12 @@ class Ranks:
             self.hosts = introduce(self._wire, self.number, self.count)
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this rank writes the run's folder and reports."""
         return self.number == 0
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether there is only one rank."""
         return self.count == 1
 
@@ -96,23 +96,23 @@ class Ranks:
         wire = self._wire
         return x if wire is None else wire.reduce(what, getattr(wire.collectives, name), x)
 
-    # meetings
+    # exchanges
 
-    def meet(
+    def all_gather_object(
         self, where: str, value: Any = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> list[RankMessage]:
-        """Every rank's message at this meeting, in order.
+        """Every rank's message in this exchange, in order.
 
         Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported that it
         ends, or if one is gone.
         """
-        return self._meet(RankMessage(where, value, arrays or {}, asked=self._signals.received or 0))
+        return self._gather(RankMessage(where, value, arrays or {}, asked=self._signals.received or 0))
 
-    def _meet(self, own: RankMessage) -> list[RankMessage]:
+    def _gather(self, own: RankMessage) -> list[RankMessage]:
         if self._wire is None:
             return [own]
         with self._signals.deferred():  # an interrupted exchange would leave the others at another point
-            messages = self._wire.meet(own)
+            messages = self._wire.all_gather_object(own)
             asked = max(message.asked for message in messages)
             if asked and not self._stopping and not self._committing:
                 self._stopping = self._signals.stopping = True
@@ -123,11 +123,11 @@ class Ranks:
     def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
         """The block is a change of the run's state: all ranks make it or none, and no signal interrupts it.
 
-        It gets the messages of the meeting before it, which raises Stopped if a signal has come to a rank.
+        It gets the messages of the exchange before it, which raises Stopped if a signal has come to a rank.
         """
         self._signals.check()
         with self._signals.deferred():
-            messages = self.meet(where, value)
+            messages = self.all_gather_object(where, value)
             before, self._committing = self._committing, True
             try:
                 yield messages
@@ -139,14 +139,14 @@ class Ranks:
         self._signals.stopping = True
         if not self._stopping:
             with suppress(Stopped):
-                self._meet(RankMessage("the stop", asked=error.exit_code - 128))
+                self._gather(RankMessage("the stop", asked=error.exit_code - 128))
 
-    def agree(self, where: str, flag: bool) -> bool:
+    def any_rank(self, where: str, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return flag if self.alone else any(message.value for message in self.meet(where, flag))
+        return any(message.value for message in self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" in meetings, for the slowest rank, and "reducing"."""
+        """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and "reducing"."""
         return self._wire.seconds() if self._wire else {"waiting": 0.0, "reducing": 0.0}
 
     # the end
@@ -174,7 +174,7 @@ class Ranks:
         rank's end."""
 
         def alert(text: str) -> None:
-            if not self.alone:
+            if not self.is_alone:
                 time.sleep(_MOMENT)  # this is a separate thread
             if self._wire is None or not (self._over or self._wire.watchdog.gone()):
                 say(text)
@@ -189,28 +189,28 @@ class Ranks:
     @contextmanager
     def ending_together(self) -> Iterator[None]:
         """An exception inside the block ends all ranks. At the end they disconnect in good order."""
-        if self.alone:
+        if self.is_alone:
             yield
             return
         try:
             self._joining.close()  # raises Stopped if a signal has come meanwhile
             yield
             with suppress(Stopped):  # all is done
-                self.meet("the end")
+                self.all_gather_object("the end")
             self._part()
         except BaseException as error:
             if not self._over:
                 error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                error.reported = not self._speaks(error)  # pyright: ignore[reportAttributeAccessIssue]
+                error.reported = not self._is_reporter(error)  # pyright: ignore[reportAttributeAccessIssue]
             raise error
 
-    def _speaks(self, error: BaseException) -> bool:
+    def _is_reporter(self, error: BaseException) -> bool:
         """Whether this rank reports why the run ends: rank 0, or the lowest one left on a host."""
         if isinstance(error, RankError) and error.seen and self._wire:
-            return self._wire.watchdog.speaks()
-        return self.first
+            return self._wire.watchdog.is_reporter()
+        return self.is_rank_zero
 
     def _report(self, error: BaseException) -> BaseException:
         """Reports a fault of this rank to the others, and returns the exception to raise."""

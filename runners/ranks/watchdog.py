@@ -78,7 +78,7 @@ class Watchdog:
                 return f"{self.names[rank]} is gone: it was killed, or has crashed"
         return None
 
-    def speaks(self, hanging: Sequence[int] = ()) -> bool:
+    def is_reporter(self, hanging: Sequence[int] = ()) -> bool:
         """Whether this rank is the lowest remaining one of this host that is not `hanging`, and so has to
         report what happened."""
         board = self.board
@@ -158,7 +158,7 @@ class Watchdog:
         """Ends this process, and processes of this host that may be unable to end themselves."""
         if self._off.is_set():
             return
-        if self.speaks(hanging):
+        if self.is_reporter(hanging):
             text = one_line(f"{self._name} ends: {line}", os.environ)
             with suppress(OSError):
                 os.write(2, f"{text}\n".encode())

@@ -25,7 +25,7 @@ class RankError(UserError):
 
     exit_code = EXIT_CODE
     reported = False
-    seen = False  # each rank has noticed it by itself, without a meeting
+    seen = False  # each rank has noticed it by itself, without an exchange
 
 
 class Wire:
@@ -43,7 +43,7 @@ class Wire:
         self.closed = True
         self.watchdog.stop()
 
-    def meet(self, own: RankMessage) -> list[RankMessage]:
+    def all_gather_object(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, in order.
 
         Raises RankError if one of them reports a fault, or if the ranks are not at the same point and no
@@ -83,7 +83,7 @@ class Wire:
         return self._timed(what, "reducing", act, x)
 
     def seconds(self) -> dict[str, float]:
-        """Since this was last asked: "waiting" in meetings, for the slowest rank, and "reducing"."""
+        """Since this was last asked: "waiting" in exchanges, for the slowest rank, and "reducing"."""
         found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return found
 
@@ -103,7 +103,7 @@ class Wire:
         block = np.zeros(size, np.uint8)
         block[: len(data)] = np.frombuffer(data, np.uint8)
         gather = self.collectives.all_gather
-        gathered = self._timed(f"the meeting for {where}", "waiting", gather, mx.array(block))
+        gathered = self._timed(f"the exchange of {where}", "waiting", gather, mx.array(block))
         return [row.tobytes() for row in np.array(gathered).reshape(-1, size)]
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:

@@ -77,7 +77,7 @@ class Gradients:
         start = self._start
         stats, taken = self._or_in_halves(pieces, act, again)
         self._taken.append(taken)
-        return stats if self._ranks.alone else self._merged(stats)
+        return stats if self._ranks.is_alone else self._merged(stats)
 
     def with_old_logp(self, params: Tree, pieces: _Pieces) -> list[g.Batch]:
         """The micro-batches with the log-probs that these parameters give their tokens."""
@@ -94,7 +94,7 @@ class Gradients:
         found, pieces = self._or_in_halves(pieces, act, act)
         if count > 1:  # every rank keeps all of them, so that a checkpoint fits any number of ranks
             arrays = {str(number): np.array(old_logp_bt) for number, old_logp_bt in found.items()}
-            for message in self._ranks.meet("the old log-probs", None, arrays):
+            for message in self._ranks.all_gather_object("the old log-probs", None, arrays):
                 found |= {int(number): mx.array(array) for number, array in message.arrays.items()}
         return [
             attrs.evolve(piece, old_logp_bt=found[number]) if number in found else piece
@@ -129,7 +129,7 @@ class Gradients:
     def _merged(self, stats: g.LossStats) -> g.LossStats:
         """The statistics of all ranks' parts, the same on every rank."""
         row = np.array([value.item() for value in stats], np.float32)
-        messages = self._ranks.meet("the statistics", None, {"stats": row})
+        messages = self._ranks.all_gather_object("the statistics", None, {"stats": row})
         parts = [g.LossStats(*map(mx.array, message.arrays["stats"].tolist())) for message in messages]
         merged = g.merge_stats(parts)
         g.materialize(merged)
@@ -154,8 +154,8 @@ class Gradients:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error)
-            if not self._ranks.alone:
-                messages = self._ranks.meet("the gradients", reason)
+            if not self._ranks.is_alone:
+                messages = self._ranks.all_gather_object("the gradients", reason)
                 reason = next((message.value for message in messages if message.value is not None), None)
             if reason is None:
                 return cast(_Result, result), pieces

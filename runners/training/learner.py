@@ -116,7 +116,7 @@ def build_learner(
         ref_params=reference.params(params) if spec.beta > 0 else None,
     )
     sharding, outline = None, None
-    if config.optim.shard and ranks is not None and not ranks.alone:
+    if config.optim.shard and ranks is not None and not ranks.is_alone:
         sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
         state = sharding.shard(state)
     state = g.sync_old(state)

@@ -161,10 +161,10 @@ class Loop:
         whole = steps.whole()
         final, fault = run.folder / "final", None
         try:
-            final = self.saves.save_final(whole) if self.ranks.first else final
+            final = self.saves.save_final(whole) if self.ranks.is_rank_zero else final
         except UserError as error:
             fault = error
-        if self.ranks.agree("the final model", fault is not None):
+        if self.ranks.any_rank("the final model", fault is not None):
             # The disk may be full. A checkpoint may be smaller, or there may be space again.
             with suppress(UserError):
                 self.saves.save_to_stop("the final model could not be saved, but the training state is: ")
@@ -222,7 +222,8 @@ class Loop:
         self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
         with self._committing("the update"):
             metrics = self._metrics(*self.steps.update(sums, found))
-            metrics = self.ranks.meet("the metrics", metrics)[0].value  # rank 0's values count for all
+            # Rank 0's values count for all.
+            metrics = self.ranks.all_gather_object("the metrics", metrics)[0].value
             self._log_moved()
             at.reward = metrics["reward"] if metrics["reward"] == metrics["reward"] else None
             notes = [*self.bad_updates.see(metrics, self.steps.experiences), *self.watch.see(metrics)]
@@ -292,8 +293,8 @@ class Loop:
         }
 
     def _rank_metrics(self) -> dict[str, Any]:
-        """The costs of several ranks: seconds in meetings and sums, and each rank's rollouts."""
-        if self.ranks.alone:
+        """The costs of several ranks: seconds in exchanges and sums, and each rank's rollouts."""
+        if self.ranks.is_alone:
             return {}
         seconds = self.ranks.seconds()
         return {

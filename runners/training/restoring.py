@@ -85,7 +85,7 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
 
     `inputs` are the digests that a resumed run compares as well.
     """
-    if ranks.alone:
+    if ranks.is_alone:
         return
     state = run.learner.state
     assert state is not None
@@ -99,7 +99,7 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
         "the version of mlx": installed_version("mlx"),
         "the version of mlx-lm": installed_version("mlx-lm"),
     }
-    messages = ranks.meet("the start", own)
+    messages = ranks.all_gather_object("the start", own)
     first = messages[0].value
     for rank, message in enumerate(messages):
         for name in dict.fromkeys([*first, *message.value]):
@@ -135,13 +135,13 @@ def share_start(
     """Gives all ranks the state from which rank 0 starts; only rank 0 has the run's folder.
 
     Args:
-        ranks: the ranks that meet.
+        ranks: the ranks of the run.
         run: this rank's.
         origin: rank 0's; other ranks have none. None: the run starts from the beginning.
         state, at: rank 0's, as `restore` gave them; otherwise the first ones.
     """
     assert state is not None
-    if ranks.alone:
+    if ranks.is_alone:
         return state, at, origin
     arrays: dict[str, mx.array] = {}
     said: dict[str, Any] = {}
@@ -158,14 +158,14 @@ def share_start(
                 [name, list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()
             ],
         }
-    found = ranks.meet("the checkpoint", said)[0].value
+    found = ranks.all_gather_object("the checkpoint", said)[0].value
     if not found:
         return state, at, None
     with ranks.moving_arrays():
-        if not ranks.first:
+        if not ranks.is_rank_zero:
             arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
         arrays = share(arrays, ranks)
-    if ranks.first:
+    if ranks.is_rank_zero:
         assert origin is not None
         return _sharded(run, state), at, origin
     trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}

@@ -50,13 +50,14 @@ class RunSaves:
             whole = self.steps.whole()
             self.saver.save(lambda: self._snapshot(whole), self._place(), why, strict=strict)
             if strict:
-                self.run.ranks.meet("the save")  # a rank that ends earlier would end the others too
+                # A rank that ends earlier would end the others too.
+                self.run.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
         """Saves a checkpoint before the run ends early, unless the last one is current."""
         self.saver.wait()
         missing = bool(self.at.batch_step) and self.saver.done != self._place()
-        if self.run.ranks.meet("what is saved", missing)[0].value:
+        if self.run.ranks.all_gather_object("what is saved", missing)[0].value:
             self.report.status("saving")
             self.save(why, strict=True)
 

@@ -88,7 +88,7 @@ def build_run(
     Raises UserError or ConfigError, in one line, for any fault.
     """
     ranks, worker = ranks or Ranks(), worker or start_worker(config)
-    if config.data.image and not ranks.alone:
+    if config.data.image and not ranks.is_alone:
         raise UserError(
             f"{config.where('data.image')}: prompts with images are trained on one rank, found {ranks.count}"
         )

@@ -206,9 +206,9 @@ class TrainSteps:
 
     def whole(self) -> g.TrainState:
         """The state as a single rank would have it. All ranks must call it."""
-        if self.ranks.alone:
+        if self.ranks.is_alone:
             return self.state
-        self.ranks.meet("the whole state")
+        self.ranks.all_gather_object("the whole state")
         with self.ranks.moving_arrays():
             if self.sharding is None:
                 return self.state

@@ -104,10 +104,10 @@ def _train(
     check_dashboards_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     where = config.where("run.name")
-    written = config if ranks.first else _writing_nothing(config)
+    written = config if ranks.is_rank_zero else _writing_nothing(config)
     with ExitStack() as stack:
         stack.enter_context(disabled(*config.system.disable))
-        if ranks.first:
+        if ranks.is_rank_zero:
             report = report or make_report(every=config.log.every)
         else:  # this rank's files go into a temporary folder
             report, resume, overwrite = Silent(), False, True
@@ -147,12 +147,12 @@ def _train(
             raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
         anew = origin is None or origin.folder.resolve().parent != folder.resolve()
         room, scarce = None, []
-        if ranks.first:
+        if ranks.is_rank_zero:
             room = disk_room(folder, run.learner.outline or state, run.loaded)
             left = run.length.batch_steps - at.batch_step
             scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
         keep = _make_room(held, origin, shown)
-        if ranks.first:
+        if ranks.is_rank_zero:
             write_resolved(run.config)
         for notice in (*run.notices, *scarce):
             shown.note(notice)
@@ -163,8 +163,8 @@ def _train(
             "inputs": inputs,
             "arithmetic": computing,
         }
-        settings = run.config if ranks.first else _writing_nothing(run.config)
-        saver_type = Saver if ranks.first else NoSaver
+        settings = run.config if ranks.is_rank_zero else _writing_nothing(run.config)
+        saver_type = Saver if ranks.is_rank_zero else NoSaver
         wanted.append(True)  # from now on there is something to report
         with (
             MetricsLog(
@@ -203,20 +203,20 @@ def _build(
     worker: Worker,
 ) -> Run:
     """The run of this rank; rank 0 decides what depends on a measurement."""
-    if ranks.alone:
+    if ranks.is_alone:
         return build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
-    if ranks.first:
+    if ranks.is_rank_zero:
         run = build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
-        ranks.meet("the decisions", decisions(run.config))
+        ranks.all_gather_object("the decisions", decisions(run.config))
     else:
         run = build_run(
             config,
             machine,
             shown.status,
-            lambda: ranks.meet("the decisions")[0].value,
+            lambda: ranks.all_gather_object("the decisions")[0].value,
             ranks=ranks,
         )
-    budgets = ranks.meet("the budgets", run.config.system.micro_batch_tokens)
+    budgets = ranks.all_gather_object("the budgets", run.config.system.micro_batch_tokens)
     fewest = min(message.value for message in budgets)  # all ranks must cut a batch in the same way
     system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
     return attrs.evolve(run, config=attrs.evolve(run.config, system=system))

@@ -28,13 +28,13 @@ _ARRAYS = ("values_kb", "rewards_pg", "penalty_b")
 RankExperience = tuple[Experience, dict[int, Failed]]  # and the rewards that failed for all its completions
 
 
-def meet_for_rollout(
+def gather_rollout(
     ranks: Ranks, examples: Sequence[Example], part: RankExperience | None, fault: str | None
 ) -> RankExperience:
     """The whole experience of these examples, from every rank's part; the same on all ranks.
 
     Args:
-        ranks: the ranks that meet.
+        ranks: the ranks of the run.
         examples: of all ranks.
         part: this rank's, or None if it has no example or a fault.
         fault: why its rewards end the run; None: they do not.
@@ -42,7 +42,7 @@ def meet_for_rollout(
     Raises RewardError, on all ranks, if one rank has a fault.
     """
     value, arrays = _packed(part) if part else ({}, {})
-    messages = ranks.meet("the rollout", {**value, "fault": fault}, arrays)
+    messages = ranks.all_gather_object("the rollout", {**value, "fault": fault}, arrays)
     for rank, message in enumerate(messages):
         if message.value["fault"]:
             raise RewardError(f"{ranks.name(rank)}: {message.value['fault']}")

@@ -30,7 +30,7 @@ from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
-from runners.training.rollouts.rank_rollout import RankExperience, meet_for_rollout
+from runners.training.rollouts.rank_rollout import RankExperience, gather_rollout
 
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
@@ -116,12 +116,12 @@ class Collector:
             try:
                 part = self._scored(own, *sampled, trainer_state, started)
             except RewardError as error:
-                if self.ranks.alone:
+                if self.ranks.is_alone:
                     raise
                 fault = str(error)
-        if part is not None and self.ranks.alone:
+        if part is not None and self.ranks.is_alone:
             return part
-        return meet_for_rollout(self.ranks, examples, part, fault)
+        return gather_rollout(self.ranks, examples, part, fault)
 
     def _sampled(
         self, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
@@ -134,7 +134,7 @@ class Collector:
                 self.sampling,
                 key=key,
                 numbers=numbers,
-                agree=lambda differ: self.ranks.agree("the prompts", differ),
+                agree=lambda differ: self.ranks.any_rank("the prompts", differ),
             )
         requests = requests_of(examples, numbers, self.vision)
         return self.engine.generate(requests, self.sampling, key=key), None

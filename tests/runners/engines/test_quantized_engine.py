@@ -124,9 +124,9 @@ def test_another_rank_s_fault_counts(policy, drawn):
     class Two(Ranks):
         """This rank and another."""
 
-        alone = False
+        is_alone = False
 
-        def meet(self, where, value=None, arrays=None):
+        def all_gather_object(self, where, value=None, arrays=None):
             return [RankMessage(where, value), RankMessage(where, others.pop())]
 
     calls = drawn(tiny_rollout(), tiny_rollout())

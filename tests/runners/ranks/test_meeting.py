@@ -77,12 +77,12 @@ def test_messages_come_back_as_they_were(value, arrays):
     assert {name: array.tolist() for name, array in found.arrays.items()} == arrays
 
 
-def test_one_rank_alone_meets_itself():
-    """No collective, no thread: a meeting is what the rank says."""
+def test_a_single_rank_exchanges_with_itself():
+    """No collective, no thread: an exchange is what the rank says."""
     ranks = Ranks()
-    assert ranks.alone
-    assert [m.value for m in ranks.meet("here", {"a": 1})] == [{"a": 1}]
-    assert ranks.agree("here", True)
+    assert ranks.is_alone
+    assert [m.value for m in ranks.all_gather_object("here", {"a": 1})] == [{"a": 1}]
+    assert ranks.any_rank("here", True)
     with pytest.raises(RankError, match="x"), ranks.ending_together():
         raise RankError("x")
 
@@ -144,8 +144,8 @@ def test_whoever_is_hanging_does_not_speak():
     watchdog = Watchdog("rank 1 (here)", 10, StopSignals())
     watchdog.board, watchdog.here, watchdog.rank = Scoreboard(path, 2, 1), [0], 1
     watchdog.board.is_gone = lambda rank: False
-    assert not watchdog.speaks()
-    assert watchdog.speaks(hanging=[0])
+    assert not watchdog.is_reporter()
+    assert watchdog.is_reporter(hanging=[0])
     Scoreboard.remove(path)
 
 
@@ -187,12 +187,12 @@ def test_a_signal_waits_for_the_end_of_an_exchange_and_of_a_commit():
     exchange, wire = ranks._wire.exchange, ranks._wire
     wire.exchange = lambda own: calls.append(found := exchange(own)) or found
     with pytest.raises(Stopped):
-        ranks.meet("here", "x" * 5000)  # two collectives
+        ranks.all_gather_object("here", "x" * 5000)  # two collectives
     assert [message.value for message in calls[0]] == ["x" * 5000] * 2
     ranks = two_ranks(Echo())
     with pytest.raises(Stopped), ranks.committing("a step"):
         receive(ranks)
-        ranks.meet("the metrics")
+        ranks.all_gather_object("the metrics")
         done.append("the step")
     with pytest.raises(Stopped), ranks.committing("another step"):  # another rank has been asked before
         done.append("another step")
@@ -215,7 +215,7 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     ranks = two_ranks(Echo(lambda: (receive(ranks), lost())), gone="rank 1 (here) is gone")
     with pytest.raises(RankError, match="is gone"), ranks.ending_together():  # it comes amid an exchange
         try:
-            ranks.meet("here")
+            ranks.all_gather_object("here")
         finally:
             with ranks._signals.deferred():  # the display's last block
                 pass
