@@ -27,7 +27,7 @@ from grpo_fn.rollout import FindStop, Respond
 from grpo_fn.rollout.extend import SharedPromptRows
 from grpo_fn.rollout.prefill import prefill_once, result_of
 from runners.user_code.calls import Calls
-from runners.user_code.worker import Here
+from runners.user_code.worker import Worker
 
 SLEEP = 0.1  # seconds of a call
 
@@ -149,15 +149,22 @@ def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
     ]
 
 
+def nap(store: dict[Any, Any], seconds: float) -> None:
+    """The call, in the process of user code."""
+    time.sleep(seconds)
+
+
 class _Sleeping:
     """Replies that take their time, each in its thread."""
 
     def __init__(self, rows: int) -> None:
-        self._calls, self.waited = Calls(Here(), rows), 0.0
+        worker = Worker()
+        worker.load("benchmarks.turns:nap", 0.0)  # its imports are not measured
+        self._calls, self.waited = Calls(worker, rows), 0.0
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """A call that sleeps."""
-        self._calls.submit(row, lambda: time.sleep(SLEEP), timeout=0)
+        self._calls.submit(row, "benchmarks.turns:nap", SLEEP, timeout=0)
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:

@@ -38,7 +38,7 @@ from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.user_code.calls import Calls
 from runners.user_code.host import THREAD, Outcome
-from runners.user_code.worker import Here, Worker
+from runners.user_code.worker import Worker
 
 _numbers = itertools.count()  # of environments
 
@@ -234,7 +234,7 @@ class Environments:
     def _drop(self, numbers: Sequence[int]) -> None:
         if numbers:
             drop = "runners.environments.instances:drop"
-            self.calls.place.submit(drop, numbers, mode=THREAD, done=lambda *_: None)
+            self.calls.worker.submit(drop, numbers, mode=THREAD, done=lambda *_: None)
 
 
 def build_environments(
@@ -244,7 +244,7 @@ def build_environments(
     decoder: TextDecoder,
     end_ids: Sequence[int],
     folders: Sequence[Path],
-    worker: Worker | Here,
+    worker: Worker,
 ) -> Environments | None:
     """The environments of [env]; None if it names none. Their code runs in the `worker`.
 

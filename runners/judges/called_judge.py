@@ -14,8 +14,6 @@ from runners.judges.endpoint import Endpoint
 from runners.judges.judge import EndpointJudge
 from runners.judges.keys import take_key
 
-_GRACE = 15.0  # seconds for a judge to cancel late requests before the scorer gives it up
-
 
 @attrs.frozen(eq=False)
 class CalledJudge:
@@ -23,7 +21,6 @@ class CalledJudge:
 
     name: str  # in logs
     function: Callable[..., Any]
-    timeout: float  # seconds; 0: none
     grouped: bool  # whether it takes `group_size`
     check: Callable[[], None]  # raises UserError if it cannot judge: no server, no weights, no key
 
@@ -34,7 +31,7 @@ def build_judge(name: str, settings: JudgeConfig) -> CalledJudge:
         from runners.judges.classifier import ClassifierJudge
 
         classifier = ClassifierJudge(name, settings)
-        return CalledJudge(JUDGE_PREFIX + name, classifier, 0.0, False, classifier.load)
+        return CalledJudge(JUDGE_PREFIX + name, classifier, False, classifier.load)
     key = take_key(settings.api_key_env) if settings.api_key_env else ""
     endpoint = Endpoint(
         url=settings.url,
@@ -55,5 +52,4 @@ def build_judge(name: str, settings: JudgeConfig) -> CalledJudge:
             )
         endpoint.check(name)
 
-    limit = settings.batch_timeout + _GRACE if settings.batch_timeout else 0.0
-    return CalledJudge(JUDGE_PREFIX + name, judge, limit, settings.kind == "ranking", check)
+    return CalledJudge(JUDGE_PREFIX + name, judge, settings.kind == "ranking", check)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import numbers
@@ -100,7 +101,7 @@ async def run_async(
     log = RewardLog(size)
     try:
         return _read(await function(**arguments, **log.named(logs)), log, size, weight)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return _failed(error, arguments)
 
 

@@ -17,7 +17,8 @@ from runners.errors import UserError, did_you_mean, listed, show
 from runners.judges import build_judge
 from runners.rewards.builtin import REWARDS
 from runners.rewards.calls import BY_NAME, resolved_function
-from runners.user_code.worker import Here, Worker
+from runners.user_code.host import is_async
+from runners.user_code.worker import Worker
 
 
 def _nothing() -> None: ...
@@ -27,14 +28,14 @@ def _nothing() -> None: ...
 class UserFunction:
     """A reward's function in a process of user code, where the scorer calls it."""
 
-    worker: Worker | Here
+    worker: Worker
     name: str  # under which it is loaded there
     signature: inspect.Signature
     is_async: bool
     file: str | None = None  # that it was loaded from
 
     @classmethod
-    def of(cls, worker: Worker | Here, name: str, found: Mapping[str, Any]) -> UserFunction:
+    def of(cls, worker: Worker, name: str, found: Mapping[str, Any]) -> UserFunction:
         """The one that `calls.load` describes."""
         parameters = [
             inspect.Parameter(
@@ -52,9 +53,19 @@ class Reward:
     name: str
     function: Callable[..., Any] | UserFunction
     weight: float = 1.0
-    timeout: float | None = None  # its own limit in seconds; None: the scorer's
     grouped: bool = False  # whether it gets the number of completions of a prompt, as `group_size`
     check: Callable[[], None] = _nothing  # of a judge: raises UserError if it cannot judge
+
+    @property
+    def worker(self) -> Worker | None:
+        """The process that has the function; None: this one."""
+        return self.function.worker if isinstance(self.function, UserFunction) else None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is."""
+        function = self.function
+        return function.is_async if isinstance(function, UserFunction) else is_async(function)
 
     @property
     def parameters(self) -> Iterable[inspect.Parameter]:
@@ -97,7 +108,7 @@ def resolve_rewards(
     weights: Sequence[float] = (),
     base_dirs: Iterable[str | Path] = (),
     judges: Mapping[str, JudgeConfig] | None = None,
-    worker: Worker | Here | None = None,
+    worker: Worker | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
@@ -106,17 +117,17 @@ def resolve_rewards(
     finite number per reward.
     """
     if not names:
-        raise UserError("reward.functions is empty; wanted one reward at least")
+        raise UserError("reward.functions is empty; expected at least one reward")
     if weights and len(weights) != len(names):
         raise UserError(
-            f"reward.weights has {len(weights)} entries for {len(names)} functions; wanted one each or none"
+            f"reward.weights: expected one entry for each of {len(names)} functions, found {len(weights)}"
         )
     for weight in weights:
         if not math.isfinite(weight):
-            raise UserError(f"reward.weights holds {weight}; wanted finite numbers")
+            raise UserError(f"reward.weights holds {weight}; expected finite numbers")
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"reward.functions names {show(name)} twice; wanted each once")
+            raise UserError(f"reward.functions names {show(name)} twice; expected each once")
     dirs = tuple(base_dirs)
     rewards = [
         resolve_reward(name, dirs, weight, judges, worker)
@@ -134,7 +145,7 @@ def resolve_reward(
     base_dirs: Iterable[str | Path] = (),
     weight: float = 1.0,
     judges: Mapping[str, JudgeConfig] | None = None,
-    worker: Worker | Here | None = None,
+    worker: Worker | None = None,
 ) -> Reward:
     """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
     ``judge.NAME``, if `judges` has the name.
@@ -148,7 +159,7 @@ def resolve_reward(
     judge = judge_of(name)
     if judge is not None and judge in (judges or {}):
         built = build_judge(judge, (judges or {})[judge])
-        return Reward(built.name, built.function, weight, built.timeout, built.grouped, built.check)
+        return Reward(built.name, built.function, weight, built.grouped, built.check)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, REWARDS[name], weight)

@@ -5,7 +5,11 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import pickle
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import attrs
@@ -17,14 +21,14 @@ from runners.rewards.calls import run, run_async
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState, refusal
 from runners.user_code.calls import Calls
-from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
-from runners.user_code.worker import Here, Worker
+from runners.user_code.host import MAIN, TOGETHER, Outcome
+from runners.user_code.worker import Worker
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
 _ON_ERROR = ("skip", "raise")
 _LOGS = ("log_extra", "log_metric")
-_PLAIN = {str, int, float, bool, type(None)}
+_Arguments = tuple[dict[str, Any], list[str], int, float]  # of `calls.run`, after the function
 
 
 @attrs.frozen
@@ -48,25 +52,25 @@ class Scores:
 
 @attrs.define(eq=False)
 class Scorer:
-    """The rewards of a run and their time limit: seconds a call; 0 = none, called in the caller's thread.
+    """The rewards of a run, and a time limit for calls in the process of user code: seconds; 0: none.
 
-    `on_error` says what a problem does: "skip" reports it in `Scores.problems` and goes on without that
-    reward, "raise" makes it a RewardError. `_calls` are those that run, in each place.
+    Other functions are called in the caller's thread, without a limit. `on_error` says what a problem does:
+    "skip" reports it in `Scores.problems` and goes on without that reward, "raise" makes it a RewardError.
     """
 
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
-    _calls: dict[Worker | Here | None, Calls] = attrs.field(factory=dict, init=False)
+    _calls: dict[Worker | None, Calls] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         if not self.rewards:
-            raise ValueError("rewards is empty; wanted one at least")
+            raise ValueError("rewards is empty; expected at least one")
         if not 0 <= self.timeout < float("inf"):
-            raise ValueError(f"timeout is {self.timeout}; wanted seconds, or 0 for no limit")
+            raise ValueError(f"timeout is {self.timeout}; expected seconds, or 0 for no limit")
         if self.on_error not in _ON_ERROR:
             raise ValueError(
-                f"on_error is {show(self.on_error)}; wanted {' or '.join(_ON_ERROR)}"
+                f"on_error is {show(self.on_error)}; expected {' or '.join(_ON_ERROR)}"
                 f"{did_you_mean(str(self.on_error), _ON_ERROR)}"
             )
 
@@ -108,20 +112,21 @@ class Scorer:
             given["environments"] = environments
         completions = _wrap(texts) if conversations is None else conversations
 
+        given = {name: list(entries) for name, entries in {"completions": completions, **given}.items()}
         called = []
         for reward in self.rewards:
-            arguments = _arguments(reward, completions, given) | reward.pick({"trainer_state": trainer_state})
-            called.append(_Called(reward, arguments, list(reward.pick(dict.fromkeys(_LOGS))), len(texts)))
-        for each in called:
-            if each.reward.grouped:
-                each.arguments["group_size"] = group_size
+            arguments = reward.pick(given | {"trainer_state": trainer_state})
+            if reward.grouped:
+                arguments["group_size"] = group_size
+            logs = list(reward.pick(dict.fromkeys(_LOGS)))
+            called.append((arguments, logs, len(texts), reward.weight))
         outcomes = self._call_all(called)
         log = RewardLog(len(texts))
         values_kb = np.full((len(called), len(texts)), np.nan)
         problems: list[str] = []
         failed: dict[int, Failed] = {}
-        for k, (each, outcome) in enumerate(zip(called, outcomes, strict=True)):
-            notes, failures = self._judge(outcome, each.reward, texts, values_kb[k], log)
+        for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
+            notes, failures = _read(outcome, reward, texts, values_kb[k], log)
             if notes and self.on_error == "raise":
                 raise RewardError(notes[0])
             if notes and failures == len(texts):
@@ -130,111 +135,82 @@ class Scorer:
         for reward in self.rewards:  # of judges: faults besides their verdicts
             problems += getattr(reward.function, "take_notices", list)()
         for calls in self._calls.values():
-            problems += calls.place.notices
-            calls.place.notices.clear()
+            problems += calls.worker.notices
+            calls.worker.notices.clear()
         problems += map(refusal, log.refused)
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
-    def _call_all(self, calls: Sequence[_Called]) -> list[Outcome]:
-        """The outcome of each call: async ones together, then the others one after another."""
+    def _call_all(self, called: Sequence[_Arguments]) -> list[Outcome]:
+        """The outcome of each reward's call: async ones together, then the others one after another."""
         outcomes: dict[int, Outcome] = {}
-        together = [k for k, each in enumerate(calls) if each.is_async]
+        together = [k for k, reward in enumerate(self.rewards) if reward.is_async]
         for k in together:
-            self._start(k, calls[k])
-        for k in together:
+            self._start(k, called[k], TOGETHER)
+        here = [k for k in together if self.rewards[k].worker is None]
+        if here:
+            found = _finished([run_async(*self._here(k, called[k])) for k in here])
+            outcomes.update(zip(here, map(Outcome, found), strict=True))
+        for k, reward in enumerate(self.rewards):
+            if k not in together and reward.worker is None:
+                outcomes[k] = Outcome(run(*self._here(k, called[k])))
+            elif k not in together:
+                self._start(k, called[k], MAIN)
             while k not in outcomes:
-                outcomes.update(self._place(calls[k].reward).collect(1))
-        for k, each in enumerate(calls):
-            if k in outcomes:
-                continue
-            if not self._limit(each.reward) and not isinstance(each.reward.function, UserFunction):
-                outcomes[k] = Outcome(run(each.reward.function, *each.rest))
-                continue
-            self._start(k, each)
-            outcomes.update(self._place(each.reward).collect(1))
-        return [outcomes[k] for k in range(len(calls))]
+                outcomes.update(self._calls[reward.worker].collect(1))
+        return [outcomes[k] for k in range(len(called))]
 
-    def _start(self, k: int, each: _Called) -> None:
-        function, calls, limit = each.reward.function, self._place(each.reward), self._limit(each.reward)
-        mode = TOGETHER if each.is_async else MAIN
+    def _start(self, k: int, called: _Arguments, mode: str) -> None:
+        """Starts a call in the process of user code, if the function is there."""
+        function = self.rewards[k].function
         if isinstance(function, UserFunction):
-            environments = each.arguments.pop("environments", None)
-            what = (function.name, *each.rest, environments)
-            calls.submit(k, "runners.rewards.calls:score", *what, timeout=limit, mode=mode)
-        else:
-            act = run_async if each.is_async else run
-            calls.submit(k, act, function, *each.rest, timeout=limit, mode=mode)
+            arguments, *rest = called
+            environments = arguments.pop("environments", None)
+            calls = self._calls.setdefault(function.worker, Calls(function.worker))
+            what = ("runners.rewards.calls:score", function.name, arguments, *rest, environments)
+            calls.submit(k, *what, timeout=self.timeout, mode=mode)
 
-    def _place(self, reward: Reward) -> Calls:
-        """The calls of the place where a reward runs."""
-        worker = reward.function.worker if isinstance(reward.function, UserFunction) else None
-        if worker not in self._calls:
-            self._calls[worker] = Calls(worker or Here())
-        return self._calls[worker]
-
-    def _limit(self, reward: Reward) -> float:
-        return self.timeout if reward.timeout is None else reward.timeout
-
-    def _judge(
-        self, outcome: Outcome, reward: Reward, texts: Sequence[str], row_b: np.ndarray, log: RewardLog
-    ) -> tuple[list[str], int]:
-        """Fill one reward's row with the usable values; lines on the others, and for how many completions."""
-        prefix, every = f"reward {show(reward.name)}", len(texts)
-        if outcome.timed_out:
-            return [f"{prefix} {outcome.fault}"], every
-        if outcome.fault:
-            return [f"{prefix} failed: {outcome.fault}"], every
-        found = outcome.value
-        if "error" in found:
-            index = found["index"]
-            where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-            return [f"{prefix} failed{where}: {found['error']}"], every
-        log.add(found)
-        row_b[: len(found["values"])] = found["values"]
-        return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]
+    def _here(self, k: int, called: _Arguments) -> tuple[Any, ...]:
+        """The arguments of `calls.run`, copied: the run uses its prompts, columns and tokens again later."""
+        arguments, *rest = called
+        return self.rewards[k].function, pickle.loads(pickle.dumps(arguments)), *rest
 
 
-@attrs.frozen(eq=False)
-class _Called:
-    """A reward and the arguments of its call."""
+def _finished(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Their results, from a loop in a thread of its own: the caller may have a running loop."""
 
-    reward: Reward
-    arguments: dict[str, Any]
-    logs: list[str]  # the ways to log that it takes
-    size: int  # completions
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*coroutines)
 
-    @property
-    def is_async(self) -> bool:
-        """Whether its function is."""
-        function = self.reward.function
-        return function.is_async if isinstance(function, UserFunction) else is_async(function)
+    found: Future[list[Any]] = Future()
 
-    @property
-    def rest(self) -> tuple[Any, ...]:
-        """The arguments of `calls.run` after the function."""
-        return self.arguments, self.logs, self.size, self.reward.weight
+    def act() -> None:
+        try:
+            found.set_result(asyncio.run(gathered()))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=act, name="grpo-rewards", daemon=True).start()
+    return found.result()
 
 
-def _arguments(
-    reward: Reward, completions: Sequence[Any], given: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """The arguments of a reward from completions and columns, as separate lists."""
-    picked = reward.pick({"completions": completions, **given})
-    if isinstance(reward.function, UserFunction):  # another process gets copies
-        return {name: list(entries) for name, entries in picked.items()}
-    return {name: _copied(list(entries)) for name, entries in picked.items()}
+def _read(
+    outcome: Outcome, reward: Reward, texts: Sequence[str], row_b: np.ndarray, log: RewardLog
+) -> tuple[list[str], int]:
+    """Fills one reward's row with the usable values; lines on the others, and for how many completions."""
+    prefix, every = f"reward {show(reward.name)}", len(texts)
+    if outcome.timed_out:
+        return [f"{prefix} {outcome.fault}"], every
+    if outcome.fault:
+        return [f"{prefix} failed: {outcome.fault}"], every
+    found = outcome.value
+    if "error" in found:
+        index = found["index"]
+        where = "" if index is None else f" at completion {index}, {show(texts[index])}"
+        return [f"{prefix} failed{where}: {found['error']}"], every
+    log.add(found)
+    row_b[: len(found["values"])] = found["values"]
+    return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]
 
 
 def _wrap(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-def _copied(value: Any) -> Any:
-    """A copy that shares nothing with the run, which uses its prompts, columns and tokens again later."""
-    if isinstance(value, list):
-        return value.copy() if _PLAIN.issuperset(map(type, value)) else [_copied(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return value.copy() if isinstance(value, set | bytearray | np.ndarray) else value

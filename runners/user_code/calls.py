@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from runners.user_code.host import THREAD, Outcome
-from runners.user_code.worker import Here, Worker
+from runners.user_code.worker import Worker
 
 _LOOK = 0.05  # seconds between two calls of `check`
 
@@ -29,21 +29,21 @@ class _Call:
 class Calls:
     """Calls by key, of which one runs at a time for each. A time limit counts from a call's start."""
 
-    def __init__(self, place: Worker | Here, workers: int = 0) -> None:
+    def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
-        self.place = place
+        self.worker = worker
         self._workers = workers
         self._results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
         self._running: dict[int, _Call] = {}
-        self._waiting: deque[tuple[Any, Any, tuple[Any, ...], float, str]] = deque()
+        self._waiting: deque[tuple[Any, str, tuple[Any, ...], float, str]] = deque()
 
-    def submit(self, key: Any, act: Any, *arguments: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts `act` (see the place's `submit`) for a key; `timeout` in seconds, 0: none."""
+    def submit(self, key: Any, name: str, *arguments: Any, timeout: float, mode: str = THREAD) -> None:
+        """Starts an operation (see `Worker`) for a key; `timeout` in seconds, 0: none."""
         if mode == THREAD and self._workers:
-            self._waiting.append((key, act, arguments, timeout, mode))
+            self._waiting.append((key, name, arguments, timeout, mode))
             self._start_waiting()
         else:
-            self._start(key, act, arguments, timeout, mode)
+            self._start(key, name, arguments, timeout, mode)
 
     def collect(self, least: int, check: Callable[[], None] | None = None) -> Mapping[Any, Outcome]:
         """The available outcomes, by key; waits until there are at least `least`.
@@ -80,9 +80,9 @@ class Calls:
         while self._waiting and sum(call.mode == THREAD for call in self._running.values()) < self._workers:
             self._start(*self._waiting.popleft())
 
-    def _start(self, key: Any, act: Any, arguments: tuple[Any, ...], timeout: float, mode: str) -> None:
+    def _start(self, key: Any, name: str, arguments: tuple[Any, ...], timeout: float, mode: str) -> None:
         done = self._results.put
-        number = self.place.submit(act, *arguments, mode=mode, done=lambda *outcome: done(outcome))
+        number = self.worker.submit(name, *arguments, mode=mode, done=lambda *outcome: done(outcome))
         self._running[number] = _Call(key, mode, timeout, time.monotonic() + (timeout or inf))
 
     def _take(self, found: dict[Any, Outcome], number: int, outcome: Outcome) -> None:
@@ -91,6 +91,6 @@ class Calls:
 
     def _give_up(self, number: int) -> Outcome:
         call = self._running.pop(number)
-        self.place.cancel(number)
+        self.worker.cancel(number)
         fault = f"timed out after {call.timeout:g} s"
         return Outcome(fault=fault, ended=True, timed_out=True, seconds=call.timeout)

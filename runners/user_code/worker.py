@@ -25,12 +25,11 @@ import attrs
 
 from runners.errors import RewardError, UserError, error_line
 from runners.machine.bounded_process import python_command
-from runners.user_code.host import MAIN, THREAD, Done, Host, Outcome
-from runners.user_code.process import LARGEST, operation
+from runners.user_code.host import MAIN, Done, Outcome
+from runners.user_code.process import LARGEST
 
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
 MAX_HANGING = 64  # calls that were given up and go on: then the process is started again
-_MAX_LEFT = 4  # calls in this process that were given up and go on: then no more are made
 _RELOADING = 600.0  # seconds for importing the user's files once more
 # A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
 # the shell ends the group, whatever the worker and its children are doing.
@@ -234,42 +233,3 @@ class Worker:
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [worker._forget() for worker in list(_workers)])
-
-
-class Here:
-    """The same in this process: for functions that a caller of the library hands over, and where nothing may
-    be started. A call that is given up goes on if it blocks."""
-
-    def __init__(self) -> None:
-        """Nothing is started yet."""
-        self.notices: list[str] = []
-        self._store: dict[Any, Any] = {}
-        self._done: dict[int, Done | None] = {}  # of running calls; None: it was given up
-        self._host = Host(self._end)
-
-    def load(self, name: str, *arguments: Any) -> Any:
-        """As `Worker`'s."""
-        return operation(name)(self._store, *arguments)
-
-    def submit(self, act: Any, *arguments: Any, mode: str, done: Done) -> int:
-        """As `Worker`'s; `act` may be a function, which gets the arguments alone."""
-        number = next(_numbers)
-        if list(self._done.values()).count(None) >= _MAX_LEFT:
-            fault = f"was not called: {_MAX_LEFT} earlier calls have not come back"
-            done(number, Outcome(fault=fault, ended=True, timed_out=True))
-            return number
-        self._done[number] = done
-        if isinstance(act, str):
-            act, arguments = operation(act), (self._store, *arguments)
-        self._host.start(number, lambda: act(*arguments), THREAD if mode == MAIN else mode)
-        return number
-
-    def cancel(self, number: int) -> None:
-        """As `Worker`'s."""
-        if number in self._done:
-            self._done[number] = None
-            self._host.cancel(number)
-
-    def _end(self, number: int, outcome: Outcome) -> None:
-        if done := self._done.pop(number):
-            done(number, outcome)

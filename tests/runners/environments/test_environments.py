@@ -17,7 +17,7 @@ from runners.errors import UserError
 from runners.rewards.functions import Reward, resolve_reward
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
-from runners.user_code.worker import Here
+from runners.user_code.worker import Worker
 from tests.support.processes.waiting import HANGS
 
 # Templates by the formats that Qwen 2.5 and Llama 3 document, and one that knows neither system nor tools.
@@ -256,6 +256,16 @@ class Judged:
         return 2.0
 
 
+class Greeter:
+    """Says something at the start, each time something else."""
+
+    greetings = iter([" A", " A", " B", " BB"])
+
+    def reset(self, **row):
+        """Begin."""
+        return next(self.greetings)
+
+
 SHOPS = {"one": Shop, "two": Either}
 
 
@@ -294,8 +304,16 @@ def double(a: int) -> int:
 '''
 
 
+@pytest.fixture(scope="module")
+def worker():
+    """One process for all tests."""
+    made = Worker()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def built(tmp_path):
+def built(tmp_path, worker):
     """A function that builds environments of [env], with a template."""
     (tmp_path / "shop.py").write_text(SOURCE)
 
@@ -303,7 +321,7 @@ def built(tmp_path):
         tokenizer = make_tokenizer(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
         decoder, data = TextDecoder(tokenizer), DataConfig(nudge="")
-        return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [1], [tmp_path], Here())
+        return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [1], [tmp_path], worker)
 
     return build
 
@@ -477,9 +495,7 @@ def test_reset_may_speak_and_the_group_shares_what_it_can(built):
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
     assert " Welcome!<|im_end|>" in environments.tokenizer.decode(list(script.prompts[0]))
 
-    greetings = iter([" A", " A", " B", " BB"])
-    environments.calls.place._store["factory"] = lambda: SimpleShop(next(greetings))
-    environments._idle.clear()
+    environments = built(factory="shop.py:Greeter")
     script = Scripted(environments.tokenizer, lambda row: ["Hello."])
     rollout, played = played_by(environments, script, examples(environments, 2), 2)
     assert len(rollout.prompts) == 2 and rollout.num_generations == 2
@@ -494,18 +510,6 @@ def test_reset_may_speak_and_the_group_shares_what_it_can(built):
     assert {tuple(m["content"] for m in messages) for messages in played.messages} == {("Hello.",)}
     batch = g.make_batch(rollout, mx.ones((2, 2)))
     assert batch.num_tokens.item() == 4 * 7, "six letters and the end of each"
-
-
-class SimpleShop:
-    """Says something at the start."""
-
-    def __init__(self, greeting):
-        """What it says."""
-        self.greeting = greeting
-
-    def reset(self, **row):
-        """Begin."""
-        return self.greeting
 
 
 def test_a_reset_that_fails_costs_the_reward(built):
@@ -526,7 +530,7 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     def by_messages(completions):
         return [len(completion) for completion in completions]
 
-    by_environment = resolve_reward("shop.py:by_environment", [tmp_path], worker=environments.calls.place)
+    by_environment = resolve_reward("shop.py:by_environment", [tmp_path], worker=environments.calls.worker)
     rewards = [by_environment, Reward("b", by_messages), environments.reward]
     scores = Scorer(rewards).score(
         ["x", "y"],
@@ -551,7 +555,7 @@ def test_a_class_can_be_several_environments(built, tmp_path):
         "{'error': 'no guesses here'}",
     ]
 
-    of_words = resolve_reward("shop.py:of_words", [tmp_path], worker=environments.calls.place)
+    of_words = resolve_reward("shop.py:of_words", [tmp_path], worker=environments.calls.worker)
     scores = Scorer([of_words]).score(["x", "y"], [[], []], {}, environments=played.environments)
     assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
 
@@ -591,6 +595,6 @@ def test_what_cannot_be_an_environment_is_refused(built, env, said):
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_none_is_asked_for(tmp_path):
+def test_none_is_asked_for(tmp_path, worker):
     """Without factory and tools there are no environments."""
-    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path], Here()) is None
+    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path], worker) is None

@@ -20,7 +20,7 @@ from runners.evaluation.rank_evaluation import _figures
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
-from runners.user_code.worker import Here
+from runners.user_code.worker import Worker
 
 SOURCE = '''
 class Even:
@@ -57,6 +57,7 @@ def double(a: int) -> int:
     return 2 * a
 '''
 ROWS = [{"question": f"{n}+3", "answer": str(n + 3)} for n in range(8)]
+WORKER = Worker()
 ODD = ToolCall("ask", {"a": 2})
 
 
@@ -89,7 +90,7 @@ def config_of(*overrides):
 def measured(model, config, **how):
     """Both ways of measuring: `grpo eval`'s and a run's own."""
     decoder = TextDecoder(model.tokenizer)
-    arguments = (config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, Here())
+    arguments = (config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER)
     environments = build_environments(*arguments)
     rows = eval_rows(config, whole=True)
     chosen, _ = choose_problems(rows, model, config, environments.schemas)
@@ -139,7 +140,7 @@ def test_samples_and_functions_without_a_class(place, model):
     config = config_of("env.factory=", "env.tools=['even.py:double']", "reward.functions=['int_reward_func']")
     decoder = TextDecoder(model.tokenizer)
     environments = build_environments(
-        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, Here()
+        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER
     )
     chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
     from runners.rewards.functions import resolve_rewards
@@ -163,7 +164,7 @@ def test_data_without_answers(place, model):
     config = config_of("data.answer=")
     decoder = TextDecoder(model.tokenizer)
     environments = build_environments(
-        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, Here()
+        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER
     )
     chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
     rewards = all_rewards((), environments)

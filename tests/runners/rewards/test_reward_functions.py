@@ -154,7 +154,7 @@ def test_resolve_rewards(tmp_path: Path) -> None:
     ("names", "weights", "expected"),
     [
         ([], [], "reward.functions is empty"),
-        (["int_reward_func"], [1.0, 2.0], "2 entries for 1 functions"),
+        (["int_reward_func"], [1.0, 2.0], "one entry for each of 1 functions, found 2"),
         (["int_reward_func"], [float("nan")], "holds nan"),
         (["int_reward_func", "int_reward_func"], [], "twice"),
     ],

@@ -1,10 +1,8 @@
 """User code in a process of its own: whatever a call does, it ends in its time, and the next one is fine."""
 
-import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -15,7 +13,7 @@ from runners.rewards.scoring import Scorer
 from runners.user_code import worker as worker_module
 from runners.user_code.calls import Calls
 from runners.user_code.host import THREAD, TOGETHER
-from runners.user_code.worker import Here, Worker
+from runners.user_code.worker import Worker
 from tests.support.processes.new_process import ROOT
 from tests.support.processes.waiting import HANGS, wait_until
 
@@ -297,40 +295,43 @@ def test_the_process_inherits_no_key_and_loads_no_mlx(folder, monkeypatch):
     worker.close()
 
 
-@pytest.mark.parametrize("mode", [THREAD, TOGETHER])
-def test_calls_of_many_rows_wait_once(mode):
-    """32 calls, each of which ends when all have begun."""
-    begun, all_begun = [], threading.Barrier(32)
+TOOLS = """
+import asyncio, threading, time
 
-    async def later(row):
-        begun.append(row)
-        while len(begun) < 32:
-            await asyncio.sleep(0.001)
-        return row
+all_begun, begun, running, most = threading.Barrier(32), [], [], [0]
 
-    def meeting(row):
-        all_begun.wait()
-        return row
+def meet():
+    all_begun.wait()
 
-    calls = Calls(Here(), workers=32)
-    for row in range(32):
-        calls.submit(row, later if mode == TOGETHER else meeting, row, timeout=HANGS, mode=mode)
-    assert {row: outcome.value for row, outcome in calls.collect(32).items()} == {n: n for n in range(32)}
+async def meet_later():
+    begun.append(1)
+    while len(begun) < 32:
+        await asyncio.sleep(0.001)
+
+def count():
+    running.append(1)
+    most.append(len(running))
+    time.sleep(0.01)
+    running.pop()
+    return max(most)
+"""
 
 
-def test_no_more_threads_than_workers():
-    """Calls beyond that wait for one."""
-    running, most = [], []
-
-    def act():
-        running.append(1)
-        most.append(len(running))
-        time.sleep(0.01)
-        running.pop()
-
-    calls, found = Calls(Here(), workers=3), {}
-    for row in range(12):
-        calls.submit(row, act, timeout=HANGS)
-    while len(found) < 12:
+@pytest.mark.parametrize(
+    ("tool", "rows", "workers", "shown"),
+    [("meet", 32, 32, {"None"}), ("meet_later", 32, 1, {"None"}), ("count", 12, 3, {"1", "2", "3"})],
+)
+def test_calls_of_many_rows_run_side_by_side(worker, folder, tool, rows, workers, shown):
+    """Those that meet end when all have begun; no more threads run at a time than there may be workers."""
+    (folder / "meeting.py").write_text(TOOLS)
+    worker.load("runners.environments.instances:load", "", ("meeting.py",), (str(folder),))
+    calls, found = Calls(worker, workers=workers), {}
+    mode, name = (TOGETHER, "call_together") if tool == "meet_later" else (THREAD, "call")
+    for row in range(rows):
+        what = f"runners.environments.instances:{name}", None, [(tool, {})], 100
+        calls.submit(row, *what, timeout=HANGS, mode=mode)
+    while len(found) < rows:
         found |= calls.collect(1)
-    assert max(most) <= 3
+    results = [outcome.value for outcome in found.values()]
+    assert {text for ((_, text, failed, _),) in results if not failed} <= shown and len(results) == rows
+    assert not any(failed for ((*_, failed, _),) in results)
