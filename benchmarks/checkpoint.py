@@ -24,6 +24,7 @@ from benchmarks.harness.record import Figure
 from benchmarks.memory import CASES, Case, write_case
 from grpo_fn.trees import arrays_of
 from runners.config.loading import Config, load_config
+from runners.telemetry.events import Event, Status
 from runners.telemetry.report import Quiet
 from runners.training.loop import RunResult
 from runners.training.train import run_training
@@ -46,9 +47,9 @@ class Until(Quiet):
         """The clock starts now."""
         self.started, self.first, self._left = time.perf_counter(), 0.0, stop
 
-    def status(self, text: str) -> None:
-        """What is done now."""
-        if text == "sampling":
+    def handle(self, event: Event) -> None:
+        """Heeds the beginnings of rollouts."""
+        if event == Status("sampling"):
             self.first = self.first or time.perf_counter() - self.started
             self._left -= 1
             if self._left == 0:

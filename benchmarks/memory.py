@@ -29,6 +29,7 @@ from runners.memory.forecast import Forecast, forecast, longest_prompt
 from runners.memory.sizes import model_sizes
 from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
+from runners.telemetry.events import Event, Finished, Status
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
@@ -157,13 +158,12 @@ class PhasePeaks(Quiet):
         self.peaks: dict[str, int] = {}
         self._doing = "start"
 
-    def status(self, text: str) -> None:
-        """What came before has ended: its peak counts, and a new one begins."""
-        self._cut("evaluating" if text == "evaluating" else text.split()[0])
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """The last thing has ended too."""
-        self._cut("finished")
+    def handle(self, event: Event) -> None:
+        """With a status, what came before has ended: its peak counts, and a new one begins."""
+        if isinstance(event, Status):
+            self._cut(event.text.split()[0])
+        if isinstance(event, Finished):
+            self._cut("finished")
 
     def _cut(self, doing: str) -> None:
         mx.synchronize()

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
@@ -17,15 +17,15 @@ from runners.machine.memory_readings import read_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
-from runners.telemetry.display import Report
+from runners.telemetry.events import Alert, Event, Note, Remark, Report, Started, Status, Table, Updated
 
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary(Report):
-    """A `Report` that passes everything on to another one, and keeps what is worth reading later.
+    """Sends a run's events to the display, and writes those that are worth reading later to the log.
 
-    Notices from before the start are written after the event "start". Times are seconds since 1970.
+    Events from before the start are written after the event "start". Times are seconds since 1970.
     """
 
     def __init__(
@@ -34,9 +34,8 @@ class Diary(Report):
         clock: Callable[[], float] = time.time,
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Passes everything on to `report`, within `whole()`: an interrupt would leave half a block there."""
-        self._report: Any = _Whole(report, whole)
-        self._alert, self._clock = report.alert, clock
+        """`report`, the display, acts within `whole()`: an interrupt would leave half a block there."""
+        self._report, self._clock, self._whole = report, clock, whole
         self._write: Callable[[Mapping[str, Any]], None] | None = None
         self._waiting: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
@@ -48,9 +47,43 @@ class Diary(Report):
         self._facts = dict(facts)
         self._write = write
 
-    def tell(self, kind: str, text: str) -> None:
-        """An event that the display need not show."""
-        self._event(kind, text=one_line(text, os.environ))
+    def handle(self, event: Event) -> None:
+        """Takes an event. An alert may come from another thread, so it is not recorded."""
+        match event:
+            case Started():
+                self._start(event)
+            case Updated(metrics):
+                self._update = int(metrics.get("update", self._update + 1))
+            case Note(text):
+                self._record("note", text=one_line(text, os.environ))
+            case Remark(kind, text):
+                self._record(kind, text=one_line(text, os.environ))
+            case Table(title, columns, rows):
+                texts = [list(map(str, row)) for row in rows]
+                self._record("table", text=title, columns=list(columns), rows=texts)
+            case Alert():
+                self._report.handle(event)
+                return
+            case _:
+                pass
+        with self._whole():
+            self._report.handle(event)
+
+    def status(self, text: str) -> None:
+        """Sends a `Status`."""
+        self.handle(Status(text))
+
+    def note(self, text: str) -> None:
+        """Sends a `Note`."""
+        self.handle(Note(text))
+
+    def alert(self, text: str) -> None:
+        """Sends an `Alert`."""
+        self.handle(Alert(text))
+
+    def remark(self, kind: str, text: str) -> None:
+        """Sends a `Remark`."""
+        self.handle(Remark(kind, text))
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -58,102 +91,47 @@ class Diary(Report):
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            self._ended(error)
+            self._end(error)
             raise
-        self._event("end", state="finished")
+        self._record("end", state="finished")
 
     def end(self, error: BaseException) -> None:
         """The process is about to end with this exception, which nothing handles."""
-        self._ended(error)
-        self._report.__exit__(type(error), error, None)
+        self._end(error)
+        self.__exit__(type(error), error, None)
 
-    def _ended(self, error: BaseException) -> None:
+    def _end(self, error: BaseException) -> None:
         state, text = _end_of(error)
-        self._event("end", state=state, text=one_line(text, os.environ))
-
-    def start(
-        self, total_updates: int, header: Mapping[str, Any], *, done: int = 0, scores: Sequence[float] = ()
-    ) -> None:
-        """See `Report.start`."""
-        self._update, self._begun = done, True
-        about = {str(name): str(value) for name, value in header.items() if name != "writes to"}
-        self._event("start", updates=total_updates, resumed=done > 0, about=about, **self._facts)
-        waiting, self._waiting = self._waiting, []
-        for record in waiting:
-            self._event(record.pop("event"), **record | {"update": done})
-        self._report.start(total_updates, header, done=done, scores=scores)
-
-    def status(self, text: str) -> None:
-        """See `Report.status`."""
-        self._report.status(text)
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """See `Report.step`."""
-        self._update = int(metrics.get("update", self._update + 1))
-        self._report.step(metrics)
-
-    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
-        """See `Report.eval`."""
-        self._report.eval(name, score, correct, total, seconds)
-
-    def note(self, text: str) -> None:
-        """See `Report.note`."""
-        self._event("note", text=one_line(text, os.environ))
-        self._report.note(text)
-
-    def alert(self, text: str) -> None:
-        """See `Report.alert`. Another thread may call this, so it is not recorded."""
-        self._alert(text)
-
-    def example(self, record: Mapping[str, Any]) -> None:
-        """See `Report.example`."""
-        self._report.example(record)
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """See `Report.table`."""
-        self._event("table", text=title, columns=list(columns), rows=[list(map(str, row)) for row in rows])
-        self._report.table(title, columns, rows)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Report.finish`."""
-        self._report.finish(summary)
+        self._record("end", state=state, text=one_line(text, os.environ))
 
     @property
     def fault(self) -> Exception | None:
         """See `Report`."""
-        return getattr(self._report, "fault", None)
+        return self._report.fault
 
     def __enter__(self) -> Self:
-        self._report.__enter__()
+        with self._whole():
+            self._report.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._report.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        with self._whole():
+            self._report.__exit__(*error)
 
-    def _event(self, kind: str, **more: Any) -> None:
+    def _start(self, event: Started) -> None:
+        self._update, self._begun = event.done, True
+        about = {str(name): str(value) for name, value in event.header.items() if name != "writes to"}
+        self._record("start", updates=event.updates, resumed=event.done > 0, about=about, **self._facts)
+        waiting, self._waiting = self._waiting, []
+        for record in waiting:
+            self._record(record.pop("event"), **record | {"update": event.done})
+
+    def _record(self, kind: str, **more: Any) -> None:
         record = {"event": kind, "time": round(self._clock(), 3), "update": self._update} | more
         if self._write is not None and self._begun:
             self._write(record)
         else:
             self._waiting.append(record)
-
-
-class _Whole:
-    """Each method of a report within a context."""
-
-    def __init__(self, report: Report, whole: Callable[[], AbstractContextManager[None]]) -> None:
-        self._report, self._whole = report, whole
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._report, name)
-        if not callable(found):
-            return found
-
-        def act(*given: Any, **named: Any) -> Any:
-            with self._whole():
-                return found(*given, **named)
-
-        return act
 
 
 def _end_of(error: BaseException) -> tuple[str, str]:

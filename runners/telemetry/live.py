@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
 from rich.box import SIMPLE
@@ -18,9 +17,21 @@ from rich.text import Text
 
 from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, visible
+from runners.telemetry import events
 from runners.telemetry.block.key_presses import KeyPresses
-from runners.telemetry.block.rows import ShownCompletion, detail_rows, example_rows
-from runners.telemetry.display import Report
+from runners.telemetry.block.rows import detail_rows, example_rows
+from runners.telemetry.events import (
+    Alert,
+    Evaluated,
+    Event,
+    Finished,
+    Note,
+    Report,
+    Sampled,
+    Started,
+    Status,
+    Updated,
+)
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -29,7 +40,6 @@ from runners.telemetry.progress import (
     eval_line,
     is_finite,
     number_text,
-    peak_memory,
     percent_text,
     sparkline,
 )
@@ -56,20 +66,18 @@ class LiveReport(Report):
         stream: TextIO | None = None,
         *,
         console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        memory: Callable[[], int] = peak_memory,
+        progress: Progress | None = None,
     ):
-        """Draws on `stream`, or on a given `console`; `clock` gives seconds, `memory` bytes."""
+        """Draws on `stream`, or on a given `console`."""
         output = Output(stream or sys.stdout)
         self._output = output
         self._console = console or Console(file=cast(TextIO, output), highlight=False)
-        self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
-        self._progress = Progress(0, **self._sources)
+        self._progress = progress or Progress()
         self._title = "grpo"
         self._status = ""
         self._begun = self._finished = self._ended = False
         self._alerts = threading.Lock()  # no alert while the block is drawn for the last time
-        self._example: ShownCompletion | None = None
+        self._example: Mapping[str, Any] | None = None
         self._example_shown = False
         self._keys = KeyPresses(self.key)
         # Two refreshes a second keep the time current and leave the cores to the run.
@@ -80,81 +88,54 @@ class LiveReport(Report):
         """See `Report`."""
         return self._output.fault
 
-    def start(
-        self,
-        total_updates: int,
-        header: Mapping[str, Any],
-        *,
-        done: int = 0,
-        scores: Sequence[float] = (),
-    ) -> None:
-        """See `Report.start`."""
-        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
-        self._title = str(header.get("run", self._title))
-        self._begun, self._status = True, ""
-        self._print(_table({name: value for name, value in header.items() if name != "run"}))
-        self._live.start(refresh=True)
-        self._keys.__enter__()
-        self._redraw()
-
-    def status(self, text: str) -> None:
-        """See `Report.status`; before the run starts, only this line is shown."""
-        self._status = text
-        if not self._live.is_started and not self._finished:
-            self._live.start()
-        self._redraw()
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """See `Report.step`."""
-        self._progress.step(metrics)
-        self._status = ""
-        self._redraw()
-
-    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
-        """See `Report.eval`."""
-        self._progress.eval(score, seconds)
-        self._status = ""
-        self._print(_text(eval_line(name, score, correct, total, seconds), "cyan"))
-
-    def example(self, record: Mapping[str, Any]) -> None:
-        """See `Report.example`."""
-        self._example = ShownCompletion.of(record)
+    def handle(self, event: Event) -> None:
+        """See `Report.handle`. Before the run starts, only its status is shown."""
+        self._progress.handle(event)
+        match event:
+            case Started(header=header):
+                self._title = str(header.get("run", self._title))
+                self._begun, self._status = True, ""
+                self._print(_facts({name: value for name, value in header.items() if name != "run"}))
+                self._live.start(refresh=True)
+                self._keys.__enter__()
+            case Status(text):
+                self._status = text
+                if not self._live.is_started and not self._finished:
+                    self._live.start()
+            case Updated():
+                self._status = ""
+            case Evaluated():
+                self._status = ""
+                self._print(_text(eval_line(event), "cyan"))
+            case Sampled(record):
+                self._example = record
+            case Note(text):
+                if self.fault:
+                    echo(text, err=True)
+                self._print(_text(text, "dim"))
+            case Alert(text):  # above the block, which is redrawn below it
+                with self._alerts:
+                    if not self._ended:
+                        self._print(Text(text, style="bold"))
+            case events.Table():
+                self._print(_table(event))
+            case Finished(summary):
+                self._status = f"finished in {duration_text(self._progress.elapsed())}"
+                self._keys.__exit__(None, None, None)
+                self._redraw()
+                self._stop()
+                self._finished = True
+                self._print(_facts(summary))
+            case _:
+                pass
+        if isinstance(event, Started | Status | Updated):
+            self._redraw()
 
     def key(self, letter: str) -> None:
         """Handles a key: e shows an example, or hides it again."""
         if letter.lower() == "e":
             self._example_shown = not self._example_shown
             self._redraw()
-
-    def note(self, text: str) -> None:
-        """See `Report.note`."""
-        if self.fault:
-            echo(text, err=True)
-        self._print(_text(text, "dim"))
-
-    def alert(self, text: str) -> None:
-        """See `Report.alert`: above the block, which is redrawn below it."""
-        with self._alerts:
-            if not self._ended:
-                self._print(Text(text, style="bold"))
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """See `Report.table`."""
-        grid = Table(box=SIMPLE, title=_text(title, "dim"), title_justify="left", header_style="dim")
-        for place, column in enumerate(columns):
-            grid.add_column(_text(column), justify="left" if place in (0, len(columns) - 1) else "right")
-        for row in rows:
-            grid.add_row(*map(_text, row))
-        self._print(grid)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Report.finish`."""
-        self._status = f"finished in {duration_text(self._progress.elapsed())}"
-        self._keys.__exit__(None, None, None)
-        self._redraw()
-        self._stop()
-        self._finished = True
-        self._print(_table(summary))
 
     def __exit__(self, *error: object) -> None:
         if not self._finished:
@@ -248,7 +229,17 @@ def _small(progress: Progress, width: int) -> RenderableType:
     return text
 
 
-def _table(rows: Mapping[str, Any]) -> RenderableType:
+def _table(table: events.Table) -> RenderableType:
+    grid = Table(box=SIMPLE, title=_text(table.title, "dim"), title_justify="left", header_style="dim")
+    for place, column in enumerate(table.columns):
+        at_edge = place in (0, len(table.columns) - 1)
+        grid.add_column(_text(column), justify="left" if at_edge else "right")
+    for row in table.rows:
+        grid.add_row(*map(_text, row))
+    return grid
+
+
+def _facts(rows: Mapping[str, Any]) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

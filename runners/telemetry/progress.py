@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from runners.telemetry.events import Evaluated, Event, Started, Updated
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -23,28 +25,18 @@ def peak_memory() -> int:
 
 
 class Progress:
-    """Collects what the loop tells a report and derives rates from it."""
+    """Derives a display's numbers from a run's events."""
 
     def __init__(
-        self,
-        total: int,
-        *,
-        done: int = 0,
-        scores: Sequence[float] = (),
-        clock: Callable[[], float] = time.monotonic,
-        memory: Callable[[], int] = peak_memory,
-    ):
-        """Starts the clock. `clock` gives seconds, `memory` bytes.
-
-        For a resumed run, `done` is its current update, and `scores` are the evaluations before that.
-        """
-        self.total = total
-        self.done = done
+        self, clock: Callable[[], float] = time.monotonic, memory: Callable[[], int] = peak_memory
+    ) -> None:
+        """Starts the clock. `clock` gives seconds, `memory` bytes."""
+        self.total = self.done = 0  # updates
         self._steps = 0  # of this process, without those before a resume
         self.metrics: dict[str, Any] = {}
         self.before: dict[str, Any] = {}  # metrics of the previous update
         self.rewards: list[float] = []
-        self.scores = list(scores)  # of evaluations, in order
+        self.scores: list[float] = []  # of evaluations, in order
         self.memory = 0
         self.tokens_per_second: float | None = None
         self._read_memory = memory
@@ -54,8 +46,22 @@ class Progress:
         self._intervals: deque[float] = deque(maxlen=20)
         self._tokens = 0.0
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Takes in an update's metrics; "update" is the number of updates done."""
+    def handle(self, event: Event) -> None:
+        """Takes in an event; the clock starts again with the run."""
+        match event:
+            case Started():
+                self.total, self.done, self.scores = event.updates, event.done, list(event.scores)
+                self._started = self._last_step = self._clock()
+            case Updated(metrics):
+                self._step(metrics)
+            case Evaluated():
+                self.scores.append(event.score)
+                self._evaluating += event.seconds
+                self.memory = max(self.memory, self._read_memory())
+            case _:
+                pass
+
+    def _step(self, metrics: Mapping[str, Any]) -> None:
         now = self._clock()
         interval = now - self._last_step - self._evaluating
         self._last_step, self._evaluating = now, 0.0
@@ -69,12 +75,6 @@ class Progress:
         if is_finite(metrics.get("reward")):
             self.rewards.append(float(metrics["reward"]))
         self.tokens_per_second = self._rate(metrics, interval)
-
-    def eval(self, score: float, seconds: float) -> None:
-        """Takes in an evaluation."""
-        self.scores.append(score)
-        self._evaluating += seconds
-        self.memory = max(self.memory, self._read_memory())
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -152,9 +152,10 @@ def as_text(value: Any) -> str:
     return number_text(value) if isinstance(value, float) else str(value)
 
 
-def eval_line(name: str, score: float, correct: int, total: int, seconds: float) -> str:
+def eval_line(event: Evaluated) -> str:
     """An evaluation in one line."""
-    return f"eval {name}: exact match {percent_text(score)} ({correct} of {total}) in {seconds:.1f} s"
+    share = f"{percent_text(event.score)} ({event.correct} of {event.total})"
+    return f"eval {event.name}: exact match {share} in {event.seconds:.1f} s"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

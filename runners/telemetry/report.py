@@ -5,14 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
 from runners.machine.terminal import Output, echo, visible
-from runners.telemetry.display import Quiet, Report, Silent
+from runners.telemetry.events import (
+    Alert,
+    Evaluated,
+    Event,
+    Finished,
+    Note,
+    Quiet,
+    Report,
+    Silent,
+    Started,
+    Table,
+    Updated,
+)
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -20,7 +31,6 @@ from runners.telemetry.progress import (
     duration_text,
     eval_line,
     number_text,
-    peak_memory,
     percent_text,
 )
 
@@ -32,65 +42,55 @@ LINE_WIDTH = 100  # columns of a plain line
 class PlainReport(Report):
     """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        *,
-        every: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-        memory: Callable[[], int] = peak_memory,
-    ):
-        """Writes to `stream`, flushing each line; `clock` gives seconds, `memory` bytes."""
+    def __init__(self, stream: TextIO, *, every: int = 1, progress: Progress | None = None):
+        """Writes to `stream`, flushing each line."""
         self._stream = Output(stream)
         self._every = every
-        self._sources: dict[str, Any] = {"clock": clock, "memory": memory}
-        self._progress = Progress(0, **self._sources)
+        self._progress = progress or Progress()
 
     @property
     def fault(self) -> Exception | None:
         """See `Report`."""
         return self._stream.fault
 
-    def start(
-        self,
-        total_updates: int,
-        header: Mapping[str, Any],
-        *,
-        done: int = 0,
-        scores: Sequence[float] = (),
-    ) -> None:
-        """See `Report.start`."""
-        self._progress = Progress(total_updates, done=done, scores=scores, **self._sources)
-        self._table(header)
+    def handle(self, event: Event) -> None:
+        """See `Report.handle`. An alert goes to standard error: standard output may be a file."""
+        self._progress.handle(event)
+        match event:
+            case Started(header=header):
+                self._facts(header)
+            case Updated():
+                done = self._progress.done
+                if done % self._every == 0 or done == self._progress.total:
+                    self._line(step_line(self._progress))
+            case Evaluated():
+                self._line(eval_line(event))
+            case Note(text):
+                self._note(text)
+            case Alert(text):
+                to_stderr(text)
+            case Table():
+                self._table(event)
+            case Finished(summary):
+                self._line(f"finished in {duration_text(self._progress.elapsed())}")
+                self._facts(summary)
+            case _:
+                pass
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """See `Report.step`."""
-        self._progress.step(metrics)
-        done = self._progress.done
-        if done % self._every == 0 or done == self._progress.total:
-            self._line(step_line(self._progress))
+    def __exit__(self, *error: object) -> None:
+        self._stream.flush()
 
-    def eval(self, name: str, score: float, correct: int, total: int, seconds: float) -> None:
-        """See `Report.eval`."""
-        self._progress.eval(score, seconds)
-        self._line(eval_line(name, score, correct, total, seconds))
-
-    def note(self, text: str) -> None:
-        """See `Report.note`."""
+    def _note(self, text: str) -> None:
         if self.fault:
             echo(text, err=True)
             return
         for line in textwrap.wrap(text, LINE_WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
 
-    def alert(self, text: str) -> None:
-        """See `Report.alert`: standard output may be a file."""
-        to_stderr(text)
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """See `Report.table`: columns are aligned, names at the left and numbers at the right."""
-        self.note(title)
-        cells = [tuple(columns), *map(tuple, rows)]
+    def _table(self, table: Table) -> None:
+        """Columns are aligned: the first and the last to the left, numbers to the right."""
+        self._note(table.title)
+        cells = [tuple(table.columns), *map(tuple, table.rows)]
         widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
         for row in cells:
             first, *others = (
@@ -99,18 +99,10 @@ class PlainReport(Report):
             )
             self._line("  ".join(["", first, *others]).rstrip())
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Report.finish`."""
-        self._line(f"finished in {duration_text(self._progress.elapsed())}")
-        self._table(summary)
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.flush()
-
-    def _table(self, rows: Mapping[str, Any]) -> None:
+    def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
         for name, value in rows.items():
-            self.note(f"{name:<{indent}}{as_text(value)}")
+            self._note(f"{name:<{indent}}{as_text(value)}")
 
     def _line(self, text: str) -> None:
         self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")

@@ -30,6 +30,7 @@ from runners.memory.peak_watch import MemoryWatch
 from runners.rewards.experience import Experience
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.diary import Diary
+from runners.telemetry.events import Evaluated, Finished, Sampled, Started, Updated
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.records import (
     PieceLengths,
@@ -80,7 +81,7 @@ class Loop:
         """`state` and `at`: where the run starts or resumes; `facts`: what every trainer_state.json holds."""
         self.log, self.report, self.saver = log, report, saver
         self.run, self.config = run, run.config
-        self.steps, self.at = TrainSteps(run, state, at, report.note, report.tell), at
+        self.steps, self.at = TrainSteps(run, state, at, report.note, report.remark), at
         self.pieces = PieceLengths(run.decoder)
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self.constant = ConstantRewards([reward.name for reward in run.collector.scorer.rewards])
@@ -140,7 +141,7 @@ class Loop:
         steps.settle()
         run, held_out = self.run, len(self.run.data.evaluation)
         head = run_header(config, run.folder, run.loaded, len(run.data.train), held_out)
-        self.report.start(run.length.updates, head, done=at.update, scores=at.scores)
+        self.report.handle(Started(run.length.updates, head, at.update, at.scores))
         if config.eval.at_start and at.evaluated_at < 0:
             self._evaluate("before training")
         self._evaluate_if_due()  # a signal may have interrupted it
@@ -185,7 +186,7 @@ class Loop:
             shown["ended early"] = self.watch.reached
         if self.bad_updates.total:
             shown["updates skipped"] = self.bad_updates.total
-        self.report.finish(shown)
+        self.report.handle(Finished(shown))
         return RunResult(final.parent, whole, first, last, at.update, self._elapsed())
 
     def _step(self) -> None:
@@ -230,7 +231,7 @@ class Loop:
             last = at.update == self.run.length.updates or self.watch.reached
             if at.update % self.config.log.every == 0 or last:
                 self.log.log(metrics)
-            self.report.step(metrics)
+            self.report.handle(Updated(metrics))
             for line in notes:
                 self.report.note(line)
             self.steps.finish_update()
@@ -238,7 +239,7 @@ class Loop:
     @contextmanager
     def _committing(self, step: str) -> Iterator[None]:
         """The block changes the run's state: on all ranks or on none, and no signal interrupts it."""
-        fault = getattr(self.report, "fault", None)
+        fault = self.report.fault
         with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
             self._lost = messages[0].value
             yield
@@ -251,7 +252,7 @@ class Loop:
         first = next(records)
         if self.log.wants_completions:
             self.log.completions([first, *records])
-        self.report.example(first)
+        self.report.handle(Sampled(first))
         if self.log.keeps_tokens:
             mask_bt = np.array(self.steps.counted(experience).mask_bt)
             self.log.tokens(token_record(experience, mask_bt, step, update, self.pieces, given))
@@ -350,7 +351,7 @@ class Loop:
             evaluation_records(self.run.data.evaluation, result.texts, result.right, at.update)
         )
         self.watch.see({name: record[name] for name in ("em", "time/eval", *found)})
-        self.report.eval(name, result.score, result.correct, result.total, result.seconds)
+        self.report.handle(Evaluated(name, result.score, result.correct, result.total, result.seconds))
 
     def _check_numbers(self) -> None:
         """If too many updates in a row were skipped: saves, and raises NumbersError."""
@@ -365,7 +366,7 @@ class Loop:
         """If the display has no reader: saves, and raises OutputLost."""
         if self._lost is None:
             return
-        end = OutputLost(getattr(self.report, "fault", None) or BrokenPipeError(self._lost))
+        end = OutputLost(self.report.fault or BrokenPipeError(self._lost))
         self.report.note(f"{end}: the run ends")
         self.saves.save_to_stop("interrupted: ")
         self.ranks.agreed_to_end()

@@ -53,11 +53,11 @@ class TrainSteps:
         state: g.TrainState,
         at: LoopState,
         note: Callable[[str], None],
-        tell: Callable[[str, str], None] = lambda kind, text: None,
+        remark: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        """`state` and `at`: where the run starts or resumes. `note` takes lines; `tell` takes rare events, as
-        a kind and a line."""
-        self.run, self.config, self.note, self.tell = run, run.config, note, tell
+        """`state` and `at`: where the run starts or resumes. `note` takes lines; `remark` takes rare events,
+        as a kind and a line."""
+        self.run, self.config, self.note, self.remark = run, run.config, note, remark
         self.state, self.at = state, at
         self.engine = run.learner.engine
         self.engine.load(state.old_params, at.version)
@@ -142,12 +142,12 @@ class TrainSteps:
                 self.engine.load(self.state.old_params, at.update)
             at.synced_at, at.version = at.batch_step, at.update
             if loss.sync_every > 1:
-                self.tell("sync", "the sampler took the learner's weights")
+                self.remark("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
         if every and self.state.ref_params is not None and at.batch_step - at.ref_synced_at >= every:
             self.state = g.sync_ref(self.state, loss.ref_mixup, self.run.learner.reference.transform)
             at.ref_synced_at = at.batch_step
-            self.tell("sync", "the reference took the learner's weights")
+            self.remark("sync", "the reference took the learner's weights")
 
     def counted(self, experience: Experience) -> g.Batch:
         """A batch step as one batch; its mask is True on the tokens that count in the loss."""

@@ -37,6 +37,7 @@ from runners.ranks.ranks import Ranks
 from runners.report import final_report
 from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
+from runners.telemetry.events import Table
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
 from runners.training.loop import Loop, RunResult
@@ -126,7 +127,7 @@ def _train(
         if origin is not None:
             found = differences(config, origin)
             if found:
-                shown.table(f"the config, against {origin.folder}", ("key", "was", "is"), found)
+                shown.handle(Table(f"the config, against {origin.folder}", ("key", "was", "is"), found))
             if not allow_config_change:
                 check_differences(found, origin)
             known = earlier_decisions(config, origin)
@@ -198,7 +199,7 @@ def _build(
     config: Config,
     machine: startup.Platform,
     ranks: Ranks,
-    shown: Report,
+    shown: Diary,
     known: Mapping[str, Any] | None,
     worker: Worker,
 ) -> Run:
@@ -227,7 +228,7 @@ def _writing_nothing(config: Config) -> Config:
     return attrs.evolve(config, log=silent)
 
 
-def _make_room(folder: RunFolder, origin: Origin | None, shown: Report) -> dict[str, int] | None:
+def _make_room(folder: RunFolder, origin: Origin | None, shown: Diary) -> dict[str, int] | None:
     """Removes files that the run does not continue; the bytes of the logs that it continues, if any."""
     if origin is None or origin.folder.resolve().parent != folder.path.resolve():
         clear(folder)

@@ -325,21 +325,22 @@ def _reports(text: str, folder: Path) -> None:
     """The display: plain on a terminal, and the live block, whose own colours and movements are left out."""
     from rich.console import Console
 
+    from runners.telemetry import events
     from runners.telemetry.live import LiveReport
     from runners.telemetry.report import PlainReport
 
     console = Console(file=sys.stdout, force_terminal=False, color_system=None, width=80)
     for report in (PlainReport(sys.stdout), LiveReport(console=console)):
         with report:
-            report.status(text)
-            report.start(2, {"run": text, text: text})
-            report.status(text)
+            report.handle(events.Status(text))
+            report.handle(events.Started(2, {"run": text, text: text}))
+            report.handle(events.Status(text))
             if isinstance(report, LiveReport):
                 console.print(report.render())
-            report.eval(text, 0.5, 1, 2, 1.0)
-            report.note(text)
-            report.table(text, (text, text), [(text, text)])
-            report.finish({text: text})
+            report.handle(events.Evaluated(text, 0.5, 1, 2, 1.0))
+            report.handle(events.Note(text))
+            report.handle(events.Table(text, (text, text), [(text, text)]))
+            report.handle(events.Finished({text: text}))
 
 
 def _scores(text: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from runners.config.loading import load_config
 from runners.files.durable import load_arrays
+from runners.telemetry.events import Evaluated, Status, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
 from tests.support.tiny_models import make_model_folder
@@ -70,17 +71,15 @@ class Killer(Quiet):
             if self.left == 0:
                 raise Killed
 
-    def status(self, text):
-        """What is done now."""
-        self._tick(text)
-
-    def step(self, metrics):
-        """After an update's log line."""
-        self._tick("step")
-
-    def eval(self, name, score, correct, total, seconds):
-        """After an evaluation's log line."""
-        self._tick("eval")
+    def handle(self, event):
+        """Counts what is done now; updates and evaluations come after their log lines."""
+        match event:
+            case Status(text):
+                self._tick(text)
+            case Updated():
+                self._tick("step")
+            case Evaluated():
+                self._tick("eval")
 
 
 def embedded_config(folder: Path) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from runners.config.loading import load_config
 from runners.errors import spell_tables
+from runners.telemetry.events import Note, Started, Table
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -35,17 +36,15 @@ class Notes(Quiet):
         """None yet."""
         self.lines, self.tables, self.header = [], [], {}
 
-    def start(self, total_updates, header, **resumed):
-        """The header."""
-        self.header = dict(header)
-
-    def note(self, text):
-        """A line."""
-        self.lines.append(text)
-
-    def table(self, title, columns, rows):
-        """A table under a line."""
-        self.tables.append((title, columns, list(rows)))
+    def handle(self, event):
+        """Keeps what it is for."""
+        match event:
+            case Started():
+                self.header = dict(event.header)
+            case Note(text):
+                self.lines.append(text)
+            case Table(title, columns, rows):
+                self.tables.append((title, columns, list(rows)))
 
 
 def small(**tables: dict) -> str:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,21 +17,6 @@ MOST_REWARDS = 6  # rows
 EXAMPLE_LINES = 10  # of a completion
 _EXAMPLE_TEXT = 4_000  # characters of it that are shown at most
 _REWARD, _MEAN, _TIME = "rewards/", "/mean", "time/"
-
-
-@attrs.frozen
-class ShownCompletion:
-    """A completion as the display shows it."""
-
-    prompt: str
-    completion: str
-    reward: float | None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> ShownCompletion:
-        """From a record of completions.jsonl."""
-        reward = record.get("reward")
-        return cls(str(record.get("prompt", "")), str(record.get("completion", "")), reward)
 
 
 def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
@@ -48,17 +32,18 @@ def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
     return rows
 
 
-def example_rows(example: ShownCompletion | None, width: int) -> RenderableType:
-    """One completion, only its end if it is long; `width` is in columns."""
-    if example is None:
+def example_rows(record: Mapping[str, Any] | None, width: int) -> RenderableType:
+    """A record of completions.jsonl, only its completion's end if that is long; `width` is in columns."""
+    if record is None:
         return Text("no completion yet", style="dim")
-    reward = number_text(example.reward) if is_finite(example.reward) else "none"
-    asked = " ".join(visible(example.prompt[-_EXAMPLE_TEXT:]).split())
+    prompt, completion = (str(record.get(name, "")) for name in ("prompt", "completion"))
+    reward = _or_none(record.get("reward"))
+    asked = " ".join(visible(prompt[-_EXAMPLE_TEXT:]).split())
     question = textwrap.shorten(asked, max(width - 12, 12), placeholder=" ...") if asked else "-"
     lines: list[str] = []
-    for line in visible(example.completion[-_EXAMPLE_TEXT:]).split("\n"):
+    for line in visible(completion[-_EXAMPLE_TEXT:]).split("\n"):
         lines += textwrap.wrap(line.expandtabs(), max(width, 1), drop_whitespace=False) or [""]
-    cut = len(lines) > EXAMPLE_LINES or len(example.completion) > _EXAMPLE_TEXT
+    cut = len(lines) > EXAMPLE_LINES or len(completion) > _EXAMPLE_TEXT
     shown = lines[-EXAMPLE_LINES:]
     head = Text(no_wrap=True, overflow="ellipsis").append("example  ", style="dim").append(question)
     tail = Text(f"reward {reward}", style="dim")

@@ -12,6 +12,7 @@ from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import list_checkpoints, take_snapshot
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
+from runners.telemetry.events import Note
 from runners.training.bad_updates import BadUpdates
 from runners.training.train import run_training
 from tests.runners.checkpoints.test_save_faults import assert_whole, at_call
@@ -50,9 +51,11 @@ class Swapper(Killer):
                     (self.folder / LOCK).write_text("1\n")  # another run is in it
                     self.seen = look([self.folder])
 
-    def note(self, text):
-        """A line."""
-        self.lines.append(text)
+    def handle(self, event):
+        """Keeps lines as well."""
+        super().handle(event)
+        if isinstance(event, Note):
+            self.lines.append(event.text)
 
 
 @pytest.fixture

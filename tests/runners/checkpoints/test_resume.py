@@ -6,6 +6,7 @@ import pytest
 
 from grpo_fn.trees import map_arrays
 from runners.checkpoints.snapshot import checkpoint_folders
+from runners.telemetry.events import Started
 from runners.telemetry.report import Quiet
 from runners.training import run_saves
 from runners.training.train import run_training
@@ -98,9 +99,11 @@ def test_a_run_killed_before_it_pruned_keeps_no_more_than_it_should():
 class Start(Notes):
     """Keeps what a report is told at the start as well."""
 
-    def start(self, total_updates, header, *, done=0, scores=()):
+    def handle(self, event):
         """The run begins."""
-        self.done, self.scores = done, scores
+        super().handle(event)
+        if isinstance(event, Started):
+            self.done, self.scores = event.done, event.scores
 
 
 CONVERGES = """

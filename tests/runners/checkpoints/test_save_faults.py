@@ -22,6 +22,7 @@ from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
 from runners.files import durable
 from runners.files.json_lines import JsonLines
+from runners.telemetry.events import Finished, Note, Status
 from runners.training.train import run_training
 from tests.support.files.checkpoints import save_checkpoint
 from tests.support.files.disks import small_disk
@@ -272,22 +273,18 @@ class Vandal(Killer):
         super().__init__("sampling", count)
         self.folder, self.lines = folder, []
 
-    def status(self, text):
-        """What is done now."""
-        if text == self.what:
+    def handle(self, event):
+        """Keeps lines and the summary as well."""
+        if isinstance(event, Note):
+            self.lines.append(event.text)
+        if isinstance(event, Finished):
+            self.summary = event.summary
+        if event == Status(self.what):
             self.left -= 1
             if self.left == 0:  # moved first: the thread that saves may be writing into it
                 gone = self.folder.rename(self.folder.with_name("gone"))
                 while gone.exists():  # a save that is under way may add a file meanwhile
                     shutil.rmtree(gone, ignore_errors=True)
-
-    def note(self, text):
-        """A line."""
-        self.lines.append(text)
-
-    def finish(self, summary):
-        """The end's."""
-        self.summary = summary
 
 
 def test_a_folder_that_vanishes_is_told_and_the_model_saved(tmp_path):

@@ -11,6 +11,7 @@ from runners.data.prompts import template_notices
 from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
 from runners.models.model_reader import load_tokenizer
+from runners.telemetry.events import Started
 from runners.training.train import run_training
 from tests.support.resuming import Killed
 from tests.support.tiktoken_files import make_encoding, make_nanochat_folder
@@ -28,10 +29,11 @@ def check(tmp_path, monkeypatch):
 class Header(Notes):
     """Ends a run before its first step: its notices and its header are there."""
 
-    def start(self, total_updates, header, **resumed):
+    def handle(self, event):
         """The run is ready to start."""
-        super().start(total_updates, header, **resumed)
-        raise Killed
+        super().handle(event)
+        if isinstance(event, Started):
+            raise Killed
 
 
 def shown_by_run(path):

@@ -13,6 +13,7 @@ import pytest
 from runners import cli
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.terminal import OutputLost
+from runners.telemetry.events import Note, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.processes.warm_process import Popen
@@ -143,15 +144,16 @@ def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
 class Lost(Quiet):
     """A display that nobody reads after so many updates."""
 
+    fault = None
+
     def __init__(self, after):
-        self.after, self.fault, self.lines = after, None, []
+        self.after, self.lines = after, []
 
-    def step(self, metrics):
-        if metrics["update"] == self.after:
+    def handle(self, event):
+        if isinstance(event, Updated) and event.metrics["update"] == self.after:
             self.fault = BrokenPipeError(32, "Broken pipe")
-
-    def note(self, text):
-        self.lines.append(text)
+        if isinstance(event, Note):
+            self.lines.append(event.text)
 
 
 @pytest.mark.parametrize("settings", [[], ["optim.num_iterations=2", "optim.minibatches=2"]])

@@ -19,6 +19,7 @@ from rich.console import Console
 from runners.files.json_lines import json_line, to_json
 from runners.machine import terminal
 from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
+from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
 from tests.support.processes.warm_process import Popen, run
@@ -109,11 +110,14 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
     monkeypatch.setattr(sys, "stderr", errors)
     for report in (PlainReport(Full()), LiveReport(Full())):
         with report:
-            report.start(2, {"run": "r"})
-            report.step({"update": 1})
-            report.status("x")
-            report.note("saved")
-            report.finish({})
+            for event in (
+                events.Started(2, {"run": "r"}),
+                events.Updated({"update": 1}),
+                events.Status("x"),
+                events.Note("saved"),
+                events.Finished({}),
+            ):
+                report.handle(event)
         assert isinstance(report.fault, OSError)
     assert errors.getvalue() == "saved\n" * 2
     monkeypatch.setattr(sys, "stdout", None)
@@ -123,16 +127,19 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
 def told(report):
     """Text of strangers' in every place that a report has for one."""
     with report:
-        report.status(EVIL)
-        report.start(2, {"run": EVIL, EVIL: EVIL, "model": EVIL})
-        report.status(EVIL)
-        report.step({"update": 1, "reward": 0.5})
-        report.eval(EVIL, 0.5, 1, 2, 1.0)
-        report.note(EVIL)
-        report.table(EVIL, (EVIL, EVIL), [(EVIL, EVIL)])
-        report.status(EVIL)
+        for event in (
+            events.Status(EVIL),
+            events.Started(2, {"run": EVIL, EVIL: EVIL, "model": EVIL}),
+            events.Status(EVIL),
+            events.Updated({"update": 1, "reward": 0.5}),
+            events.Evaluated(EVIL, 0.5, 1, 2, 1.0),
+            events.Note(EVIL),
+            events.Table(EVIL, (EVIL, EVIL), [(EVIL, EVIL)]),
+            events.Status(EVIL),
+        ):
+            report.handle(event)
         yield
-        report.finish({EVIL: EVIL})
+        report.handle(events.Finished({EVIL: EVIL}))
 
 
 def test_the_live_display_shows_it_visible():

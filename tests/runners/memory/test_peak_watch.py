@@ -13,6 +13,7 @@ from runners.config.loading import load_config
 from runners.machine.memory_readings import MemoryReading, parse_meminfo, parse_swapusage
 from runners.memory import peak_watch
 from runners.memory.peak_watch import MemoryWatch
+from runners.telemetry.events import Note, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_runs import PROBLEMS
@@ -26,14 +27,14 @@ class Noting(Quiet):
     def __init__(self):
         self.notes, self.active = [], []
 
-    def note(self, text):
-        self.notes.append(text)
-
-    def step(self, metrics):
-        if metrics["update"] in (5, 30):
-            gc.collect()
-        self.active.append(mx.get_active_memory())
-        self.metrics = dict(metrics)
+    def handle(self, event):
+        if isinstance(event, Note):
+            self.notes.append(event.text)
+        if isinstance(event, Updated):
+            if event.metrics["update"] in (5, 30):
+                gc.collect()
+            self.active.append(mx.get_active_memory())
+            self.metrics = dict(event.metrics)
 
 
 @pytest.fixture(autouse=True)

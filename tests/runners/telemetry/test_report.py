@@ -17,6 +17,7 @@ from rich.console import Console
 
 from runners.errors import gigabytes
 from runners.telemetry import progress
+from runners.telemetry.events import Evaluated, Finished, Note, Started, Status, Table, Updated
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
@@ -36,36 +37,39 @@ class Clock:
 
 
 def story(report, clock, *, updates=42, total=110):
-    """A run as the loop tells it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
+    """A run as the loop reports it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
     with report:
-        report.start(total, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
-        report.status("evaluating")
+        header = {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"}
+        report.handle(Started(total, header))
+        report.handle(Status("evaluating"))
         clock.now += 4
-        report.eval("start", 0.52, 104, 200, 4.0)
+        report.handle(Evaluated("start", 0.52, 104, 200, 4.0))
         for update in range(1, updates + 1):
             clock.now += 2
-            report.step(
-                {
-                    "update": update,
-                    "reward": update / 100,
-                    "loss": -0.0123 if update != 5 else math.nan,
-                    "kl": 0.00031,
-                    "grad_norm": 0.4219,
-                    "completions/mean_length": 48.2,
-                    "entropy": 0.61,
-                    "num_tokens": 5000 * update,
-                }
+            report.handle(
+                Updated(
+                    {
+                        "update": update,
+                        "reward": update / 100,
+                        "loss": -0.0123 if update != 5 else math.nan,
+                        "kl": 0.00031,
+                        "grad_norm": 0.4219,
+                        "completions/mean_length": 48.2,
+                        "entropy": 0.61,
+                        "num_tokens": 5000 * update,
+                    }
+                )
             )
-        report.note("checkpoint outputs/quickstart/checkpoint-42")
+        report.handle(Note("checkpoint outputs/quickstart/checkpoint-42"))
         clock.now += 4
-        report.eval("end", 0.915, 183, 200, 4.0)
-        report.finish({"exact match": "52.0% -> 91.5%", "model": "outputs/quickstart/final"})
+        report.handle(Evaluated("end", 0.915, 183, 200, 4.0))
+        report.handle(Finished({"exact match": "52.0% -> 91.5%", "model": "outputs/quickstart/final"}))
 
 
 def plain_lines(**settings):
     """What a log file would hold."""
     clock, stream = Clock(), io.StringIO()
-    story(PlainReport(stream, clock=clock, memory=lambda: 312_000_000, **settings), clock)
+    story(PlainReport(stream, progress=Progress(clock, lambda: 312_000_000), **settings), clock)
     return stream.getvalue().splitlines()
 
 
@@ -103,9 +107,9 @@ def test_a_length_penalty_is_said_where_the_reward_is():
     console = Console(file=terminal, width=80, force_terminal=True, color_system=None)
     for report in (PlainReport(stream), LiveReport(console=console)):
         with report:
-            report.start(3, {"run": "r"})
-            report.step(metrics)
-            report.step({"update": 2, "reward": 0.5})
+            report.handle(Started(3, {"run": "r"}))
+            report.handle(Updated(metrics))
+            report.handle(Updated({"update": 2, "reward": 0.5}))
     first, second = [line for line in stream.getvalue().splitlines() if line.startswith("update")]
     assert "reward -0.940  length penalty -0.940  em -" in first and "length" not in second
     assert "length penalty -0.940" in terminal.getvalue()
@@ -117,7 +121,7 @@ ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
 def test_a_table_is_in_columns():
     """Plain: names to the left, numbers to the right, one row a line, the title above."""
     stream = io.StringIO()
-    PlainReport(stream).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    PlainReport(stream).handle(Table("the choice", ("sampler", "tokens/s", ""), ROWS))
     assert stream.getvalue().splitlines() == [
         "the choice",
         "  sampler   tokens/s",
@@ -130,7 +134,7 @@ def test_a_table_on_a_terminal_has_all_cells():
     """Rich's table: title, header and every cell in the order given."""
     stream = io.StringIO()
     console = Console(file=stream, width=100, force_terminal=True, color_system=None)
-    LiveReport(console=console).table("the choice", ("sampler", "tokens/s", ""), ROWS)
+    LiveReport(console=console).handle(Table("the choice", ("sampler", "tokens/s", ""), ROWS))
     shown = stream.getvalue()
     places = [shown.index(cell) for cell in ("the choice", "sampler", "tokens/s", *ROWS[0], *ROWS[1])]
     assert places == sorted(places)
@@ -140,7 +144,7 @@ def test_long_notes_are_wrapped_but_paths_stay_whole():
     """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
     stream = io.StringIO()
     path = "/" + "x" * 120
-    PlainReport(stream).note("word " * 30 + path)
+    PlainReport(stream).handle(Note("word " * 30 + path))
     lines = stream.getvalue().splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
     assert lines[-1].strip() == path
@@ -149,7 +153,7 @@ def test_long_notes_are_wrapped_but_paths_stay_whole():
 def test_the_last_update_is_always_shown():
     """every = 10 of 12 updates shows 10 and 12."""
     clock, stream = Clock(), io.StringIO()
-    story(PlainReport(stream, every=10, clock=clock, memory=lambda: 0), clock, updates=12, total=12)
+    story(PlainReport(stream, every=10, progress=Progress(clock, lambda: 0)), clock, updates=12, total=12)
     shown = [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("update")]
     assert shown == ["10/12", "12/12"]
 
@@ -159,7 +163,7 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
     """Update, time left, reward, exact match, tokens/s, memory, and the small ones; no row wraps."""
     clock = Clock()
     console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
-    report = LiveReport(console=console, clock=clock, memory=lambda: 312_000_000)
+    report = LiveReport(console=console, progress=Progress(clock, lambda: 312_000_000))
     story(report, clock)
     console.export_text()
     console.print(report.render())
@@ -187,11 +191,11 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
 def test_a_resumed_run_is_shown_from_its_beginning():
     """The first evaluation is the one before training, and the update is the one that was reached."""
     console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
-    report = LiveReport(console=console, clock=Clock(), memory=lambda: 0)
+    report = LiveReport(console=console, progress=Progress(Clock(), lambda: 0))
     with report:
-        report.start(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89])
+        report.handle(Started(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89]))
         console.print(report.render())
-        report.eval("after update 50", 0.97, 194, 200, 0.4)
+        report.handle(Evaluated("after update 50", 0.97, 194, 200, 0.4))
         console.print(report.render())
     text = console.export_text()
     assert "update 25/100" in text
@@ -202,8 +206,8 @@ def test_lines_scroll_above_the_block():
     """Header, evaluations, notes and the summary are printed as they are, brackets included."""
     clock = Clock()
     console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
-    report = LiveReport(console=console, clock=clock, memory=lambda: 0)
-    report.note("[red] /a[0]")
+    report = LiveReport(console=console, progress=Progress(clock, lambda: 0))
+    report.handle(Note("[red] /a[0]"))
     story(report, clock)
     text = console.export_text()
     for line in (
@@ -217,11 +221,12 @@ def test_lines_scroll_above_the_block():
 
 
 TERMINAL = """
+from runners.telemetry.events import Started, Status, Updated
 from runners.telemetry.report import make_report
 with make_report() as report:
-    report.status("loading the model")
-    report.start(3, {"run": "tiny"})
-    report.step({"update": 1, "reward": 0.5})
+    report.handle(Status("loading the model"))
+    report.handle(Started(3, {"run": "tiny"}))
+    report.handle(Updated({"update": 1, "reward": 0.5}))
     print("a reward function prints")
     raise KeyboardInterrupt
 """
@@ -285,13 +290,14 @@ def test_quiet_says_nothing(capsys):
 def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
     """Compiling takes 60 s once and evaluating is told apart: 8 updates of 2 s are 16 s."""
     clock = Clock()
-    run = Progress(10, clock=clock, memory=lambda: 0)
+    run = Progress(clock, lambda: 0)
+    run.handle(Started(10, {}))
     clock.now += 60
-    run.step({"update": 1})
+    run.handle(Updated({"update": 1}))
     assert run.seconds_left() == pytest.approx(9 * 60)
     clock.now += 30 + 2
-    run.eval(0.5, 30.0)
-    run.step({"update": 2})
+    run.handle(Evaluated("", 0.5, 1, 2, 30.0))
+    run.handle(Updated({"update": 2}))
     assert run.seconds_left() == pytest.approx(8 * 2)
     clock.now += 1
     assert run.seconds_left() == pytest.approx(8 * 2 - 1)
@@ -302,12 +308,13 @@ def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
 def test_a_resumed_run_does_not_count_old_tokens():
     """num_tokens goes on from before; the first rate is unknown rather than enormous."""
     clock = Clock()
-    run = Progress(100, clock=clock, memory=lambda: 0)
+    run = Progress(clock, lambda: 0)
+    run.handle(Started(100, {}, done=50))
     clock.now += 1
-    run.step({"update": 51, "num_tokens": 1_000_000})
+    run.handle(Updated({"update": 51, "num_tokens": 1_000_000}))
     assert run.tokens_per_second is None
     clock.now += 2
-    run.step({"update": 52, "num_tokens": 1_001_000})
+    run.handle(Updated({"update": 52, "num_tokens": 1_001_000}))
     assert run.tokens_per_second == 500
 
 

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console, Group
 
-from runners.telemetry.block.rows import ShownCompletion, detail_rows, example_rows
+from runners.telemetry.block.rows import detail_rows, example_rows
+from runners.telemetry.events import Updated
 from runners.telemetry.progress import Progress
 
 METRICS = {
@@ -34,9 +35,9 @@ def shown(*rows, width=80):
 
 def rows_of(*updates, width=80):
     """The lines after these updates."""
-    progress = Progress(9, clock=lambda: 0.0, memory=lambda: 0)
+    progress = Progress(lambda: 0.0, lambda: 0)
     for metrics in updates:
-        progress.step(metrics)
+        progress.handle(Updated(metrics))
     return shown(*detail_rows(progress, width), width=width)
 
 
@@ -72,12 +73,12 @@ def test_no_row_wraps(width):
 def test_an_example_is_text_and_bounded():
     """Escape sequences are spelt out, the end of a long completion is shown, a missing reward is none."""
     record = {"prompt": "How\nmany?", "completion": "\x1b[31mred [bold]x[/bold]", "reward": float("nan")}
-    assert shown(example_rows(ShownCompletion.of(record), 60)) == [
+    assert shown(example_rows(record, 60)) == [
         "example  How many?",
         "\\x1b[31mred [bold]x[/bold]",
         "reward none",
     ]
     long = {"prompt": "q " * 500, "completion": "\n".join(map(str, range(99999))), "reward": 1.5}
-    lines = shown(example_rows(ShownCompletion.of(long), 60), width=60)
+    lines = shown(example_rows(long, 60), width=60)
     assert len(lines) == 12 and lines[1] == "..." and lines[-2:] == ["99998", "reward 1.50"]
     assert shown(example_rows(None, 60)) == ["no completion yet"]

@@ -1,0 +1,123 @@
+"""The events of a run, and what listens to them: the display, the log of events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import attrs
+
+from runners.machine.signals import to_stderr
+
+
+@attrs.frozen
+class Started:
+    """The run starts, or goes on after a resume."""
+
+    updates: int  # of the whole run
+    header: Mapping[str, Any]  # shown once; "run" is the title
+    done: int = 0  # the current update of a resumed run
+    scores: Sequence[float] = ()  # its evaluations so far
+
+
+@attrs.frozen
+class Status:
+    """The current activity, such as "evaluating"; it ends with the next update or status."""
+
+    text: str
+
+
+@attrs.frozen
+class Updated:
+    """An update is done. `metrics` has the log's names, none of which is required."""
+
+    metrics: Mapping[str, Any]
+
+
+@attrs.frozen
+class Evaluated:
+    """An evaluation is done."""
+
+    name: str
+    score: float  # share of exact matches, 0 to 1
+    correct: int
+    total: int
+    seconds: float
+
+
+@attrs.frozen
+class Sampled:
+    """A completion of the batch step, as in completions.jsonl; shown if a person asks for one."""
+
+    record: Mapping[str, Any]
+
+
+@attrs.frozen
+class Note:
+    """A line worth reading: a notice, a checkpoint."""
+
+    text: str
+
+
+@attrs.frozen
+class Alert:
+    """A line that must be shown at once; another thread may send it."""
+
+    text: str
+
+
+@attrs.frozen
+class Table:
+    """A small table of text under a line."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@attrs.frozen
+class Remark:
+    """A line for the log of events alone; `kind` is the event's name there."""
+
+    kind: str
+    text: str
+
+
+@attrs.frozen
+class Finished:
+    """The run is over. `summary` is name -> value, shown once."""
+
+    summary: Mapping[str, Any]
+
+
+Event = Started | Status | Updated | Evaluated | Sampled | Note | Alert | Table | Remark | Finished
+
+
+class Report:
+    """A listener; this one shows nothing. A context manager that restores the terminal."""
+
+    @property
+    def fault(self) -> Exception | None:
+        """The first write to standard output that failed. From then on notes go to standard error."""
+        return None
+
+    def handle(self, event: Event) -> None:
+        """Takes one event. Raises nothing if standard output fails: see `fault`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+Silent = Report
+"""Shows nothing at all: for a rank whose run is shown by another rank."""
+
+
+class Quiet(Report):
+    """Shows only the answer to a signal: for tests, and for use from other programs."""
+
+    def handle(self, event: Event) -> None:
+        """See `Report.handle`."""
+        if isinstance(event, Alert):
+            to_stderr(event.text)
