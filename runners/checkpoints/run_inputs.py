@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runners.checkpoints.manifest import digest
-from runners.checkpoints.resume import Origin
+from runners.checkpoints.resume import Origin, data_digest
 from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
@@ -24,11 +24,16 @@ from runners.models.loaded_model import LoadedModel
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
 
+HELD_OUT = "the held-out problems"  # weights do not depend on them
 _SELF_TELLING = (str, int, float, bool, bytes, type(None))
 
 
 def run_inputs(
-    config: Config, loaded: LoadedModel, examples: Sequence[Example], rewards: Sequence[Reward]
+    config: Config,
+    loaded: LoadedModel,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    rewards: Sequence[Reward],
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
     found: dict[str, Any] = {
@@ -46,6 +51,7 @@ def run_inputs(
     for what, name in named.items():
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
+    found[HELD_OUT] = data_digest(held_out)
     stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
     found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
     found["the tokens that end a completion"] = list(loaded.eos_ids)
@@ -58,7 +64,7 @@ def run_inputs(
 
 def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
     """Raises UserError if an input has changed on which weights or completions depend."""
-    found = _changed(inputs, origin)
+    found = [name for name in _changed(inputs, origin) if name != HELD_OUT]
     if found:
         raise UserError(
             f"{', '.join(found)}: not what {origin.folder} was trained with; "

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from runners.errors import UserError
 from runners.files.durable import load_arrays, save_arrays
+from runners.models.model_reader import check_finite
 
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
@@ -25,6 +26,7 @@ STATE_FORMAT = "grpo_fn.state"
 STATE_VERSION = "2"  # 1 held the TrainState alone
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
+_MAY_BE_NAN = ("accum_grads", "loop.")
 
 
 def _name(dtype: mx.Dtype) -> str:
@@ -143,7 +145,8 @@ def save_state(folder: Path, packed: PackedState) -> None:
 def load_state(folder: Path | str) -> TrainState:
     """The TrainState of a checkpoint folder, bit for bit as it was saved; shared arrays are shared again.
 
-    Raises UserError if a file is missing, cut off, of another format or version, or lacks an array.
+    Raises UserError if a file is missing, cut off, of another format or version, lacks an array, or has a
+    weight or moment that is not finite.
     """
     return load_trees(folder)[0]
 
@@ -162,6 +165,8 @@ def load_trees(folder: Path | str) -> tuple[TrainState, dict[str, Any]]:
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
             arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
+    # A sum of gradients may hold NaN until its update is skipped.
+    check_finite({n: a for n, a in arrays.items() if a.size and not n.startswith(_MAY_BE_NAN)}, folder)
     try:
         shapes = json.loads(metadata["structure"])
         state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})

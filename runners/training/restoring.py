@@ -93,7 +93,6 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     own = {
         **{f"the config's [{name}]": _digest(config[name]) for name in ("rollout", "loss", "optim", "eval")},
         "the training data": data_digest(run.data.train),
-        "the evaluation data": data_digest(run.data.evaluation),
         **inputs,
         "the model's weights": _weights(state.params),
         "the version of mlx": installed_version("mlx"),

@@ -133,7 +133,8 @@ def _train(
             known = earlier_decisions(config, origin)
         run, at = _build(config, machine, ranks, shown, known, worker), LoopState()
         state = run.learner.state
-        inputs = run_inputs(run.config, run.loaded, run.data.train, run.collector.scorer.rewards)
+        data, rewards = run.data, run.collector.scorer.rewards
+        inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards)
         computing = arithmetic_facts(machine)
         if origin is not None:
             if not allow_config_change:

@@ -148,6 +148,14 @@ def test_what_nothing_depends_on_may_change(place, finished):
     assert not any("not what" in line or "bit for bit" in line for line in lines)
 
 
+def test_other_held_out_problems_are_reported(place):
+    """Exact match before and after is of other problems; the weights do not depend on them."""
+    write_rows(place, [*ROWS[:-1], {**ROWS[-1], "answer": "0"}])
+    result, lines = train(resume=True)
+    assert result.updates == 3
+    assert "the held-out problems: not what out/small/checkpoint-2 was trained with" in lines
+
+
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
     here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
@@ -210,12 +218,13 @@ def test_the_files_of_environments_are_compared(tmp_path, monkeypatch):
     env = EnvConfig(factory="shop.py:Shop", tools=("shop.py:price", "shop.py"))
     config = attrs.evolve(Config(model=ModelConfig(path="x")), env=env)
     loaded = SimpleNamespace(path=tmp_path, eos_ids=(2,), base_digest="")
-    found = run_inputs(config, loaded, [], [])
+    found = run_inputs(config, loaded, [], [], [])
     assert [name for name in found if "file" in name] == [
         *("the file of the tool shop.py:price", "the file of the tool shop.py", "the file of env.factory"),
     ]
     (tmp_path / "shop.py").write_text("class Shop: other = 1")
-    assert run_inputs(config, loaded, [], [])["the file of env.factory"] != found["the file of env.factory"]
+    changed = run_inputs(config, loaded, [], [], [])
+    assert changed["the file of env.factory"] != found["the file of env.factory"]
 
 
 def test_values_are_spelled_alike_in_every_process():

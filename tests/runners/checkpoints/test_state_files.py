@@ -11,7 +11,7 @@ from grpo_fn.learner.optimizer import adamw
 from grpo_fn.learner.state import init_state, sync_old, zeros_like
 from grpo_fn.learner.update_step import make_update_step
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import arrays_of, structure_of
+from grpo_fn.trees import arrays_of, map_arrays, structure_of
 from runners.checkpoints.state_files import load_state, pack, unpack
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
@@ -48,6 +48,13 @@ def test_shared_roles_come_back_shared_and_are_stored_once(llama, tmp_path):
     assert all(a is b for a, b in zip(arrays_of(back.params), arrays_of(back.old_params), strict=True))
     stored = mx.load(str(folder / "optimizer.safetensors"))
     assert not [name for name in stored if name.startswith(("params", "old_params"))]
+
+
+def test_a_gradient_that_is_not_finite_comes_back(llama, tmp_path):
+    """A sum that waits for its update: the update is skipped, as without a stop."""
+    state = make_state(llama)
+    state = attrs.evolve(state, accum_grads=map_arrays(lambda a: a * math.nan, state.accum_grads))
+    assert same_bits(load_state(save_checkpoint(tmp_path, 1, state, llama, {})), state)
 
 
 def test_gradients_of_nothing_but_zeros_take_no_space(llama, tmp_path):
@@ -122,6 +129,14 @@ def test_what_cannot_be_written_is_refused_by_name():
         pack({3: mx.array(1)}, "t", {}, {})
 
 
+def spoil(file, part):
+    """A NaN in the first array with this in its name."""
+    arrays, metadata = durable.load_arrays(file)
+    name = next(name for name in arrays if part in name)
+    arrays[name] = arrays[name] + math.nan
+    durable.save_arrays(file, arrays, metadata)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -142,10 +157,12 @@ def test_what_cannot_be_written_is_refused_by_name():
             ),
             "found grpo_fn.state version 99, wanted grpo_fn.state version 2",
         ),
+        (lambda folder: spoil(folder / "model.safetensors", "layers.0"), "the weight weights:.* holds NaN"),
+        (lambda folder: spoil(folder / "optimizer.safetensors", "opt_state"), "the weight opt_state.* holds"),
     ],
 )
 def test_a_damaged_state_is_named(llama, tmp_path, damage, message):
-    """Missing, cut off, of a later format: one line that says which."""
+    """Missing, cut off, of a later format, not finite: one line that says which."""
     folder = save_checkpoint(tmp_path, 1, make_state(llama), llama, {})
     damage(folder)
     with pytest.raises(UserError, match=message):
