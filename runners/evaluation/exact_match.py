@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
@@ -14,9 +14,10 @@ from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.engines.engine import Samples
 from runners.environments.environments import Environments
-from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
+from runners.evaluation.episode_figures import EpisodeFigures, episode_figures
 from runners.images.tower import VisionPart
 from runners.inference.batches import sample_batches
+from runners.ranks.ranks import Ranks
 from runners.rewards.builtin import extract_answer, numbers_equal
 from runners.tokenization.text import TextDecoder
 
@@ -27,12 +28,20 @@ _Item = TypeVar("_Item")
 class EvalResult:
     """Exact match over some problems."""
 
-    correct: int
-    total: int
     seconds: float
     texts: tuple[str, ...]  # the model's texts, with the nudge in front
-    right: tuple[bool, ...] = ()  # whether each text's answer is the gold one
-    figures: EpisodeFigures | None = None  # of conversations with tools
+    right: tuple[bool, ...]  # whether each text's answer is the gold one
+    figures: tuple[EpisodeFigures, ...] = ()  # of conversations with tools
+
+    @property
+    def correct(self) -> int:
+        """How many are right."""
+        return sum(self.right)
+
+    @property
+    def total(self) -> int:
+        """Number of problems."""
+        return len(self.right)
 
     @property
     def score(self) -> float:
@@ -55,7 +64,6 @@ def evaluate(
     decoder: TextDecoder,
     nudge: str,
     max_batch: int = 0,
-    progress: Callable[[int, int], None] | None = None,
     environments: Environments | None = None,
     vision: VisionPart | None = None,
 ) -> EvalResult:
@@ -67,14 +75,14 @@ def evaluate(
         sampling: where completions end; one greedy completion of each problem is sampled.
         decoder, nudge: for their texts.
         max_batch: problems at a time; 0: 256.
-        progress: `progress(done, total)` is called after each batch of problems.
         environments: with them each problem is a conversation, and the model's last turn is compared.
         vision: makes the features of images, if prompts have images.
     """
     started = time.perf_counter()
     texts: list[str] = []
-    figures = None if environments is None else EpisodeFigures()
-    found = sample_batches(
+    right: list[bool] = []
+    figures: list[EpisodeFigures] = []
+    for batch in sample_batches(
         engine,
         examples,
         attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False),
@@ -84,19 +92,39 @@ def evaluate(
         rows=max_batch,
         environments=environments,
         vision=vision,
-    )
-    for batch in found:
+    ):
         texts += batch.texts
-        if environments is not None and figures is not None and batch.played is not None:
-            both = zip(batch.texts, batch.examples, strict=True)
-            right = [is_correct(text, example.answer) for text, example in both]
+        right += map(is_correct, batch.texts, (example.answer for example in batch.examples))
+        if environments is not None and batch.played is not None:
             own = environments.own_rewards(batch.played)
-            figures = figures.concatenated(EpisodeFigures.of(batch.played, right, own, SUCCESS))
-        if progress is not None:
-            progress(len(texts), len(examples))
-    right = tuple(is_correct(text, example.answer) for text, example in zip(texts, examples, strict=True))
-    seconds = time.perf_counter() - started
-    return EvalResult(sum(right), len(examples), seconds, tuple(texts), right, figures)
+            figures += episode_figures(batch.played, right[-len(batch.texts) :], own)
+    return EvalResult(time.perf_counter() - started, tuple(texts), tuple(right), tuple(figures))
+
+
+def evaluate_on_ranks(
+    ranks: Ranks, engine: Samples, examples: Sequence[Example], sampling: g.Sampling, **how: Any
+) -> EvalResult:
+    """`evaluate` by all ranks together: each answers every N-th problem, and all get the whole result.
+
+    `how` has the other arguments of `evaluate`.
+    """
+    result = evaluate(engine, examples[ranks.number :: ranks.count], sampling, **how)
+    if ranks.is_alone:
+        return result
+    parts = [message.value for message in ranks.all_gather_object("the evaluation", attrs.asdict(result))]
+    return joined(parts, len(examples))
+
+
+def joined(parts: Sequence[dict[str, Any]], count: int) -> EvalResult:
+    """The results of all ranks, as JSON holds them, in the order of the `count` problems."""
+
+    def column(name: str) -> list[Any]:
+        found = [part[name] for part in parts]
+        return [found[number % len(parts)][number // len(parts)] for number in range(count)]
+
+    figures = [EpisodeFigures(**each) for each in column("figures")] if parts[0]["figures"] else []
+    seconds = max(part["seconds"] for part in parts)
+    return EvalResult(seconds, tuple(column("texts")), tuple(column("right")), tuple(figures))
 
 
 def is_correct(text: str, answer: str) -> bool:

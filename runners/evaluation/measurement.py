@@ -21,7 +21,7 @@ from runners.data.rows import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
 from runners.errors import UserError
-from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures
+from runners.evaluation.episode_figures import SUCCESS, EpisodeFigures, episode_figures
 from runners.evaluation.exact_match import held_out, is_correct
 from runners.evaluation.results import (
     Metric,
@@ -31,13 +31,14 @@ from runners.evaluation.results import (
     shares,
     success_shares,
 )
-from runners.inference.batches import LENGTH, Batch, sample_batches
+from runners.inference.batches import LENGTH, sample_batches
 from runners.inference.inference_model import InferenceModel
 from runners.rewards.builtin import extract_answer
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
 
 Problems = Sequence[Mapping[str, Any]]
+_FIGURES = ("success", "turns", "calls", "failures")  # of a conversation, in its JSON row
 
 
 def eval_rows(config: Config, *, whole: bool) -> Rows:
@@ -68,36 +69,6 @@ def choose_problems(
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
     model.check([example.tokens for _, example in fitting], most)
     return dict(held_out(fitting, config.eval.samples)), len(examples) - len(fitting)
-
-
-@attrs.define(eq=False)
-class _Completed:
-    """All completions of a kind, with their rewards, in the problems' order."""
-
-    texts: list[str] = attrs.field(factory=list)
-    lengths: list[int] = attrs.field(factory=list)
-    finish: list[str] = attrs.field(factory=list)
-    values: list[np.ndarray] = attrs.field(factory=list)  # [K,B] of each batch
-    messages: list[Sequence[dict[str, Any]]] = attrs.field(factory=list)  # of conversations, as `faults`
-    faults: list[str] = attrs.field(factory=list)
-    figures: EpisodeFigures = attrs.field(factory=EpisodeFigures)
-    seconds: float = 0.0
-
-    @property
-    def values_kb(self) -> np.ndarray:
-        """The rewards of all."""
-        return np.concatenate(self.values, axis=1)
-
-    def add(self, batch: Batch, values_kb: np.ndarray) -> None:
-        """One more batch and its rewards."""
-        self.texts += batch.texts
-        self.lengths += batch.lengths
-        self.finish += batch.finish
-        self.values.append(values_kb)
-        self.seconds += batch.seconds
-        if batch.played is not None:
-            self.messages += batch.played.messages
-            self.faults += batch.played.faults
 
 
 def measure(
@@ -132,21 +103,25 @@ def measure(
             the model's last turn has the gold answer.
         progress: called with the kind of completions, how many problems are done, and of how many.
     """
-    examples = list(chosen.values())
-    golds = [example.answer for example in examples]
+    numbered = list(chosen.items())
     scorer = Scorer(rewards, config.reward.timeout, config.reward.on_error)
     problems: list[str] = []
+    spent = 0.0
     sampling = attrs.evolve(
         sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop)),
         max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
         with_entropy=False,
     )
 
-    def completed(what: str, sampling: g.Sampling) -> _Completed:
-        found, size = _Completed(), sampling.num_generations
+    def completed(kind: str, sampling: g.Sampling) -> tuple[list[dict[str, Any]], list[EpisodeFigures]]:
+        """The JSON rows of all completions, in the problems' order, and the figures of conversations."""
+        nonlocal spent
+        rows_found: list[dict[str, Any]] = []
+        figures: list[EpisodeFigures] = []
+        size = sampling.num_generations
         for batch in sample_batches(
             model.engine,
-            examples,
+            list(chosen.values()),
             sampling,
             key=evaluation_key(config),
             decoder=model.decoder,
@@ -156,9 +131,10 @@ def measure(
             vision=model.vision,
         ):
             played = batch.played
+            asked = [example for example in batch.examples for _ in range(size)]
             scores = scorer.score(
                 batch.texts,
-                [list(example.messages) for example in batch.examples for _ in range(size)],
+                [list(example.messages) for example in asked],
                 columns_of(batch.examples, size),
                 batch.rollout.completions(),
                 group_size=size,
@@ -167,40 +143,63 @@ def measure(
             )
             values_kb = scores.values_kb
             problems.extend(scores.problems)
+            right = [
+                is_correct(text, example.answer) for text, example in zip(batch.texts, asked, strict=True)
+            ]
             if played is not None and environments is not None:
                 values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
-                gold = [example.answer for example in batch.examples for _ in range(size)]
-                right = [is_correct(text, answer) for text, answer in zip(batch.texts, gold, strict=True)]
                 own = None
                 if environments.reward is not None:
                     values = values_kb[rewards.index(environments.reward)].tolist()
                     own = [None if value != value else value for value in values]
-                figures = EpisodeFigures.of(played, right, own, success_at)
-                found.figures = found.figures.concatenated(figures)
+                figures += episode_figures(played, right, own, success_at)
                 problems.extend(played.problems)
-            found.add(batch, values_kb)
-            progress(what, len(found.texts) // size, len(examples))
-        return found
+            for row, (text, example) in enumerate(zip(batch.texts, asked, strict=True)):
+                number = len(rows_found)
+                given = zip(rewards, values_kb[:, row].tolist(), strict=True)
+                cells = {
+                    "model": name,
+                    "kind": kind,
+                    "problem": numbered[number // size][0],
+                    "sample": number % size,
+                    "prompt": example.text,
+                    **({"images": [image.name for image in example.images]} if example.images else {}),
+                    "answer": example.answer,
+                    "completion": text,
+                    "extracted": extract_answer(text),
+                    "correct": right[row],
+                    "tokens": batch.lengths[row],
+                    "finish": batch.finish[row],
+                    "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
+                }
+                if played is not None:
+                    cells |= {
+                        "messages": list(played.messages[row]),
+                        **{key: getattr(figures[number], key) for key in _FIGURES},
+                        **({"fault": played.faults[row]} if played.faults[row] else {}),
+                    }
+                rows_found.append(cells)
+            spent += batch.seconds
+            progress(kind, len(rows_found) // size, len(numbered))
+        return rows_found, figures
 
-    greedy = completed("greedy", attrs.evolve(sampling, num_generations=1, temperature=0))
-    details = _metrics(greedy, rewards, 1, "")
-    json_rows = _json_rows(name, "greedy", chosen, greedy, rewards, 1)
-    right = [is_correct(text, gold) for text, gold in zip(greedy.texts, golds, strict=True)]
-    metrics = {"success": details.pop("success")} if environments is not None else {}
-    metrics["exact match"] = Metric(np.array(right, np.float64), percent=True)
-    seconds = greedy.seconds
+    greedy, figures = completed("greedy", attrs.evolve(sampling, num_generations=1, temperature=0))
+    details = _metrics(greedy, figures, rewards, 1, "")
+    metrics = {"success": details.pop("success")} if figures else {}
+    metrics["exact match"] = _mean([row["correct"] for row in greedy], 1, percent=True)
+    json_rows = greedy
     if num:
-        sampled = completed("sampled", attrs.evolve(sampling, num_generations=num))
+        sampled, figures = completed("sample", attrs.evolve(sampling, num_generations=num))
+        groups = [sampled[n : n + num] for n in range(0, len(sampled), num)]
         if config.data.answer:
-            groups = [sampled.texts[n : n + num] for n in range(0, len(sampled.texts), num)]
-            counts = [count_answers(group, gold) for group, gold in zip(groups, golds, strict=True)]
+            counts = [
+                count_answers([row["completion"] for row in group], group[0]["answer"]) for group in groups
+            ]
             metrics |= shares(counts, num, ks)
-        elif environments is not None:
-            succeeded = np.reshape(sampled.figures.success, (-1, num)).sum(axis=1).tolist()
-            metrics |= success_shares(succeeded, num, ks)
-        details |= _metrics(sampled, rewards, num, "sampled ")
-        json_rows += _json_rows(name, "sample", chosen, sampled, rewards, num)
-        seconds += sampled.seconds
+        elif figures:
+            metrics |= success_shares([sum(row["success"] for row in group) for group in groups], num, ks)
+        details |= _metrics(sampled, figures, rewards, num, "sampled ")
+        json_rows = [*greedy, *sampled]
     metrics |= details
     if not config.data.answer:
         unknown = {"answer", "extracted", "correct", "exact match"}
@@ -209,8 +208,9 @@ def measure(
         metrics = {name: metric for name, metric in metrics.items() if name not in unknown}
         json_rows = [{key: cell for key, cell in row.items() if key not in unknown} for row in json_rows]
     faults = tuple(dict.fromkeys(problems))
-    spent = 0.0 if environments is None else seconds
-    return ModelResult(name, tuple(chosen), metrics, tuple(json_rows), faults, spent)
+    return ModelResult(
+        name, tuple(chosen), metrics, tuple(json_rows), faults, 0.0 if environments is None else spent
+    )
 
 
 def evaluation_key(config: Config) -> mx.array:
@@ -218,64 +218,33 @@ def evaluation_key(config: Config) -> mx.array:
     return fold_in(mx.random.key(config.run.seed), EVALUATION)
 
 
-def _metrics(found: _Completed, rewards: Sequence[Reward], num: int, prefix: str) -> dict[str, Metric]:
-    """A number for each problem: the means over its completions."""
+def _metrics(
+    rows: Sequence[dict[str, Any]],
+    figures: Sequence[EpisodeFigures],
+    rewards: Sequence[Reward],
+    num: int,
+    prefix: str,
+) -> dict[str, Metric]:
+    """A number for each problem: the means over its `num` completions, which are the JSON `rows`."""
 
-    def mean(values: Any, percent: bool = False) -> Metric:
-        return Metric(row_means(np.asarray(values, np.float64).reshape(-1, num)), percent=percent)
+    def column(name: str, percent: bool = False) -> Metric:
+        return _mean([row[name] for row in rows], num, percent)
 
-    figures = found.figures
-    metrics = {"success": mean(figures.success, percent=True)} if found.messages else {}
-    for reward, values_b in zip(rewards, found.values_kb, strict=True):
-        metrics[f"reward/{reward.name}"] = mean(values_b)
-    if found.messages:
+    metrics = {"success": column("success", percent=True)} if figures else {}
+    for reward in rewards:
+        metrics[f"reward/{reward.name}"] = _mean([row["rewards"][reward.name] for row in rows], num)
+    if figures:
         metrics |= {
-            "turns": mean(figures.turns),
-            "calls": mean(figures.calls),
-            "failed calls": mean(figures.failures),
-            "tool seconds": mean(figures.seconds),
+            "turns": column("turns"),
+            "calls": column("calls"),
+            "failed calls": column("failures"),
+            "tool seconds": _mean([each.seconds for each in figures], num),
         }
-    metrics["length"] = mean(found.lengths)
-    metrics["truncated"] = mean([each == LENGTH for each in found.finish], percent=True)
+    metrics["length"] = column("tokens")
+    metrics["truncated"] = _mean([row["finish"] == LENGTH for row in rows], num, percent=True)
     return {f"{prefix}{name}": metric for name, metric in metrics.items()}
 
 
-def _json_rows(
-    name: str,
-    kind: str,
-    chosen: Mapping[int, Example],
-    found: _Completed,
-    rewards: Sequence[Reward],
-    num: int,
-) -> list[dict[str, Any]]:
-    values_kb, figures, problems = found.values_kb, found.figures, list(chosen.items())
-    rows = []
-    for row, text in enumerate(found.texts):
-        index, example = problems[row // num]
-        given = zip(rewards, values_kb[:, row].tolist(), strict=True)
-        cells = {
-            "model": name,
-            "kind": kind,
-            "problem": index,
-            "sample": row % num,
-            "prompt": example.text,
-            **({"images": [image.name for image in example.images]} if example.images else {}),
-            "answer": example.answer,
-            "completion": text,
-            "extracted": extract_answer(text),
-            "correct": is_correct(text, example.answer),
-            "tokens": found.lengths[row],
-            "finish": found.finish[row],
-            "rewards": {r.name: None if np.isnan(value) else value for r, value in given},
-        }
-        if found.messages:
-            cells |= {
-                "messages": list(found.messages[row]),
-                "success": figures.success[row],
-                "turns": figures.turns[row],
-                "calls": figures.calls[row],
-                "failures": figures.failures[row],
-                **({"fault": found.faults[row]} if found.faults[row] else {}),
-            }
-        rows.append(cells)
-    return rows
+def _mean(values: Sequence[float | None], num: int, percent: bool = False) -> Metric:
+    """The mean of each problem's `num` values; None is no value."""
+    return Metric(row_means(np.array(values, np.float64).reshape(-1, num)), percent=percent)

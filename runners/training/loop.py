@@ -21,8 +21,8 @@ from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.saving import Saver
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, RewardError, UserError
-from runners.evaluation.exact_match import EvalResult
-from runners.evaluation.rank_evaluation import evaluate_on_ranks
+from runners.evaluation.episode_figures import logged_figures
+from runners.evaluation.exact_match import EvalResult, evaluate_on_ranks
 from runners.machine.memory_readings import free_memory
 from runners.machine.signals import Stopped
 from runners.machine.terminal import OutputLost
@@ -344,7 +344,7 @@ class Loop:
         at.scores, at.evaluated_at = (*at.scores, result.score), at.update
         record = {"update": at.update, "batch_step": at.batch_step, "em": result.score}
         record |= {"em_subset": result.total, "time/eval": result.seconds, "time/elapsed": self._elapsed()}
-        found = result.figures.metrics() if result.figures else {}
+        found = logged_figures(result.figures)
         record |= found
         self.log.log(record)
         self.log.evaluation(

@@ -12,11 +12,10 @@ from runners.config.loading import load_config
 from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
-from runners.evaluation.episode_figures import EpisodeFigures
+from runners.evaluation.episode_figures import EpisodeFigures, logged_figures
 from runners.evaluation.estimators import wilson
-from runners.evaluation.exact_match import evaluate
+from runners.evaluation.exact_match import EvalResult, evaluate, joined
 from runners.evaluation.measurement import choose_problems, eval_rows, measure
-from runners.evaluation.rank_evaluation import _figures
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
@@ -121,15 +120,11 @@ def test_figures_of_an_environment(place, model):
     assert found.metrics["failed calls"].values[known].tolist() == (divided[known] > 0).astype(float).tolist()
     assert any("no fives" in problem for problem in found.problems)
     assert [row["completion"] for row in found.completions] == list(own.texts)
-    assert own.figures == EpisodeFigures(
-        success=tuple(bool(x) for x in found.metrics["success"].values),
-        reward=tuple(None if x != x else x for x in reward.tolist()),
-        turns=tuple(int(x) for x in turns),
-        calls=tuple(int(x) for x in calls),
-        failures=tuple(int(x) for x in found.metrics["failed calls"].values),
-        seconds=own.figures.seconds,
-    )
-    logged = own.figures.metrics()
+    known = [None if value != value else value for value in reward.tolist()]
+    failures = found.metrics["failed calls"].values
+    columns = found.metrics["success"].values, known, turns, calls, failures
+    assert [attrs.astuple(each)[:5] for each in own.figures] == [*zip(*columns, strict=True)]
+    logged = logged_figures(own.figures)
     assert logged["eval/success"] == 0.5 and logged["eval/reward"] == pytest.approx(np.nanmean(reward))
     lower, _ = measured(model, config_of(), success_at=0.5)
     assert lower.metrics["success"].values.sum() == np.sum(reward >= 0.5)
@@ -175,17 +170,17 @@ def test_data_without_answers(place, model):
     assert not {"answer", "extracted", "correct"} & set(found.completions[0])
 
 
-def test_figures_of_several_ranks_are_in_the_problems_order():
-    """Rank r of N has the problems r, r + N, …"""
-    whole = EpisodeFigures(
-        success=(True, False, True), turns=(1, 2, 3), calls=(4, 5, 6), failures=(0, 1, 2), seconds=(0.0,) * 3
-    )
-    parts = [whole.picked([0, 2]), whole.picked([1])]
-    columns = [
-        {name: list(getattr(part, name)) for name in part.__slots__ if name[0] != "_"} for part in parts
+def test_results_of_several_ranks_are_in_the_problems_order():
+    """Rank r of N has the problems r, r + N, …; the slowest rank's time counts."""
+    figures = tuple(EpisodeFigures(n != 1, None, n, n + 3, n - 1, 0.0) for n in (1, 2, 3))
+    whole = EvalResult(2.0, ("a", "b", "c"), (True, False, True), figures)
+    parts = [
+        EvalResult(seconds, whole.texts[r::2], whole.right[r::2], figures[r::2])
+        for r, seconds in enumerate((1.0, 2.0))
     ]
-    assert _figures(columns, 3) == whole
-    assert _figures([None, None], 3) is None
+    assert joined([json.loads(json.dumps(attrs.asdict(part))) for part in parts], 3) == whole
+    bare = EvalResult(2.0, whole.texts, whole.right)
+    assert joined([attrs.asdict(bare)], 3) == bare
 
 
 def test_the_command(place):
