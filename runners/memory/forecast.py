@@ -39,12 +39,15 @@ from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
-# GPU one of up to some thousand tokens takes the host the same time whatever its size.
+# GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16 s for 30 blocks): the
+# micro-batches of a small model must be large to keep the device busy.
 CPU_ACTIVATIONS = 75e6  # bytes that a micro-batch saves for the backward pass
 CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
 GPU_TOKENS, USUAL_TOKENS = 8192, 4096  # USUAL: for a model whose sizes are not known
+GPU_WORK, MOST_GPU_TOKENS = 2.5e11, 65536  # parameters of a block × tokens that take as long as their launch
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
 ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
+ROOM_FOR_SPEED = 0.5  # the same for one of more than GPU_TOKENS, which only saves launches
 ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
 CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
@@ -107,16 +110,21 @@ def forecast(config: Config, platform: Platform, total: int, *, prompt: int, siz
     new = config.rollout.max_new_tokens
     tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, platform.backend)
     while platform.backend != "cpu" and tokens > prompt + new:
-        if of(tokens).totals["gradient"] <= ROOM_TO_LEARN * total:
+        share = ROOM_TO_LEARN if tokens <= GPU_TOKENS else ROOM_FOR_SPEED
+        if of(tokens).totals["gradient"] <= share * total:
             break
         tokens //= 2
     return of(tokens)
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """Tokens of a micro-batch where memory is no limit: on a CPU those whose activations fill the caches."""
-    if backend != "cpu":
+    """Tokens of a micro-batch where memory is no limit: on a CPU those whose activations fill the caches,
+    with CUDA those that take as long as their launch."""
+    if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
+    if backend != "cpu":
+        tokens = min(max(GPU_WORK / shape.block_parameters, GPU_TOKENS), MOST_GPU_TOKENS)
+        return 1 << int(tokens).bit_length() - 1
     length = prompt + new
     row = shape.layers * shape.block_bytes(shape.saved, itemsize, rows=1, length=length, attended=length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
@@ -249,7 +257,8 @@ def _micro_batches(config: Config, platform: Platform, prompt: int, sizes: Model
     """The micro-batches of a batch step, or of its first rows."""
     size, new, ranks = config.rollout.num_generations, config.rollout.max_new_tokens, sizes.ranks
     rows = -(-config.optim.batch_size // ranks) * size // config.optim.minibatches
-    rows = min(max(rows, 1), max(PACKED_ROWS // size, 1) * size)
+    packed = max(PACKED_ROWS, config.system.micro_batch_tokens // (prompt + new) + size)
+    rows = min(max(rows, 1), max(packed // size, 1) * size)
     packer = Packer(max_tokens=config.system.micro_batch_tokens, bucketed=True)
     shares = sizes.shares_prompts and shares_prompts(config, platform)
     planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)

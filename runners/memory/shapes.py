@@ -64,6 +64,11 @@ class ModelShape:
     states: int = 0  # numbers of the state of each of them
 
     @property
+    def block_parameters(self) -> int:
+        """About as many as a token is multiplied with in one block."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
+
+    @property
     def saved(self) -> Counts:
         """The arrays that one block saves for the backward pass."""
         more = self.keeps_product + (number("gate_arrays") if self.gated else 0)

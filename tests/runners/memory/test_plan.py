@@ -268,6 +268,11 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     row = 30 + checked.rollout.max_new_tokens
     assert predict(checked, 1, GPU).config.system.micro_batch_tokens in range(row // 2, row + 1)
     own = with_keys(checked, "system", micro_batch_tokens=77)
+    cuda = startup.Platform("cuda")
+    large = predict(checked, platform=cuda).config.system.micro_batch_tokens
+    assert large == 8 * GPU_TOKENS  # a small model's micro-batches are worth their launch
+    total = int(1.9 * predict(checked, platform=cuda).totals["gradient"])
+    assert GPU_TOKENS <= predict(checked, total, cuda).config.system.micro_batch_tokens < large
     assert predict(own, 1, GPU).config.system.micro_batch_tokens == 77
 
 
