@@ -118,12 +118,14 @@ def _sizes(meta: Path) -> dict[str, int]:
         raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
     for name in _SIZES:
         if type(found.get(name)) is not int or found[name] < 1:
-            raise UserError(f"{meta}: model_config.{name} is {found.get(name)!r}, wanted a positive integer")
+            raise UserError(
+                f"{meta}: model_config.{name}: expected a positive integer, found {found.get(name)!r}"
+            )
     width, heads, narrow = (found[name] for name in ("n_embd", "n_head", "n_kv_head"))
     if width % heads or heads % narrow:
         raise UserError(
-            f"{meta}: n_embd = {width}, n_head = {heads}, n_kv_head = {narrow}: wanted each to be a multiple "
-            "of the next"
+            f"{meta}: n_embd = {width}, n_head = {heads}, n_kv_head = {narrow}: expected each to be a "
+            "multiple of the next"
         )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
@@ -146,7 +148,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # errors of pickle, zip and torch have no common class
         raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
     if not isinstance(content, Mapping) or not all(isinstance(v, torch.Tensor) for v in content.values()):
-        raise UserError(f"{file}: found {type(content).__name__}, wanted a table of tensors")
+        raise UserError(f"{file}: expected a table of tensors, found {type(content).__name__}")
     return {str(name).removeprefix(_COMPILED): tensor for name, tensor in content.items()}
 
 
@@ -173,7 +175,7 @@ def _check(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], file: 
         found = tuple(tensors[name].shape)
         padded = name in _VOCABULARY and found[0] > shape[0]
         if found != shape and not (padded and found[1:] == shape[1:]):
-            raise UserError(f"{file}: {name} has the shape {found}, wanted {shape}")
+            raise UserError(f"{file}: {name}: expected the shape {shape}, found {found}")
 
 
 def _some(names: list[str]) -> str:

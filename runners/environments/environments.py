@@ -313,7 +313,7 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
     own = () if environments is None or environments.reward is None else (environments.reward,)
     if not rewards and not own:
         raise UserError(
-            "reward.functions is empty, and the environment has no get_reward; wanted one reward at least"
+            "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
         )
     return (*rewards, *own)
 

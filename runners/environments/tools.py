@@ -39,8 +39,8 @@ def tool_schema(function: Callable[..., Any], name: str, key: str) -> dict[str, 
         return get_json_schema(function)
     except Exception as error:
         raise UserError(
-            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; wanted type hints "
-            "for all arguments and a docstring with an Args section"
+            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; expected type "
+            "hints for all arguments and a docstring with an Args section"
         ) from error
 
 
@@ -100,8 +100,8 @@ def check_environment(environment: Any, key: str) -> None:
     """Raise UserError unless an instance is an environment: it has a `reset` method."""
     if not callable(getattr(type(environment), "reset", None)):
         raise UserError(
-            f"{key}: {type(environment).__name__} has no method reset(self, **row); wanted a class with one, "
-            "and with public methods as its tools"
+            f"{key}: {type(environment).__name__} has no method reset(self, **row); expected a class with "
+            "one, and with public methods as its tools"
         )
 
 
@@ -117,5 +117,5 @@ def check_reset(environment: Any, columns: Iterable[str], key: str) -> None:
     except TypeError as error:
         raise UserError(
             f"{key}: its signature is reset{signature}, and it is called with the data's columns "
-            f"{', '.join(names)}: {error}; wanted reset(self, **row), or these names"
+            f"{', '.join(names)}: {error}; expected reset(self, **row), or these names"
         ) from error

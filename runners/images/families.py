@@ -32,11 +32,11 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
         return str(kind)
     if not has_vision(config):
         raise UserError(
-            f"{path}: config.json has no vision_config; prompts with images want a model of {known}"
+            f"{path}: config.json has no vision_config; prompts with images need a model of {known}"
         )
     raise UserError(
-        f"{path}: prompts with images want a model of {known}, found model_type {show(kind)} (data.image = "
-        '"" trains its language part on text, where mlx-lm knows it)'
+        f"{path}: prompts with images: expected a model of {known}, found model_type {show(kind)} "
+        '(data.image = "" trains its language part on text, where mlx-lm knows it)'
     )
 
 

@@ -23,7 +23,7 @@ MAX_PIXELS = 1 << 26  # of an image
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
 _ORIENTATION = 0x0112
-_WANTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
+_EXPECTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
 
 
 @attrs.frozen
@@ -61,10 +61,10 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     if isinstance(value, bytes | bytearray):
         return (ImageFile(hashlib.sha256(value).hexdigest()[:16], data=bytes(value)),)
     if not isinstance(value, str):
-        raise UserError(f"is {type(value).__name__}; wanted {_WANTED}")
+        raise UserError(f"expected {_EXPECTED}, found {type(value).__name__}")
     if folder is None:
         raise UserError(
-            f"names {show(value)}, a path; wanted bytes, or data.image_folder for data of the Hub"
+            f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
         )
     path = folder / Path(value).expanduser()
     try:
@@ -81,7 +81,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         what = "a folder" if path.is_dir() else "no file"
         raise UserError(f"names {show(value)}, but there is {what} {path}")
     if size > MAX_IMAGE_BYTES:
-        raise UserError(f"names {show(value)}, a file of {size:,} bytes; wanted {MAX_IMAGE_BYTES:,} at most")
+        raise UserError(f"names {show(value)}: expected {MAX_IMAGE_BYTES:,} bytes at most, found {size:,}")
     return (ImageFile(value, path=path),)
 
 
@@ -145,11 +145,9 @@ def _opened(file: ImageFile) -> Image:
         except Image.DecompressionBombError as error:
             raise _unreadable(file, error) from error
     if image.width * image.height > MAX_PIXELS:
-        found = image.width, image.height
+        found = f"{image.width:,} × {image.height:,}"
         image.close()
-        raise UserError(
-            f"{file.path or file.name}: {found[0]:,} × {found[1]:,} pixels; wanted {MAX_PIXELS:,} at most"
-        )
+        raise UserError(f"{file.path or file.name}: expected {MAX_PIXELS:,} pixels at most, found {found}")
     return image
 
 

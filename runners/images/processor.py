@@ -89,7 +89,7 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     processing = mlx_vlm_module(kind, f".processing_{kind}")
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):
-        raise UserError(f"{path}/config.json: image_token_id is missing; wanted a token id")
+        raise UserError(f"{path}/config.json: image_token_id: expected a token id, found none")
     try:
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
         processor, template = found.image_processor, found.chat_template

@@ -129,7 +129,7 @@ def load_vision_part(
         if weights[name].shape != leaf.shape:
             found = weights[name].shape
             raise UserError(
-                f"{path}: the vision tower's weight {name} has shape {found}, wanted {leaf.shape}"
+                f"{path}: the vision tower's weight {name}: expected the shape {leaf.shape}, found {found}"
             )
     module.load_weights(list(weights.items()))
     module.freeze()

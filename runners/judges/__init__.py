@@ -3,8 +3,7 @@
 May import models, tokenization, config, machine and files; not rewards, which call judges.
 """
 
-from runners.judges.called_judge import CalledJudge, build_judge
-from runners.judges.judge import EndpointJudge, Exchange
+from runners.judges.judge import EndpointJudge, Exchange, build_judge
 from runners.judges.metrics import combined
 
-__all__ = ["CalledJudge", "EndpointJudge", "Exchange", "build_judge", "combined"]
+__all__ = ["EndpointJudge", "Exchange", "build_judge", "combined"]

@@ -15,17 +15,7 @@ import attrs
 from runners.files.cache_folder import cache_folder
 
 MOST_JUDGE_ANSWERS = 200_000  # the oldest go first
-_AT_A_TIME = 500  # values of one query
 _PATIENCE = 5.0  # seconds that another process may hold the file
-
-
-@attrs.frozen
-class CachedAnswer:
-    """A judge's answer, and its numbers of tokens."""
-
-    text: str
-    tokens_in: int = 0
-    tokens_out: int = 0
 
 
 def question_digest(url: str, body: Mapping[str, Any]) -> str:
@@ -39,53 +29,47 @@ class AnswerCache:
     """The cache file. Its faults end no run: `notices` reports them, and nothing more is saved."""
 
     file: Path = attrs.field(factory=lambda: cache_folder() / "judges.sqlite")
+    most: int = MOST_JUDGE_ANSWERS
     notices: list[str] = attrs.field(factory=list)
     usable: bool = True
 
-    def find(self, digests: Iterable[str]) -> dict[str, CachedAnswer]:
+    def find(self, digests: Iterable[str]) -> dict[str, str]:
         """The cached answers for these digests."""
-        wanted = list(dict.fromkeys(digests))
-        found: dict[str, CachedAnswer] = {}
-        if not wanted or not self.usable or not self.file.exists():
-            return found
+        found: dict[str, str] = {}
 
         def query(connection: sqlite3.Connection) -> None:
-            for start in range(0, len(wanted), _AT_A_TIME):
-                part = wanted[start : start + _AT_A_TIME]
-                marks = ",".join("?" * len(part))
-                rows = connection.execute(
-                    f"SELECT digest, text, tokens_in, tokens_out FROM answers WHERE digest IN ({marks})", part
+            for digest in digests:
+                found.update(
+                    connection.execute("SELECT digest, text FROM answers WHERE digest = ?", (digest,))
                 )
-                found.update((digest, CachedAnswer(*rest)) for digest, *rest in rows)
 
         self._use(query)
         return found
 
-    def keep(self, answers: Mapping[str, CachedAnswer]) -> None:
+    def keep(self, answers: Mapping[str, str]) -> None:
         """Adds answers."""
-        if not answers or not self.usable:
-            return
 
         def insert(connection: sqlite3.Connection) -> None:
             connection.executemany(
-                "INSERT OR REPLACE INTO answers (digest, text, tokens_in, tokens_out) VALUES (?, ?, ?, ?)",
-                [(digest, a.text, a.tokens_in, a.tokens_out) for digest, a in answers.items()],
+                "INSERT OR REPLACE INTO answers (digest, text) VALUES (?, ?)", answers.items()
             )
             connection.execute(
-                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?",
-                (MOST_JUDGE_ANSWERS,),
+                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?", (self.most,)
             )
 
-        self._use(insert)
+        if answers:
+            self._use(insert)
 
     def _use(self, act: Callable[[sqlite3.Connection], None]) -> None:
         """Calls `act` with this thread's own connection, in a transaction."""
+        if not self.usable:
+            return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.file, timeout=_PATIENCE)) as connection, connection:
                 connection.execute(
-                    "CREATE TABLE IF NOT EXISTS answers (place INTEGER PRIMARY KEY AUTOINCREMENT, "
-                    "digest TEXT UNIQUE, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
+                    "CREATE TABLE IF NOT EXISTS answers "
+                    "(place INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT UNIQUE, text TEXT)"
                 )
                 act(connection)
         except (sqlite3.Error, OSError) as error:

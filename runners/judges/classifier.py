@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
@@ -11,20 +11,25 @@ import mlx.nn as nn
 import numpy as np
 
 import grpo_fn as g
+from grpo_fn.trees import named_leaves
 from runners.config.sections import JudgeConfig
-from runners.errors import Failure, UserError, did_you_mean, error_line, is_out_of_memory, listed, show
-from runners.files.json_files import read_json
-from runners.files.tensor_header import check_header
+from runners.errors import Failure, UserError, did_you_mean, error_line, listed, show
 from runners.models.dtypes import cast_floating
 from runners.models.folders import resolve_model
-from runners.models.model_reader import check_finite, load_tokenizer
-from runners.models.rope_keys import with_rope_keys
+from runners.models.model_reader import check_finite, load_by_mlx_lm, load_tokenizer
 from runners.tokenization.text import encode
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-_HEADS = ("score.weight", "classifier.weight", "v_head.weight")
+_HEADS = (
+    "score.weight",
+    "score.bias",
+    "classifier.weight",
+    "classifier.bias",
+    "v_head.weight",
+    "v_head.bias",
+)
 _BUCKET = 32  # tokens: rows are padded to a multiple of it
 
 
@@ -43,9 +48,10 @@ class ClassifierJudge:
 
     name: str
     settings: JudgeConfig
+    grouped: bool = attrs.field(init=False, default=False)  # see `EndpointJudge`
     _model: _Model | None = attrs.field(init=False, default=None)
 
-    def load(self) -> None:
+    def check(self) -> None:
         """Reads the folder. Raises UserError if it is not a usable classifier."""
         if self._model is None:
             self._model = _load(self.name, self.settings)
@@ -57,7 +63,7 @@ class ClassifierJudge:
         prompts: Sequence[Sequence[Mapping[str, Any]]],
     ) -> list[float | Failure]:
         """The score, or the label's probability, of each conversation that ends with the completion."""
-        self.load()
+        self.check()
         assert self._model is not None
         rows = [
             self._tokens([*prompt, dict(completion[0])])
@@ -93,80 +99,54 @@ class ClassifierJudge:
 
 
 def _load(name: str, settings: JudgeConfig) -> _Model:
-    from mlx_lm import utils
-
     path = resolve_model(settings.path, key=f"judge.{name}.path")
     where = f"judge.{name}.path: {path}"
-    stated = read_json(path / "config.json")
-    weights: dict[str, mx.array] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        check_header(file)
-        weights |= cast(dict[str, mx.array], mx.load(str(file)))
-    heads = [head for head in _HEADS if head in weights]
-    if not heads:
-        kinds = listed([str(kind) for kind in stated.get("architectures") or ["none"]])
-        raise UserError(
-            f"{where}: found no {' or '.join(_HEADS)} in its weights (architectures: {kinds}), want a "
-            "reward model or classifier that transformers saved as ...ForSequenceClassification"
-        )
-    weights.pop("lm_head.weight", None)
-    head, bias = weights.pop(heads[0]), weights.pop(heads[0].replace("weight", "bias"), None)
+    heads: dict[str, mx.array] = {}
+
+    def without_head(model: Any) -> Any:
+        class Model(model):
+            __module__ = model.__module__
+
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                heads.update({key: weights.pop(key) for key in _HEADS if key in weights})
+                weights.pop("lm_head.weight", None)
+                weights = super().sanitize(weights) if hasattr(model, "sanitize") else weights
+                own = named_leaves(self.parameters())
+                return {key: own[key] for key in own if "lm_head" in key.split(".")} | weights
+
+        return Model
+
     try:
         # Tied, so that no language-model head is made, which a verdict does not use.
-        config = with_rope_keys(utils.load_config(path)) | {"tie_word_embeddings": True}
-        model_class, args_class = utils._get_classes(config)
-        module = model_class(args_class.from_dict(config))
-        weights = module.sanitize(weights) if hasattr(module, "sanitize") else weights
-        quantization = config.get("quantization")
-        if isinstance(quantization, dict):
-            nn.quantize(
-                module,
-                **quantization,
-                class_predicate=lambda key, layer: (
-                    hasattr(layer, "to_quantized") and f"{key}.scales" in weights
-                ),
-            )
-        module.load_weights(list(weights.items()), strict=False)
-    except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
-        if is_out_of_memory(error):
-            raise
-        raise UserError(f"{where}: the model cannot be loaded: {error_line(error)}") from error
-    _check_complete(module, weights, where)
-    if head.shape[-1] != _width(module):
+        module, config = load_by_mlx_lm(path, adapt=without_head, tie_word_embeddings=True)
+    except UserError as error:
+        raise UserError(f"judge.{name}.path: {error}") from error
+    head = next((heads[key] for key in _HEADS if key in heads and key.endswith("weight")), None)
+    bias = next((heads[key] for key in _HEADS if key in heads and key.endswith("bias")), None)
+    if head is None:
+        kinds = listed([str(kind) for kind in config.get("architectures") or ["none"]])
         raise UserError(
-            f"{where}: {heads[0]} has the shape {list(head.shape)}, want [labels, {_width(module)}]"
+            f"{where}: expected a reward model or classifier that transformers saved as "
+            f"...ForSequenceClassification, found no {' or '.join(_HEADS[::2])} (architectures: {kinds})"
         )
+    if head.shape[-1] != _width(module):
+        shape = list(head.shape)
+        raise UserError(f"{where}: its head: expected the shape [labels, {_width(module)}], found {shape}")
     tokenizer = load_tokenizer(path)
     module.eval()
     module.freeze()
     if mx.default_device() == mx.cpu:
         cast_floating(module, mx.float32)  # 16 bits are computed slowly there
-    check_finite({"head": head} | weights, path)
+    check_finite({"head": head} | named_leaves(module.parameters()), path)
     mx.eval(module.parameters(), head)
-    column = _column(name, settings.label, stated, head.shape[0])
+    column = _column(name, settings.label, config, head.shape[0])
     return _Model(g.Policy.for_inference(module), head, bias, column, tokenizer)
 
 
-def _check_complete(module: nn.Module, weights: Mapping[str, mx.array], where: str) -> None:
-    """Raises UserError unless the file has every weight of the module but the language-model head's."""
-    from mlx.utils import tree_flatten
-
-    wanted = {name for name, _ in tree_flatten(module.parameters())}
-    missing = [name for name in sorted(wanted - set(weights)) if "lm_head" not in name.split(".")]
-    unknown = sorted(set(weights) - wanted)
-    if missing or unknown:
-        what = f"lacks {listed(missing)}" if missing else f"has {listed(unknown)} besides"
-        raise UserError(f"{where}: the file {what}, which does not fit its config.json")
-
-
 def _width(module: nn.Module) -> int:
-    tables = [
-        layer
-        for _, layer in module.named_modules()
-        if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding)
-    ]
-    one = tables[0](mx.array([0]))  # only its shape: nothing is computed
-    return one.shape[-1]
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    table = next(layer for _, layer in module.named_modules() if isinstance(layer, kinds))
+    return table(mx.array([0])).shape[-1]  # only its shape: nothing is computed
 
 
 def _column(name: str, label: str, config: Mapping[str, Any], heads: int) -> int | None:
@@ -175,12 +155,10 @@ def _column(name: str, label: str, config: Mapping[str, Any], heads: int) -> int
     if heads == 1 and not label:
         return None
     if heads == 1:
-        raise UserError(f"{key}: found {show(label)}, but the model gives one score, want no label")
+        raise UserError(f"{key}: expected no label, as the model gives one score, found {show(label)}")
     if label not in labels:
-        found = f"found {show(label)}" if label else "missing"
-        raise UserError(
-            f"{key}: {found}, want one of {listed(labels)}{did_you_mean(label, labels) if label else ''}"
-        )
+        found = show(label) + did_you_mean(label, labels) if label else "none"
+        raise UserError(f"{key}: expected one of {listed(labels)}, found {found}")
     return labels.index(label)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,16 @@ from runners.config.judge_checks import is_local
 from runners.errors import Failure, UserError, error_line, one_line, show
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Response
+    from httpx2 import AsyncClient
 
 _LARGEST = 1 << 20  # bytes of an answer
 _MOST_TOKENS = 1 << 53  # of an answer
-_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # temporary faults
+_NO_ANSWER = 0  # in place of a status: no connection, or no answer in time
+_PASSING = {_NO_ANSWER, 408, 409, 425, 429, 500, 502, 503, 504, 529}  # another try may succeed
 _HOPELESS = {401, 403, 404, 405}  # the same for every request
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds before another try
 _PROBE_TIME = 10.0  # seconds
+_taken_keys: dict[str, str] = {}
 
 
 @attrs.frozen
@@ -36,22 +39,12 @@ class Reply:
 
 
 @attrs.define
-class Tries:
-    """The state of a batch of requests."""
+class _Batch:
+    """The requests of a batch step so far."""
 
     sent: int = 0
     failed_in_a_row: int = 0
     given_up: Failure | None = None  # why the remaining requests are not sent
-
-
-@attrs.frozen
-class _Fault:
-    """Why a request has no answer."""
-
-    failure: Failure
-    passing: bool = False  # a temporary fault: another try may succeed
-    wait: float = 0.0  # least seconds before that try
-    hopeless: bool = False  # a fault that affects every request
 
 
 @attrs.frozen
@@ -67,20 +60,24 @@ class Endpoint:
     retries: int
 
     def check(self, name: str) -> None:
-        """Raises UserError if the server does not answer or refuses the key; `name` is the judge's."""
+        """Raises UserError if the server does not answer, or if the key is missing or refused; `name` is the
+        judge's."""
         import httpx2
 
+        if self.variable and not self.key:
+            raise UserError(
+                f"judge.{name}.api_key_env: environment variable {self.variable} is not set; it must hold "
+                "the API key"
+            )
         try:
             with httpx2.Client(trust_env=not is_local(self.url), timeout=_PROBE_TIME) as client:
                 status = client.get(f"{self._base}/models", headers=self._headers).status_code
         except httpx2.HTTPError as error:
-            raise UserError(
-                f"judge.{name}.url: {self._base} does not answer: {self._error_line(error)}"
-            ) from None
+            line = self._safe(error_line(error))
+            raise UserError(f"judge.{name}.url: {self._base} does not answer: {line}") from None
         if status in (401, 403):
-            key = (
-                f"the key in ${self.variable} is refused" if self.variable else "it wants a key (api_key_env)"
-            )
+            refused = f"the key in ${self.variable} is refused"
+            key = refused if self.variable else "it expects a key (api_key_env)"
             raise UserError(f"judge.{name}: {self._base} answers HTTP {status}: {key}")
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[Reply | Failure], int]:
@@ -94,15 +91,17 @@ class Endpoint:
 
         if not bodies:
             return [], 0
-        tries, room = Tries(), asyncio.Semaphore(self.concurrency)
-        limits = httpx2.Limits(max_connections=self.concurrency)
+        batch, room = _Batch(), asyncio.Semaphore(self.concurrency)
         async with httpx2.AsyncClient(
-            limits=limits, trust_env=not is_local(self.url), timeout=self.timeout
+            limits=httpx2.Limits(max_connections=self.concurrency),
+            trust_env=not is_local(self.url),
+            timeout=self.timeout,
+            headers=self._headers,
         ) as client:
 
             async def one(body: Mapping[str, Any]) -> Reply | Failure:
                 async with room:
-                    return tries.given_up or await self._patiently(client, body, tries)
+                    return batch.given_up or await self._patiently(client, body, batch)
 
             tasks = [asyncio.create_task(one(body)) for body in bodies]
             _, late = await asyncio.wait(tasks, timeout=self.batch_timeout or None)
@@ -110,56 +109,54 @@ class Endpoint:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         over = Failure(f"got no answer within the {self.batch_timeout:g} s of a batch step")
-        return [over if task in late else task.result() for task in tasks], tries.sent
+        return [over if task in late else task.result() for task in tasks], batch.sent
 
-    async def _patiently(self, client: AsyncClient, body: Mapping[str, Any], tries: Tries) -> Reply | Failure:
+    async def _patiently(
+        self, client: AsyncClient, body: Mapping[str, Any], batch: _Batch
+    ) -> Reply | Failure:
         """One request with its retries."""
-        number = 0
-        while True:
-            tries.sent += 1
-            found = await self._once(client, body)
+        for number in range(self.retries + 1):
+            batch.sent += 1
+            found, status, wait = await self._once(client, body)
             if isinstance(found, Reply):
-                tries.failed_in_a_row = 0
+                batch.failed_in_a_row = 0
                 return found
-            if not found.passing or number == self.retries or tries.given_up:
+            if status not in _PASSING or number == self.retries or batch.given_up:
                 break
             pause = min(_FIRST_WAIT * 2**number, _LONGEST_WAIT) * random.uniform(0.5, 1)
-            await asyncio.sleep(max(found.wait, pause))
-            number += 1
-        tries.failed_in_a_row += 1
-        if found.hopeless or tries.failed_in_a_row >= self.concurrency:
-            tries.given_up = found.failure
-        return found.failure
+            await asyncio.sleep(max(wait, pause))
+        batch.failed_in_a_row += 1
+        if status in _HOPELESS or batch.failed_in_a_row >= self.concurrency:
+            batch.given_up = found
+        return found
 
-    async def _once(self, client: AsyncClient, body: Mapping[str, Any]) -> Reply | _Fault:
+    async def _once(self, client: AsyncClient, body: Mapping[str, Any]) -> tuple[Reply | Failure, int, float]:
+        """What came of one try, its HTTP status, and the seconds that the server asks to wait."""
         import httpx2
 
-        started = time.perf_counter()
-        target = f"{self._base}/chat/completions"
+        started, content = time.perf_counter(), b""
         try:
             async with (
                 asyncio.timeout(self.timeout),
-                client.stream("POST", target, json=dict(body), headers=self._headers) as response,
+                client.stream("POST", f"{self._base}/chat/completions", json=dict(body)) as response,
             ):
-                content = await _bounded(response)
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > _LARGEST:
+                        return (
+                            Failure(f"got an answer of more than {_LARGEST:,} bytes"),
+                            response.status_code,
+                            0,
+                        )
         except (TimeoutError, httpx2.TimeoutException):
-            return _Fault(Failure(f"got no answer in {self.timeout:g} s"), passing=True)
+            return Failure(f"got no answer in {self.timeout:g} s"), _NO_ANSWER, 0
         except httpx2.HTTPError as error:
-            return _Fault(
-                Failure(f"got no answer from {self._base}: {self._error_line(error)}"), passing=True
-            )
-        if content is None:
-            return _Fault(Failure(f"got an answer of more than {_LARGEST:,} bytes"))
+            line = self._safe(error_line(error))
+            return Failure(f"got no answer from {self._base}: {line}"), _NO_ANSWER, 0
         status = response.status_code
         if status == 200:
-            found = _reply(content, time.perf_counter() - started)
-            return found if isinstance(found, Reply) else _Fault(found)
-        return _Fault(
-            self._refused(status, content),
-            passing=status in _PASSING,
-            wait=_retry_after(response),
-            hopeless=status in _HOPELESS,
-        )
+            return _reply(content, time.perf_counter() - started), status, 0
+        return self._refused(status, content), status, _seconds(response.headers.get("retry-after", ""))
 
     def _refused(self, status: int, content: bytes) -> Failure:
         text = content.decode("utf-8", "replace")
@@ -168,9 +165,8 @@ class Endpoint:
             text = said["message"] if isinstance(said, dict) else said
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not an error in OpenAI's form: the text itself is shown
-        return Failure(
-            f"got HTTP {status} from {self._base}: {show(self._safe(' '.join(str(text).split())))}"
-        )
+        shown = show(self._safe(" ".join(str(text).split())))
+        return Failure(f"got HTTP {status} from {self._base}: {shown}")
 
     @property
     def _base(self) -> str:
@@ -180,30 +176,28 @@ class Endpoint:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def _error_line(self, error: Exception) -> str:
-        return self._safe(error_line(error))
-
     def _safe(self, text: str) -> str:
         """A text of the server or the client without the key."""
         hidden = text.replace(self.key, f"${self.variable}") if self.key else text
         return one_line(hidden, {})
 
 
-async def _bounded(response: Response) -> bytes | None:
-    """The body; None if it is larger than any answer."""
-    content = b""
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > _LARGEST:
-            return None
-    return content
+def take_key(variable: str) -> str:
+    """The key in a variable of the environment; empty if there is none.
+
+    The variable is removed from this process's environment, so that processes started later do not get it.
+    Later calls return the key from memory.
+    """
+    if found := os.environ.pop(variable, "").strip():
+        _taken_keys[variable] = found
+    return _taken_keys.get(variable, "")
 
 
-def _retry_after(response: Response) -> float:
-    """The seconds that the server asks for, within bounds; 0 if it gives none."""
+def _seconds(retry_after: str) -> float:
+    """The seconds that a server asks for, within bounds; 0 for none, or a date."""
     try:
-        return min(max(0.0, float(response.headers.get("retry-after", 0))), _LONGEST_WAIT)  # NaN: 0
-    except ValueError:  # a date
+        return min(max(0.0, float(retry_after)), _LONGEST_WAIT)  # NaN: 0
+    except ValueError:
         return 0.0
 
 

@@ -6,17 +6,20 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure
-from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
-from runners.judges.endpoint import Endpoint, Reply
+from runners.judges.answer_cache import AnswerCache, question_digest
+from runners.judges.endpoint import Endpoint, Reply, take_key
 from runners.judges.metrics import metric_name
 from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import presentation_order, read_ranking, read_score
+
+if TYPE_CHECKING:
+    from runners.judges.classifier import ClassifierJudge
 
 Verdict = float | Failure
 LogMetric = Callable[[str, float], None]
@@ -76,41 +79,46 @@ class EndpointJudge:
         texts = [completion[0]["content"] for completion in completions]
         verdicts: list[Verdict] = [_SAME] * len(texts)
         questions = self._questions(texts, prompts, columns, group_size)
-        bodies = {question.digest: question.body for question in questions}
-        known = self._known(bodies)
-        missing = [digest for digest in bodies if digest not in known]
-        replies, sent = await self.endpoint.ask([bodies[digest] for digest in missing])
-        found: dict[str, Reply | Failure] = dict(zip(missing, replies, strict=True))
-        usable: dict[str, CachedAnswer] = {}
+        first = {question.digest: question for question in reversed(questions)}
+        answers: dict[str, str] = {} if self.cache is None else self.cache.find(first)
+        missing = [digest for digest in first if digest not in answers]
+        replies, sent = await self.endpoint.ask([first[digest].body for digest in missing])
+        found = dict(zip(missing, replies, strict=True))
+        answers |= {digest: reply.text for digest, reply in found.items() if isinstance(reply, Reply)}
+        usable: dict[str, str] = {}
         for question in questions:
-            reply = found.get(question.digest)
-            answer = known.get(question.digest) or (reply if isinstance(reply, Reply) else None)
-            if answer is None:
-                assert isinstance(reply, Failure)
+            answer, reply = answers.get(question.digest), found.get(question.digest)
+            if isinstance(reply, Failure):
                 ruled: list[Verdict] = [reply] * len(question.rows)
             else:
-                ruled = question.read(answer.text)
-                if isinstance(answer, Reply) and not any(isinstance(each, Failure) for each in ruled):
-                    usable[question.digest] = CachedAnswer(answer.text, answer.tokens_in, answer.tokens_out)
+                ruled = question.read(answers[question.digest])
+                if reply is not None and not any(isinstance(each, Failure) for each in ruled):
+                    usable[question.digest] = reply.text
             for row, verdict in zip(question.rows, ruled, strict=True):
                 verdicts[row] = verdict
             if self.exchanges is not None:
-                said = None if answer is None else answer.text
-                self.exchanges.append(
-                    Exchange(question.rows, tuple(question.body["messages"]), said, tuple(ruled))
-                )
+                messages = tuple(question.body["messages"])
+                self.exchanges.append(Exchange(question.rows, messages, answer, tuple(ruled)))
         if self.cache is not None:
             self.cache.keep(usable)
         asked = sum(len(question.rows) for question in questions)
-        new = {digest: next(q for q in questions if q.digest == digest) for digest in missing}
         self._log(
             log_metric,
             sent=sent,
-            cached=asked - sum(len(question.rows) for question in new.values()),
+            cached=asked - sum(len(first[digest].rows) for digest in missing),
             failed=sum(isinstance(verdict, Failure) for verdict in verdicts),
             replies=[reply for reply in replies if isinstance(reply, Reply)],
         )
         return verdicts
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it takes `group_size`."""
+        return self.settings.kind == "ranking"
+
+    def check(self) -> None:
+        """Raises UserError if it cannot judge: no server, no key."""
+        self.endpoint.check(self.name)
 
     def take_notices(self) -> list[str]:
         """Lines on faults besides the verdicts, each once."""
@@ -126,13 +134,12 @@ class EndpointJudge:
         columns: Mapping[str, Sequence[Any]],
         group_size: int,
     ) -> list[_Question]:
-        ranking = self.settings.kind == "ranking"
-        questions = []
-        for start in range(0, len(texts), group_size if ranking else 1):
-            rows = tuple(range(start, start + (group_size if ranking else 1)))
+        questions, size = [], group_size if self.grouped else 1
+        for start in range(0, len(texts), size):
+            rows = tuple(range(start, start + size))
             group = [texts[row] for row in rows]
             values = {name: entries[start] for name, entries in columns.items()}
-            if ranking:
+            if self.grouped:
                 shown = presentation_order(group, self.settings.criteria)
                 if len(shown) == 1:
                     continue
@@ -155,9 +162,6 @@ class EndpointJudge:
     def _read_score(self, answer: str) -> list[Verdict]:
         return [read_score(answer, self.settings.scale, self.settings.pattern)]
 
-    def _known(self, digests: Mapping[str, Any]) -> dict[str, CachedAnswer]:
-        return {} if self.cache is None else self.cache.find(digests)
-
     def _log(
         self, log_metric: LogMetric, *, sent: int, cached: int, failed: int, replies: Sequence[Reply]
     ) -> None:
@@ -165,17 +169,14 @@ class EndpointJudge:
         if replies:
             seconds = [reply.seconds for reply in replies]
             numbers |= {"latency": math.fsum(seconds) / len(seconds), "slowest": max(seconds)}
-        counts = {
-            "tokens_in": sum(r.tokens_in for r in replies),
-            "tokens_out": sum(r.tokens_out for r in replies),
-        }
-        numbers |= counts
+        tokens_in, tokens_out = (
+            sum(getattr(r, name) for r in replies) for name in ("tokens_in", "tokens_out")
+        )
+        numbers |= {"tokens_in": tokens_in, "tokens_out": tokens_out}
         if self.settings.price_in or self.settings.price_out:
-            cost = (
-                counts["tokens_in"] * self.settings.price_in + counts["tokens_out"] * self.settings.price_out
-            )
-            self.total_cost += cost / 1e6
-            numbers |= {"cost": cost / 1e6, "total_cost": self.total_cost}
+            cost = (tokens_in * self.settings.price_in + tokens_out * self.settings.price_out) / 1e6
+            self.total_cost += cost
+            numbers |= {"cost": cost, "total_cost": self.total_cost}
         for part, value in numbers.items():
             log_metric(metric_name(self.name, part), value)
 
@@ -188,3 +189,21 @@ def _ranks_reader(places: Sequence[int], size: int) -> Callable[[str], list[Verd
         return [ranked if isinstance(ranked, Failure) else ranked[place] for place in places]
 
     return read
+
+
+def build_judge(name: str, settings: JudgeConfig) -> EndpointJudge | ClassifierJudge:
+    """The judge of a table that `load_config` has checked. Nothing is asked or loaded yet."""
+    if settings.kind == "classifier":
+        from runners.judges.classifier import ClassifierJudge
+
+        return ClassifierJudge(name, settings)
+    endpoint = Endpoint(
+        url=settings.url,
+        variable=settings.api_key_env,
+        key=take_key(settings.api_key_env) if settings.api_key_env else "",
+        concurrency=settings.concurrency,
+        timeout=settings.timeout,
+        batch_timeout=settings.batch_timeout,
+        retries=settings.retries,
+    )
+    return EndpointJudge(name, settings, endpoint, AnswerCache() if settings.cache else None)

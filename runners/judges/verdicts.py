@@ -8,8 +8,9 @@ import re
 from collections.abc import Sequence
 
 from runners.errors import Failure, show
+from runners.machine.bounded_process import BoundedFunction
 
-_MOST = 10_000  # characters at the end of an answer that are read: a custom pattern may be quadratic
+_MOST = 10_000  # characters at the end of an answer that are read
 _THOUGHT_END = "</think>"
 _NUMBER = r"(?>[-+]?(?:\d+(?:\.\d*)?|\.\d+))"  # atomic: no second try with fewer digits
 _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
@@ -26,7 +27,9 @@ def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> fl
     """
     text = _without_thoughts(answer)
     if pattern:
-        found = [match[1] for match in re.finditer(pattern, text)]
+        found = _matches(pattern, text)
+        if found is None:
+            return Failure("got an answer on which the judge's pattern takes too long", _end_of(text))
     else:
         alone = _ALONE.fullmatch(text)
         found = [alone[1]] if alone else _SCORE.findall(text)
@@ -40,6 +43,15 @@ def read_score(answer: str, scale: tuple[float, float], pattern: str = "") -> fl
     if not low <= score <= high:  # NaN neither
         return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{score:g}")
     return (score - low) / (high - low)
+
+
+def matches(pattern: str, text: str) -> list[str | None]:
+    """The group of each match."""
+    return [match[1] for match in re.finditer(pattern, text)]
+
+
+# In a process with limits: a pattern with nested repeats may take for ever, and cannot be interrupted.
+_matches = BoundedFunction(f"{__name__}:matches", seconds=2.0, memory=256_000_000)
 
 
 def read_ranking(answer: str, size: int) -> list[float] | Failure:
@@ -68,11 +80,9 @@ def presentation_order(texts: Sequence[str], salt: str) -> list[str]:
     the same when a step is repeated.
     """
     return sorted(
-        dict.fromkeys(texts), key=lambda text: hashlib.sha256(f"{salt}\0{text}".encode(*_ANY)).digest()
+        dict.fromkeys(texts),
+        key=lambda text: hashlib.sha256(f"{salt}\0{text}".encode("utf-8", "surrogatepass")).digest(),
     )
-
-
-_ANY = ("utf-8", "surrogatepass")
 
 
 def _without_thoughts(answer: str) -> str:

@@ -57,11 +57,13 @@ def check_adapters(folder: Path) -> None:
     """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "there is no such folder"
-        raise UserError(f"{folder}: {what}; wanted a folder of adapters as mlx-lm writes them")
+        raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm writes them")
     check_links(folder)
     for name in (ADAPTER_CONFIG, ADAPTERS):
         if not (folder / name).is_file():
-            raise UserError(f"{folder}: {name} is missing; wanted a folder of adapters as mlx-lm writes them")
+            raise UserError(
+                f"{folder}: {name} is missing; expected a folder of adapters as mlx-lm writes them"
+            )
     check_header(folder / ADAPTERS)
     check_adapter_config(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
 
@@ -115,7 +117,7 @@ def _check_tensors(module: nn.Module, settings: dict[str, Any], folder: Path) ->
         )
     for name, leaf in found.items():
         if not mx.issubdtype(leaf.dtype, mx.floating):
-            raise UserError(f"{file}: the tensor {show(name)} is {leaf.dtype}; wanted floating numbers")
+            raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
     check_finite(found, file)
 
 
@@ -141,7 +143,7 @@ def base_of(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise UserError(
             f"{folder}: these are adapters, and their adapter_config.json does not name the base model; "
-            f"wanted the base model as MODEL, and --adapter {folder}"
+            f"expected the base model as MODEL, and --adapter {folder}"
         )
     return base
 

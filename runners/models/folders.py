@@ -53,7 +53,7 @@ def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = F
         folder = _download(path, f'{key} = "{path}"')
     else:
         raise UserError(
-            f'{key} = "{path}": there is no such folder; wanted "embedded", a folder, or a Hub name'
+            f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
         )
     check_folder(folder, custom_loader=custom_loader)
     return folder
@@ -67,7 +67,7 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     required here, because mlx-lm would continue without them, with a wrong end-of-text token.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: this is a file; wanted a model folder with config.json and *.safetensors")
+        raise UserError(f"{folder}: expected a model folder with config.json and *.safetensors, found a file")
     check_links(folder)
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
@@ -76,7 +76,7 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
             f"{folder}: these are adapters, not a model" + (f"; their base model is {base}" if base else "")
         )
     if "config.json" not in names:
-        raise UserError(f"{folder}: config.json is missing; wanted an mlx-lm model folder")
+        raise UserError(f"{folder}: config.json is missing; expected an mlx-lm model folder")
     stated = read_json(folder / "config.json")
     check_config(stated, folder / "config.json", custom_loader=custom_loader)
     end_ids(folder)
@@ -164,8 +164,8 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
                 f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
             )
     elif find_pickle(folder) is None:
-        wanted = " or ".join([*("+".join(files) for files in _TOKENIZER_FILES), PICKLE_NAME])
-        raise UserError(f"{folder}: the tokenizer is missing; wanted {wanted}")
+        expected = " or ".join([*("+".join(files) for files in _TOKENIZER_FILES), PICKLE_NAME])
+        raise UserError(f"{folder}: the tokenizer is missing; expected {expected}")
 
 
 def _has_transformers_tokenizer(names: set[str]) -> bool:

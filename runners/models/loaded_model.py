@@ -104,7 +104,7 @@ def load_model(
     elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
-            'wanted model.tune = "lora" or "dora", or an unquantized model'
+            'expected model.tune = "lora" or "dora", or an unquantized model'
         )
     cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
     trainable, frozen = split_leaves(module)

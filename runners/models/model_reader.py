@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,20 +59,32 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
 
     Raises UserError if it cannot be loaded.
     """
-    if loader is not None:
-        return _by_loader(path, loader)
+    return load_by_mlx_lm(path, trust_remote_code) if loader is None else _by_loader(path, loader)
+
+
+def load_by_mlx_lm(
+    path: Path,
+    trust_remote_code: bool = False,
+    adapt: Callable[[Any], Any] = lambda model: model,
+    **keys: Any,
+) -> tuple[nn.Module, dict]:
+    """As `load_module`: `adapt` may derive another class from mlx-lm's, and `keys` replace config.json's."""
     from mlx_lm import utils
+
+    def classes(config: dict) -> tuple[Any, Any]:
+        model, arguments = _model_classes(config)
+        return adapt(model), arguments
 
     read_config(path)  # checked before mlx-lm reads it
     for file in sorted(path.glob("model*.safetensors")):
         check_header(file)
     try:
-        keys = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
+        stated = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
         return utils.load_model(
             path,
             lazy=True,
-            model_config=keys,
-            get_model_classes=_model_classes,
+            model_config=stated | keys,
+            get_model_classes=classes,
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
@@ -117,12 +129,11 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
     except Exception as error:  # raised by the custom function: shown to the user
         source = getattr(getattr(loader, "__code__", None), "co_filename", None)
         raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
+    kind = type(module).__name__
     if not isinstance(module, nn.Module):
-        raise UserError(f"{path}: {name} returned {type(module).__name__}; wanted an mlx.nn.Module")
+        raise UserError(f"{path}: {name}: expected an mlx.nn.Module, found {kind}")
     if not hasattr(module, "layers"):
-        raise UserError(
-            f"{path}: the {type(module).__name__} of {name} has no `layers`; wanted its blocks there"
-        )
+        raise UserError(f"{path}: the {kind} of {name} has no `layers`; expected its blocks there")
     return module, config
 
 
@@ -191,7 +202,7 @@ def _check_floating(module: nn.Module, path: Path) -> None:
                 mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_
             ):
                 kind = str(leaf.dtype).removeprefix("mlx.core.")
-                raise UserError(f"{path}: the weight {name}.{key} is {kind}; wanted floating point numbers")
+                raise UserError(f"{path}: the weight {name}.{key} is {kind}; expected floating point numbers")
 
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:

@@ -42,14 +42,14 @@ def rope_type(table: Mapping[str, Any]) -> str:
     """The type of a table, by its new name or its old one."""
     kind = table.get("rope_type", table.get("type")) or "default"
     if not isinstance(kind, str):
-        raise UserError(f"rope_parameters: rope_type: found {show(kind)}, wanted a name")
+        raise UserError(f"rope_parameters: rope_type: expected a name, found {show(kind)}")
     return kind
 
 
 def as_table(value: Any, name: str) -> Mapping[str, Any]:
     """The value itself; UserError unless it is a JSON object."""
     if not isinstance(value, Mapping):
-        raise UserError(f"{name}: found {show(value)}, wanted an object")
+        raise UserError(f"{name}: expected an object, found {show(value)}")
     return value
 
 
@@ -60,7 +60,7 @@ def as_number(value: Any, name: str, *, zero: bool = False) -> Any:
         with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
             number = float(value)
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise UserError(f"rope_parameters: {name}: found {show(value)}, wanted a positive number")
+        raise UserError(f"rope_parameters: {name}: expected a positive number, found {show(value)}")
     return value
 
 
@@ -121,7 +121,7 @@ def _check_longrope(scaling: Mapping[str, Any], config: Mapping[str, Any], modul
     """mlx-lm takes the factor on attention from the two lengths, or from long_mscale."""
     for name in ("short_factor", "long_factor"):
         if not isinstance(scaling.get(name), list):
-            raise UserError(f"rope_parameters: {name}: found {show(scaling.get(name))}, wanted a list")
+            raise UserError(f"rope_parameters: {name}: expected a list, found {show(scaling.get(name))}")
     if scaling.get("long_mscale"):
         return
 
@@ -152,5 +152,5 @@ def _check_agreement(scaling: Mapping[str, Any], whole: Mapping[str, Any], built
         if one != other and one != built.get(key, other):
             raise UserError(
                 f"rope_scaling and rope_parameters disagree: {key} is {show(one)} and {show(other)}; "
-                "wanted one of the two tables, or both alike"
+                "expected one of the two tables, or both alike"
             )

@@ -113,7 +113,7 @@ def correctness_reward_func(completions: Completions, answer: Sequence[Any], **_
     """
     if len(answer) != len(completions):
         raise ValueError(
-            f"answer holds {len(answer)} entries for {len(completions)} completions; wanted one for each"
+            f"answer: expected {len(completions)} entries, one a completion, found {len(answer)}"
         )
     return [
         None if gold is None else CORRECT * numbers_equal(extract_answer(text), gold)

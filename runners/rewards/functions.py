@@ -159,7 +159,7 @@ def resolve_reward(
     judge = judge_of(name)
     if judge is not None and judge in (judges or {}):
         built = build_judge(judge, (judges or {})[judge])
-        return Reward(built.name, built.function, weight, built.grouped, built.check)
+        return Reward(name, built, weight, built.grouped, built.check)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, REWARDS[name], weight)

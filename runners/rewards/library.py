@@ -80,8 +80,8 @@ def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int 
     """
     if not 0 <= shortest <= longest or fade < 0:
         raise ValueError(
-            f"shortest = {shortest}, longest = {longest}, fade = {fade}: wanted 0 <= shortest <= longest and "
-            "fade >= 0"
+            f"shortest = {shortest}, longest = {longest}, fade = {fade}: expected 0 <= shortest <= longest "
+            "and fade >= 0"
         )
 
     def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
@@ -100,7 +100,7 @@ def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> RewardFunc
     """
     if not 0 < buffer <= limit or penalty < 0:
         raise ValueError(
-            f"limit = {limit}, buffer = {buffer}, penalty = {penalty}: wanted 0 < buffer <= limit and "
+            f"limit = {limit}, buffer = {buffer}, penalty = {penalty}: expected 0 < buffer <= limit and "
             "penalty >= 0"
         )
 

@@ -84,7 +84,7 @@ def is_own_name(name: str) -> bool:
 
 def _name(function: str, name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"{function} got a {type(name).__name__} as a name, wanted a text")
+        raise TypeError(f"{function}: expected a text as a name, found {type(name).__name__}")
     return str.__str__(name)
 
 

@@ -56,9 +56,9 @@ def test_the_message_exists(message, written):
 
 def test_a_message_that_is_not_written_is_found(written):
     """A word changed, or a part from another message, is no message of the code."""
-    message = "…: config.json is missing; wanted an mlx-lm model folder"
+    message = "…: config.json is missing; expected an mlx-lm model folder"
     assert shown(message, written)
-    assert not shown(message.replace("wanted", "want"), written)
+    assert not shown(message.replace("expected", "want"), written)
     assert not shown("…: config.json is missing; …: expected weights in model", written)
 
 

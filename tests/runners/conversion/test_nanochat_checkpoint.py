@@ -131,11 +131,11 @@ def spoil(tensors, **changes):
         ),
         (
             {"transformer.h.0.attn.c_k.weight": torch.ones(64, 64)},
-            r"c_k\.weight has the shape \(64, 64\), wanted \(32, 64\)",
+            r"c_k\.weight: expected the shape \(32, 64\), found \(64, 64\)",
         ),
         (
             {"lm_head.weight": torch.ones(320, 64)},
-            r"lm_head\.weight has the shape \(320, 64\), wanted \(329, 64\)",
+            r"lm_head\.weight: expected the shape \(329, 64\), found \(320, 64\)",
         ),
     ],
 )
@@ -150,8 +150,8 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"n_layer": "3"}, "model_config.n_layer is '3', wanted a positive integer"),
-        ({"n_head": 3}, "wanted each to be a multiple of the next"),
+        ({"n_layer": "3"}, "model_config.n_layer: expected a positive integer, found '3'"),
+        ({"n_head": 3}, "expected each to be a multiple of the next"),
         (
             {"window_pattern": "SSSL"},
             "model_config has window_pattern, which",

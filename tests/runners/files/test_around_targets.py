@@ -91,7 +91,9 @@ def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
     source = make_model_folder(tmp_path / "models" / "model")
     before = look([tmp_path / "models"])
     result = grpo("convert", source, tmp_path / "models", "--force")
-    assert result.exit_code == 2 and f"the source {source} lies in it; wanted another folder" in result.stderr
+    assert (
+        result.exit_code == 2 and f"the source {source} lies there; expected another folder" in result.stderr
+    )
     assert look([tmp_path / "models"]) == before
 
 

@@ -116,7 +116,7 @@ def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
 def test_a_repository_with_a_part_missing_is_named(hub, home, tmp_path):
     """As a folder would be."""
     done = grpo(hub, home, tmp_path, "generate", "someone/broken", "hi")
-    assert done.returncode == 2 and "the tokenizer is missing; wanted" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "the tokenizer is missing; expected" in done.stderr.splitlines()[-1]
 
 
 NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"

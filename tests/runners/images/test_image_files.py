@@ -59,8 +59,8 @@ def test_bytes_are_images_too(tmp_path, picture):
     [
         ("pics/b.png", "names 'pics/b.png', but there is no file"),
         ("pics", "names 'pics', but there is a folder"),
-        (3, "is int; wanted a path"),
-        (["pics/a.png", 3.5], "is float; wanted a path"),
+        (3, "found int"),
+        (["pics/a.png", 3.5], "found float"),
         ("a\0b", "names"),
         ("x" * 5000, "names"),
     ],
@@ -99,7 +99,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path, picture):
     assert "names" in image_fault("circle.png", inner)
     (tmp_path / "way").symlink_to(tmp_path / "pics")
     assert image_fault("a.png", tmp_path / "way") == ""
-    assert "wanted bytes, or data.image_folder" in image_fault("a.png", None)
+    assert "expected bytes, or data.image_folder" in image_fault("a.png", None)
 
 
 def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
@@ -113,10 +113,10 @@ def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
             image_size(*image_files(name, tmp_path))
     Image.new("1", (12_000, 10_000)).save(tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size < 1 << 16
-    with pytest.raises(UserError, match=r"c\.png: 12,000 × 10,000 pixels; wanted 67,108,864 at most"):
+    with pytest.raises(UserError, match=r"c\.png: expected 67,108,864 pixels at most, found 12,000 × 10,000"):
         image_size(*image_files("c.png", tmp_path))
     monkeypatch.setattr("runners.images.image_files.MAX_IMAGE_BYTES", 100)
-    assert "wanted 100 at most" in image_fault("c.png", tmp_path)
+    assert "expected 100 bytes at most" in image_fault("c.png", tmp_path)
 
 
 def test_pictures_stand_upright(tmp_path):
@@ -166,7 +166,7 @@ def test_a_model_without_a_vision_part_is_refused(tmp_path):
 def test_other_models_that_see_are_refused(tmp_path, kind):
     """With those that train with images, and what else can be done."""
     config = {"model_type": kind, "vision_config": {"depth": 2}}
-    with pytest.raises(UserError, match=f'want a model of .*, found model_type "{kind}"') as caught:
+    with pytest.raises(UserError, match=f'expected a model of .*, found model_type "{kind}"') as caught:
         check_family(config, tmp_path)
     assert "qwen2_vl and qwen2_5_vl" in str(caught.value) and 'data.image = ""' in str(caught.value)
 
@@ -204,7 +204,7 @@ def test_several_ranks_are_refused(tmp_path):
     """Before anything is read."""
 
     class Two:
-        alone, count = False, 2
+        is_alone, count = False, 2
 
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")

@@ -109,7 +109,7 @@ def test_adapters_that_cannot_be_used_are_told(llama, adapter, tmp_path):
         load_inference(str(wide), CPU, adapter=str(adapter))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "model": None}))
-    with pytest.raises(UserError, match=r"does not name the base model; wanted .* --adapter"):
+    with pytest.raises(UserError, match=r"does not name the base model; expected .* --adapter"):
         load_inference(str(adapter), CPU)
     (adapter / "adapters.safetensors").unlink()
     with pytest.raises(UserError, match=r"adapters\.safetensors is missing"):

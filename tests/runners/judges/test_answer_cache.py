@@ -2,34 +2,32 @@
 
 import threading
 
-from runners.judges import answer_cache
-from runners.judges.answer_cache import AnswerCache, CachedAnswer, question_digest
+from runners.judges.answer_cache import AnswerCache, question_digest
 
 
 def test_answers_come_back(tmp_path):
     """Also to another process's cache, which another object stands for; more than one query's worth."""
     file = tmp_path / "deep" / "judges.sqlite"
-    answers = {f"d{i}": CachedAnswer(f"SCORE: {i}", i, 1) for i in range(1200)}
+    answers = {f"d{i}": f"SCORE: {i}" for i in range(1200)}
     assert AnswerCache(file).find(["d1"]) == {}
     AnswerCache(file).keep(answers)
     assert AnswerCache(file).find([*answers, "other"]) == answers
-    AnswerCache(file).keep({"d1": CachedAnswer("new")})
-    assert AnswerCache(file).find(["d1"]) == {"d1": CachedAnswer("new")}
+    AnswerCache(file).keep({"d1": "new"})
+    assert AnswerCache(file).find(["d1"]) == {"d1": "new"}
 
 
-def test_the_oldest_go_first(tmp_path, monkeypatch):
+def test_the_oldest_go_first(tmp_path):
     """The number is bounded."""
-    monkeypatch.setattr(answer_cache, "MOST_JUDGE_ANSWERS", 3)
-    cache = AnswerCache(tmp_path / "judges.sqlite")
+    cache = AnswerCache(tmp_path / "judges.sqlite", most=3)
     for i in range(6):
-        cache.keep({f"d{i}": CachedAnswer(str(i))})
+        cache.keep({f"d{i}": str(i)})
     assert list(cache.find(f"d{i}" for i in range(6))) == ["d3", "d4", "d5"]
 
 
 def test_threads_share_the_file(tmp_path):
     """Several writers at a time lose nothing."""
     cache = AnswerCache(tmp_path / "judges.sqlite")
-    threads = [threading.Thread(target=cache.keep, args=({f"d{i}": CachedAnswer(str(i))},)) for i in range(8)]
+    threads = [threading.Thread(target=cache.keep, args=({f"d{i}": str(i)},)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -43,7 +41,7 @@ def test_a_damaged_file_is_told_once(tmp_path):
     file.write_bytes(b"no database" * 100)
     cache = AnswerCache(file)
     assert cache.find(["d"]) == {}
-    cache.keep({"d": CachedAnswer("x")})
+    cache.keep({"d": "x"})
     assert cache.find(["d"]) == {}
     (notice,) = cache.notices
     assert "judges' answers are not saved" in notice and str(file) in notice

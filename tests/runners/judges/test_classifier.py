@@ -88,21 +88,21 @@ def test_folders_that_are_no_classifier(tmp_path):
 
     def refused(folder, **settings):
         with pytest.raises(UserError) as caught:
-            ClassifierJudge("rm", JudgeConfig(kind="classifier", path=str(folder), **settings)).load()
+            ClassifierJudge("rm", JudgeConfig(kind="classifier", path=str(folder), **settings)).check()
         return str(caught.value)
 
     make_model_folder(tmp_path / "lm")
     assert "found no score.weight" in refused(tmp_path / "lm")
     make_classifier(tmp_path / "three", labels=3)
-    assert "judge.rm.label: missing, want one of bad, fair, good" in refused(tmp_path / "three")
+    assert "judge.rm.label: expected one of bad, fair, good, found none" in refused(tmp_path / "three")
     assert "did you mean good?" in refused(tmp_path / "three", label="goood")
     make_classifier(tmp_path / "one")
-    assert "gives one score, want no label" in refused(tmp_path / "one", label="good")
+    assert "expected no label, as the model gives one score" in refused(tmp_path / "one", label="good")
     file = tmp_path / "one" / "model.safetensors"
     weights = dict(mx.load(str(file)))
     mx.save_safetensors(str(file), {**weights, "score.weight": mx.zeros((1, 16))})
-    assert "has the shape [1, 16], want [labels, 32]" in refused(tmp_path / "one")
+    assert "expected the shape [labels, 32], found [1, 16]" in refused(tmp_path / "one")
     lost = next(name for name in weights if "layers" in name)
     mx.save_safetensors(str(file), {name: leaf for name, leaf in weights.items() if name != lost})
-    assert f"lacks {lost}" in refused(tmp_path / "one")
+    assert lost in refused(tmp_path / "one")
     assert "there is no such folder" in refused("./nowhere")

@@ -10,7 +10,7 @@ import pytest
 
 from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
-from runners.judges import keys
+from runners.judges import endpoint
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
 from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.services.judge_servers import answering, completion, free_port
@@ -23,7 +23,7 @@ SECRET = "sk-planted-7Hq2"
 def _cache(tmp_path, monkeypatch):
     """An own cache for each test, and no key left of another one."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(keys, "_TAKEN", {})
+    monkeypatch.setattr(endpoint, "_taken_keys", {})
 
 
 def judge(url, on_error="skip", **settings):
@@ -265,12 +265,12 @@ def test_a_judge_that_is_not_there_is_told_before_a_run(monkeypatch):
     ):
         check(f"http://127.0.0.1:{free_port()}/v1")
     with answering(lambda *_: "5", models=401) as (url, _):
-        with pytest.raises(UserError, match=r"HTTP 401: it wants a key \(api_key_env\)"):
+        with pytest.raises(UserError, match=r"HTTP 401: it expects a key \(api_key_env\)"):
             check(url)
         monkeypatch.setenv("MY_JUDGE", SECRET)
         with pytest.raises(UserError, match=r"the key in \$MY_JUDGE is refused"):
             check(url, api_key_env="MY_JUDGE")
-        with pytest.raises(UserError, match=r"the environment has nothing in OTHER_JUDGE"):
+        with pytest.raises(UserError, match=r"environment variable OTHER_JUDGE is not set"):
             check(url, api_key_env="OTHER_JUDGE")
     with answering(lambda *_: "5", models=404) as (url, _):
         check(url)

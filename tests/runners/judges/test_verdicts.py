@@ -59,6 +59,13 @@ def test_a_pattern_of_ones_own():
     assert isinstance(read_score("<mark>nan</mark>", SCALE, "<mark>(.*?)</mark>"), Failure)
 
 
+def test_a_pattern_that_backtracks_costs_one_verdict():
+    """It is ended; the next answer is read."""
+    failure = read_score("a" * 40, SCALE, "((?:a+)+)b")
+    assert isinstance(failure, Failure) and "takes too long" in failure.reason
+    assert read_score("5b", SCALE, "((?:\\d+)+)b") == 0.5
+
+
 @pytest.mark.parametrize(
     ("answer", "rewards"),
     [

@@ -137,7 +137,7 @@ def test_adapter_keys_choose_the_layers(llama):
     [
         ("config.json", "config.json is missing"),
         ("model.safetensors", "expected weights in model"),
-        ("tokenizer.json", "the tokenizer is missing; wanted tokenizer.json or"),
+        ("tokenizer.json", "the tokenizer is missing; expected tokenizer.json or"),
         ("tokenizer_config.json", "tokenizer_config.json is missing"),
     ],
 )
@@ -292,9 +292,9 @@ def test_own_code_runs_only_when_trusted(folder):
 
 def test_names_that_lead_nowhere(folder, tmp_path, monkeypatch):
     """A missing folder, a file, adapters without a model, and a Hub name without a network are told apart."""
-    with pytest.raises(UserError, match="there is no such folder; wanted"):
+    with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")
-    with pytest.raises(UserError, match="this is a file"):
+    with pytest.raises(UserError, match="found a file"):
         resolve_model(str(folder / "config.json"))
     adapters = tmp_path / "adapters"
     adapters.mkdir()

@@ -117,7 +117,7 @@ def test_the_forecast_says_what_it_does_not_know(folder):
         ),
         (
             "def load(folder, config):\n    return {}",
-            "model.loader load returned dict; wanted an mlx.nn.Module",
+            "model.loader load: expected an mlx.nn.Module, found dict",
         ),
         (
             "import mlx.nn as nn\ndef load(folder, config):\n    return nn.Linear(2, 2)",

@@ -214,7 +214,7 @@ def test_yarns_factor_on_attention(changes, mscale):
             "attention_factor = 2.0 with a factor of 1",
         ),
         (config("llama", {**LONG, "attention_factor": 3.0}), "does not compute a factor of 3 on attention"),
-        (config("llama", {**LONG, "long_factor": 4.0}), "long_factor: found 4.0, wanted a list"),
+        (config("llama", {**LONG, "long_factor": 4.0}), "long_factor: expected a list, found 4.0"),
         (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
         (
             config("gemma3_text", {"sliding_attention": YARN}),
@@ -225,11 +225,14 @@ def test_yarns_factor_on_attention(changes, mscale):
             config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
             "has full_attention in every n-th layer alone",
         ),
-        (config("llama", [1.0]), r"rope_parameters: found \[1.0\], wanted an object"),
-        (config("llama", {"rope_theta": "10000"}), 'rope_theta: found "10000", wanted a positive number'),
-        (config("llama", {"rope_theta": True}), "rope_theta: found true, wanted a positive number"),
-        (config("llama", {"rope_theta": 10**400}), "rope_theta: found an integer of 1329 bits"),
-        (config("llama", {"rope_type": ["linear"]}), "rope_type: found"),
+        (config("llama", [1.0]), r"rope_parameters: expected an object, found \[1.0\]"),
+        (config("llama", {"rope_theta": "10000"}), 'rope_theta: expected a positive number, found "10000"'),
+        (config("llama", {"rope_theta": True}), "rope_theta: expected a positive number, found true"),
+        (
+            config("llama", {"rope_theta": 10**400}),
+            "rope_theta: expected a positive number, found an integer of 1329 bits",
+        ),
+        (config("llama", {"rope_type": ["linear"]}), "rope_type: expected a name, found"),
         (config("llama", {"rope_type": "linear"}), 'rope_type = "linear" without factor'),
         (
             config("llama", YARN, rope_scaling={"rope_type": "yarn", "factor": 8.0}),

@@ -121,7 +121,7 @@ def test_lengths():
     assert length_reward(2, 4, 2.0)(texts, completion_ids=ids) == [0, 0, 2, 2, 0, 0, 0, 0]
     assert length_reward(2, 4, fade=4)(texts, completion_ids=ids) == [0.5, 0.75, 1, 1, 0.75, 0.5, 0, 0]
     for numbers in ((3, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="wanted 0 <= shortest"):
+        with pytest.raises(ValueError, match="expected 0 <= shortest"):
             length_reward(*numbers)
 
 
@@ -137,7 +137,7 @@ def test_overlong_is_dapo_s_and_the_loss_s():
     theirs = g.overlong_penalty(mx.array(lengths[:-1]), 10, 4, 2.0)
     assert theirs.tolist() == found[:-1]
     for numbers in ((10, 0), (10, 11), (10, 4, -1.0)):
-        with pytest.raises(ValueError, match="wanted 0 < buffer"):
+        with pytest.raises(ValueError, match="expected 0 < buffer"):
             overlong_reward(*numbers)
 
 

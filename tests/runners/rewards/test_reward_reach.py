@@ -201,9 +201,9 @@ def test_what_is_logged_is_plain():
     assert log.extras == {"x": [1.5, "a", True, 3]}
     assert [type(value) for value in log.extras["x"]] == [float, str, bool, int]
     for name in (3, None, Silent()):
-        with pytest.raises(TypeError, match="as a name, wanted a text"):
+        with pytest.raises(TypeError, match="expected a text as a name"):
             log.log_extra(name, [1, 2, 3, 4])
-        with pytest.raises(TypeError, match="as a name, wanted a text"):
+        with pytest.raises(TypeError, match="expected a text as a name"):
             log.log_metric(name, 1.0)
 
 

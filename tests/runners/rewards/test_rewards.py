@@ -195,7 +195,7 @@ def test_correctness_reads_the_last_answer() -> None:
 
 def test_correctness_refuses_another_length() -> None:
     """A gold column of another length is an error that names both lengths, never a silent cut."""
-    with pytest.raises(ValueError, match="1 entries for 2 completions"):
+    with pytest.raises(ValueError, match="expected 2 entries, one a completion, found 1"):
         correctness_reward_func(completions("a", "b"), answer=["1"])
 
 

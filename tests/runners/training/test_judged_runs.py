@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.errors import RewardError, UserError
-from runners.judges import keys
+from runners.judges import endpoint
 from runners.quickstart import MODEL_DIR
 from runners.training.train import run_training
 from tests.support.resuming import lines_of
@@ -25,7 +25,7 @@ def _own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    monkeypatch.setattr(keys, "_TAKEN", {})
+    monkeypatch.setattr(endpoint, "_taken_keys", {})
 
 
 def write_config(url, functions=("judge.solver", "correctness_reward_func"), reward=None, **judge):
