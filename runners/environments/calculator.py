@@ -15,13 +15,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 import grpo_fn as g
-from runners.environments.episodes import Episode
+from runners.environments.episodes import Episode, finished_episodes
 from runners.environments.tools import CALCULATOR
 from runners.errors import UserError
-from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
+from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.tokenization.text import encode
 
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
@@ -140,19 +138,9 @@ class CalculatorSession:
 
     def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """A completion is one assistant's message, as nanochat's rewards see it."""
-        sampled_rows = []
-        for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
-            sampled_rows.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
-            content = self._nudge + self._text(tokens)
-            self.episodes[row].messages.append({"role": "assistant", "content": content})
-        return FinishedEpisodes(
-            tuple(tuple(episode.messages) for episode in self.episodes),
-            (None,) * len(self.episodes),
-            {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
-            ("",) * len(self.episodes),
-            tuple(sampled_rows),
-            (0.0,) * len(self.episodes),
-        )
+        for episode, tokens in zip(self.episodes, rollout.completions(), strict=True):
+            episode.messages.append({"role": "assistant", "content": self._nudge + self._text(tokens)})
+        return finished_episodes(self.episodes, rollout)
 
 
 def mark_ids(tokenizer: Any) -> tuple[int, int, int, int]:

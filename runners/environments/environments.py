@@ -14,20 +14,13 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
-from grpo_fn.trees import on_host
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example, render
-from runners.engines.engine import (
-    Requests,
-    Restart,
-    Samples,
-    ShouldStop,
-    interruptible,
-    never,
-)
+from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
 from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.episodes import Episode, Limits, Session
+from runners.environments.episodes import Episode, Session
+from runners.environments.regrouping import regrouped
 from runners.environments.tool_calls import CallReader
 from runners.environments.tools import CALCULATOR, Tool, loading
 from runners.errors import UserError, error_line
@@ -172,17 +165,8 @@ class Environments:
             prompts = [example.tokens for example in rows]
             return Begun(session, prompts, frozenset({mark_ids(self.tokenizer)[1]}))
         episodes, prompts = self._begun(rows, should_stop)
-        limits = Limits(
-            self.config.max_turns,
-            self.config.max_tool_calls,
-            self.config.max_observation_tokens,
-            self.config.timeout,
-            self.config.on_error == "no_reward",
-        )
-        reader = CallReader.of(self.tokenizer, self.schemas)
-        session = Session(
-            episodes, reader, self.chat, self.calls, self.tools, limits, self.nudge, should_stop
-        )
+        reader, parts = CallReader.of(self.tokenizer, self.schemas), (self.calls, self.tools, self.config)
+        session = Session(episodes, reader, self.chat, *parts, self.nudge, should_stop)
         return Begun(session, prompts)
 
     def release(self, begun: Begun) -> None:
@@ -316,61 +300,6 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
             "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
         )
     return (*rewards, *own)
-
-
-def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
-    """A rollout of P·G prompts, one completion each, as P groups. A group's prompt is the shared start of its
-    prompts.
-
-    The rest of a prompt is put in front of its completion, as given tokens.
-    """
-    size = num_generations
-    prompts, heads = [], []
-    for start in range(0, len(rollout.prompts), size):
-        group = rollout.prompts[start : start + size]
-        shared = _shared_length(group)
-        prompts.append(group[0][:shared])
-        heads += [list(prompt[shared:]) for prompt in group]
-    tokens, sampled = rollout.completions(), rollout.sampled()
-    lengths = [len(head) + len(row) for head, row in zip(heads, tokens, strict=True)]
-    width = max(1, *lengths)
-
-    def padded(
-        parts: Sequence[Sequence[float]], dtype: mx.Dtype, fill: Sequence[Sequence[float]]
-    ) -> mx.array:
-        rows = [[*head, *part] for head, part in zip(fill, parts, strict=True)]
-        return mx.array([[*row, *[0] * (width - len(row))] for row in rows], dtype)
-
-    zeros = [[0.0] * len(head) for head in heads]
-    logp = [row[: len(part)] for row, part in zip(on_host(rollout.logp_bt), tokens, strict=True)]
-    entropy = None
-    if rollout.entropy_bt is not None:
-        found = [row[: len(part)] for row, part in zip(on_host(rollout.entropy_bt), tokens, strict=True)]
-        entropy = padded(found, mx.float32, zeros)
-    return attrs.evolve(
-        rollout,
-        prompts=tuple(prompts),
-        num_generations=size,
-        tokens_bt=padded(tokens, mx.int32, heads),
-        lengths_b=mx.array(lengths, mx.int32),
-        logp_bt=padded(logp, mx.float32, zeros),
-        entropy_bt=entropy,
-        sampled_bt=padded(sampled, mx.bool_, zeros),
-    )
-
-
-def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all prompts share at their start."""
-    shortest = min(map(len, prompts))
-    same = (len({prompt[n] for prompt in prompts}) == 1 for n in range(shortest))
-    count = 0
-    for equal in same:
-        if not equal:
-            break
-        count += 1
-    if count == 0:
-        raise UserError("the prompts of a group have no first token in common: a template begins with one")
-    return count
 
 
 def _check_follows(environments: Environments) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
-import numpy as np
 
 import grpo_fn as g
+from runners.config.sections import EnvConfig
 from runners.data.prompts import Example, Message
 from runners.engines.engine import ShouldStop, interruptible, never
 from runners.environments.chat_turns import ChatTurns
@@ -33,15 +33,17 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
-@attrs.frozen
-class Limits:
-    """The bounds of [env]."""
-
-    max_turns: int = 8
-    max_tool_calls: int = 0
-    max_observation_tokens: int = 512
-    timeout: float = 30.0
-    no_reward_on_error: bool = False
+def finished_episodes(episodes: Sequence[Episode], rollout: g.Rollout) -> FinishedEpisodes:
+    """The data for rewards and the log."""
+    rows = zip(rollout.completions(), rollout.sampled(), strict=True)
+    return FinishedEpisodes(
+        tuple(tuple(episode.messages) for episode in episodes),
+        tuple(episode.environment for episode in episodes),
+        tuple(episode.counts for episode in episodes),
+        tuple(episode.fault for episode in episodes),
+        tuple(tuple(t for t, mine in zip(tokens, sampled, strict=True) if mine) for tokens, sampled in rows),
+        tuple(episode.seconds for episode in episodes),
+    )
 
 
 class Session:
@@ -54,7 +56,7 @@ class Session:
         chat: ChatTurns,
         calls: Calls,
         tools: Sequence[Tool],
-        limits: Limits,
+        limits: EnvConfig,
         nudge: str = "",
         should_stop: ShouldStop = never,
     ) -> None:
@@ -70,7 +72,7 @@ class Session:
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: a turn without a call, or one too many, ends the conversation."""
         episode, limits = self.episodes[row], self._limits
-        calls = self._hear(episode, tokens)
+        calls = self._read(episode, tokens)
         if not calls or episode.fault or episode.counts["turns"] >= limits.max_turns:
             return False
         used = episode.counts["calls"]
@@ -104,24 +106,16 @@ class Session:
 
     def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """The data for rewards and the log, after the rollout."""
-        sampled_rows = []
-        for row, (tokens, sampled) in enumerate(zip(rollout.completions(), rollout.sampled(), strict=True)):
-            sampled_rows.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
-            episode, begins = self.episodes[row], _turn_starts(sampled)
+        rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
+        for episode, tokens, sampled in rows:
+            begins = [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
-                self._hear(episode, tokens[begins[-1] :])
+                self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
-        return FinishedEpisodes(
-            tuple(tuple(episode.messages) for episode in self.episodes),
-            tuple(episode.environment for episode in self.episodes),
-            {name: np.array([e.counts[name] for e in self.episodes], np.int64) for name in COUNTS},
-            tuple(episode.fault for episode in self.episodes),
-            tuple(sampled_rows),
-            tuple(episode.seconds for episode in self.episodes),
-        )
+        return finished_episodes(self.episodes, rollout)
 
-    def _hear(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
+    def _read(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
         written = self._reader.read(self._chat.text(tokens))
         message = written.message()
         if not episode.messages:
@@ -151,13 +145,8 @@ class Session:
             shown, shortened = self._chat.cut(text, self._limits.max_observation_tokens)
             episode.counts["cut"] += cut or shortened
             observations.append({"role": "tool", "name": name, "content": shown})
-            if failed and self._limits.no_reward_on_error:
+            if failed and self._limits.on_error == "no_reward":
                 episode.fault = f"{name}: {text}"
                 return None
         episode.messages += observations
         return self._chat.follow(tokens, observations)
-
-
-def _turn_starts(sampled: Sequence[bool]) -> list[int]:
-    """The start of each run of sampled tokens."""
-    return [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -10,13 +11,8 @@ import numpy as np
 
 from runners.data.prompts import Message
 
-COUNTS = (
-    "turns",
-    "calls",
-    "failures",
-    "timeouts",
-    "cut",
-)  # of a conversation; "cut" counts shortened results
+COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
+"""What is counted of a conversation; "cut" are shortened results."""
 
 
 @attrs.frozen(eq=False)
@@ -25,33 +21,30 @@ class FinishedEpisodes:
 
     messages: tuple[tuple[Message, ...], ...]  # after the prompt, in TRL's form for rewards
     environments: tuple[Any, ...]
-    counts: Mapping[str, np.ndarray]  # int64 [B], by the names of `COUNTS`
+    counted: tuple[Mapping[str, int], ...]  # by the names of `COUNTS`
     faults: tuple[str, ...]  # why a row has no reward; empty: it has one
     sampled: tuple[tuple[int, ...], ...]  # each row's sampled tokens
     seconds: tuple[float, ...]  # of its calls
 
+    @property
+    def counts(self) -> dict[str, np.ndarray]:
+        """Each count of all rows, int64 [B]."""
+        return {name: np.array([row[name] for row in self.counted], np.int64) for name in COUNTS}
+
     def rows(self, index: Sequence[int]) -> FinishedEpisodes:
         """The data of only these rows."""
-        return FinishedEpisodes(
-            tuple(self.messages[i] for i in index),
-            tuple(self.environments[i] for i in index),
-            {name: values[list(index)] for name, values in self.counts.items()},
-            tuple(self.faults[i] for i in index),
-            tuple(self.sampled[i] for i in index),
-            tuple(self.seconds[i] for i in index),
-        )
+        return FinishedEpisodes(*(tuple(column[i] for i in index) for column in self._columns))
 
     @classmethod
     def concatenated(cls, parts: Sequence[FinishedEpisodes]) -> FinishedEpisodes:
         """One after another."""
         return cls(
-            tuple(each for part in parts for each in part.messages),
-            tuple(each for part in parts for each in part.environments),
-            {name: np.concatenate([part.counts[name] for part in parts]) for name in COUNTS},
-            tuple(each for part in parts for each in part.faults),
-            tuple(each for part in parts for each in part.sampled),
-            tuple(each for part in parts for each in part.seconds),
+            *(tuple(chain(*columns)) for columns in zip(*(part._columns for part in parts), strict=True))
         )
+
+    @property
+    def _columns(self) -> tuple[tuple[Any, ...], ...]:
+        return attrs.astuple(self, recurse=False)
 
     @property
     def problems(self) -> list[str]:

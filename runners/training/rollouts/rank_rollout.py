@@ -133,7 +133,7 @@ def _packed_played(played: FinishedEpisodes) -> dict[str, Any]:
     """Conversations without their environments, which stay on their rank: only its rewards need them."""
     return {
         "messages": played.messages,
-        "counts": {name: values.tolist() for name, values in played.counts.items()},
+        "counted": list(map(dict, played.counted)),
         "faults": played.faults,
         "sampled": [list(map(int, tokens)) for tokens in played.sampled],
         "seconds": played.seconds,
@@ -144,7 +144,7 @@ def _unpacked_played(value: dict[str, Any]) -> FinishedEpisodes:
     return FinishedEpisodes(
         messages=tuple(map(tuple, value["messages"])),
         environments=(None,) * len(value["messages"]),
-        counts={name: np.array(values, np.int64) for name, values in value["counts"].items()},
+        counted=tuple(value["counted"]),
         faults=tuple(value["faults"]),
         sampled=tuple(map(tuple, value["sampled"])),
         seconds=tuple(value["seconds"]),
