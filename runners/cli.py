@@ -201,6 +201,7 @@ def _start(
 
     if place and not dry_run:
         share_cores(place, os.environ)
+        startup.separate_programs(place.rank, os.environ)
         found: Config | UserError
         try:
             found = load_config(name, overrides)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -75,6 +78,21 @@ def _shorten_buffers() -> None:
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():
             os.environ.setdefault(name, value)
+
+
+def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
+    """Gives ranks after the first a folder of their own for what MLX compiles for a CPU, kept between runs.
+
+    MLX writes programs in place: a rank that starts beside another could load a half-written one. Python's
+    own temporary files stay where they were. Has to be called before MLX compiles.
+    """
+    if rank == 0:
+        return
+    folder = Path(tempfile.gettempdir()) / f"grpo-ranks-{os.getuid()}"
+    for each in (folder, folder / str(rank)):
+        each.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid == os.getuid():  # not what another user has put there
+        environ["TMPDIR"] = str(folder / str(rank))
 
 
 def prepare(memory_limit_gb: float = 0.0) -> Platform:

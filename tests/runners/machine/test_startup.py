@@ -12,6 +12,8 @@ import pytest
 from grpo_fn.backends.cpu import blas
 from runners.machine import install_hints, startup
 from runners.machine.memory_readings import read_memory
+from tests.support.processes.waiting import HANGS
+from tests.support.ranks.launching import launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
@@ -31,6 +33,27 @@ def test_importing_platform_imports_no_mlx():
     code = "import runners.machine.startup, sys; print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
     result = in_new_process(code)
     assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_ranks_that_start_together_compile_into_folders_of_their_own(tmp_path):
+    """Where the temporary folder is empty, one cannot load what another is writing."""
+    command = [sys.executable, "-c", "from grpo_entry import run_command as c; c()", "missing.toml"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(launcher(2, command), env=environ, stdin=subprocess.PIPE) as process:
+        process.wait(HANGS)
+    assert [folder.name for folder in (tmp_path / f"grpo-ranks-{os.getuid()}").iterdir()] == ["1"]
+
+
+@pytest.mark.skipif(not ON_LINUX_CPU, reason="MLX for a CPU")
+def test_a_rank_compiles_in_its_own_folder_and_leaves_temporary_files_where_they_were(tmp_path):
+    code = (
+        "import os, tempfile\nfrom runners.machine.startup import separate_programs\n"
+        "separate_programs(2, os.environ)\nimport mlx.core as mx\n"
+        "mx.eval(mx.compile(lambda x: mx.exp(x) + x)(mx.ones(3)))\nprint(tempfile.mkdtemp())"
+    )
+    made = in_new_process(code, TMPDIR=str(tmp_path)).stdout.strip()
+    assert Path(made).parent == tmp_path
+    assert {file.relative_to(tmp_path).parts[2] for file in tmp_path.rglob("*.so")} == {"mlx"}
 
 
 @pytest.mark.parametrize("cuda", [False, True])
