@@ -39,7 +39,7 @@ _SHOWN = 80  # characters of a found value that fit into a one-line message
 class UserError(Exception):
     """Something outside the program has to change: bad data, a bad model folder, a bad reward, a full disk.
 
-    The message is one line that names the thing, what was found and what is wanted.
+    The message is one line that names the thing, what was found and what is expected.
     """
 
     exit_code = 2
@@ -91,7 +91,7 @@ def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:
     """A count from a checkpoint's facts; `default` if it is missing. Raises UserError for any other value."""
     found = facts.get(name, default)
     if type(found) is not int or found < 0:
-        raise UserError(f"trainer_state.json: {name}: found {show(found)}, wanted a number of at least 0")
+        raise UserError(f"trainer_state.json: {name}: found {show(found)}, expected a number of at least 0")
     return found
 
 

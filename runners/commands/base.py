@@ -74,14 +74,10 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             drop_output(sys.stdout)
             # A pipe's reader may stop reading: then nothing is shown.
             _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
-        except ConfigError as error:
-            if getattr(error, "reported", False):
-                sys.exit(error.exit_code)
-            _end(error.problems, error.exit_code)
         except UserError as error:
             if getattr(error, "reported", False):
                 sys.exit(error.exit_code)
-            _end([str(error)], error.exit_code)
+            _end(error.problems if isinstance(error, ConfigError) else [str(error)], error.exit_code)
         except (OSError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 more = "`grpo plan CONFIG` shows what needs memory in a run"

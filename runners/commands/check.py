@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET
+from runners.commands.options import SET, read_config
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
@@ -47,11 +47,7 @@ weights are loaded, except a judge's.
 @ends_with_a_line
 def check_command(config: str, overrides: Sequence[str], form: str, problems: int) -> None:
     """Look at prompts and rewards before training."""
-    from runners.config.loading import load_config
-
-    loaded = load_config(config, overrides)
-    for notice in loaded.notices:
-        echo(notice, err=True)
+    loaded = read_config(config, overrides)
     from runners.machine import startup
 
     startup.prepare()

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
-from runners.machine.terminal import echo
+from runners.commands.options import DTYPE, QUANTIZE, echo_weights, options, quantization_of
 
 _EXAMPLES = """\
 \b
@@ -40,7 +39,6 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
 
     startup.prepare()
     from runners.conversion.convert import convert
-    from runners.errors import gigabytes
 
     convert(
         source,
@@ -53,5 +51,4 @@ def convert_command(source: str, target: Path, **values: Any) -> None:
         text_only=values["text_only"],
         trust_remote_code=values["trust_remote_code"],
     )
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    echo(f"{target}: {gigabytes(size)} of weights")
+    echo_weights(target)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, TOOLS, options
+from runners.commands.options import SET, TOOLS, echo_all, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -76,7 +76,7 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     defaults.
     """
     if len(models) > 2:
-        raise UserError(f"found {len(models)} models, wanted one or two")
+        raise UserError(f"found {len(models)} models, expected one or two")
     if len(set(models)) < len(models):
         raise UserError(f"{models[0]} is named twice")
     ks = _ks(values["ks"])
@@ -90,8 +90,7 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     from runners.machine import startup
 
     machine = startup.prepare(config.system.memory_limit_gb)
-    for notice in (*config.notices, *machine.notices):
-        echo(notice, err=True)
+    echo_all((*config.notices, *machine.notices))
     if not known:
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
@@ -112,7 +111,7 @@ def _ks(text: str) -> tuple[int, ...]:
     except ValueError:
         ks = [0]
     if ks and ks[0] < 1:
-        raise UserError(f"--k {text}: wanted whole numbers from 1 on, such as 1,8")
+        raise UserError(f"--k {text}: expected whole numbers from 1 on, such as 1,8")
     return tuple(ks)
 
 
@@ -205,8 +204,7 @@ def _measure_all(
             images=bool(config.data.image),
             image_max_pixels=config.data.image_max_pixels,
         )
-        for notice in loaded.notices:
-            echo(notice, err=True)
+        echo_all(loaded.notices)
         environments = build_environments(
             config.env,
             config.data,
@@ -221,8 +219,7 @@ def _measure_all(
         every = all_rewards(rewards, environments)
         tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
-        for line in rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length):
-            echo(line, err=True)
+        echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
         if wanted is not None:
             chosen = {index: example for index, example in chosen.items() if index in wanted}
             if not chosen:
@@ -249,8 +246,7 @@ def _measure_all(
         measured.append(result)
         if environments is not None:
             echo(f"{name}: the conversations took {result.seconds:.1f} s", err=True)
-        for problem in result.problems:
-            echo(problem, err=True)
+        echo_all(result.problems)
         del loaded
     return measured
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import DTYPE, QUANTIZE, options, quantization_of
+from runners.commands.options import DTYPE, QUANTIZE, echo_weights, options, quantization_of
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -46,7 +46,6 @@ def export_command(
 
     startup.prepare()
     from runners.conversion.export import check_repo, export, upload
-    from runners.errors import gigabytes
 
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work
@@ -60,7 +59,6 @@ def export_command(
         trust_remote_code=values["trust_remote_code"],
         note=partial(echo, err=True),
     )
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    echo(f"{out}: {gigabytes(size)} of weights")
+    echo_weights(out)
     if upload_repo:
         echo(f"uploaded: {upload(out, upload_repo, private=private)}")

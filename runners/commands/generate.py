@@ -94,7 +94,7 @@ def generate_command(
     option says otherwise.
     """
     if (prompt is None) == (not prompts):
-        raise UserError("wanted either PROMPT or --prompts FILE")
+        raise UserError("expected either PROMPT or --prompts FILE")
     if images and (prompts or num > 1 or out or values["tools"] or values["factory"]):
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out, --tools and --env out")
     text = ""
@@ -124,37 +124,37 @@ def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return list(messages) if own else [{"role": "system", "content": system}, *messages]
 
 
-def _one(conversation: Conversation, text: str, images: Sequence[str], *, raw: bool) -> None:
-    """Stream a reply, and its turns if there are tools; Ctrl-C ends it."""
-    from runners.images.image_files import named_image
+@contextmanager
+def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
+    """For sampling that Ctrl-C ends: whether it is to stop, and what counts its tokens. Shows the speed."""
     from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
     speed.start()
-    shown = [named_image(name) for name in images]
     with Interrupts() as interrupts:
-        pieces = conversation.reply(text, images=shown, should_stop=lambda: interrupts.stopped, speed=speed)
-        show_reply(pieces, raw=raw)
+        yield lambda: interrupts.stopped, speed
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
+
+
+def _one(conversation: Conversation, text: str, images: Sequence[str], *, raw: bool) -> None:
+    """Streams a reply, and its turns if there are tools."""
+    from runners.images.image_files import named_image
+
+    shown = [named_image(name) for name in images]
+    with _timed() as (should_stop, speed):
+        show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed), raw=raw)
 
 
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
     """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
     from runners.files.json_lines import json_line
-    from runners.inference.text_generation import Speed
-    from runners.machine.signals import Interrupts
 
-    speed = Speed()
-    speed.start()
-    with Interrupts() as interrupts, _sink(out) as sink:
-        for row in rows(should_stop=lambda: interrupts.stopped, speed=speed):
+    with _timed() as (should_stop, speed), _sink(out) as sink:
+        for row in rows(should_stop=should_stop, speed=speed):
             sink(json_line(row))
-    echo(speed.line(), err=True)
-    if interrupts.stopped:
-        sys.exit(INTERRUPTED)
 
 
 def _rows(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.errors import UserError
+from runners.errors import UserError, gigabytes, one_line, show, spell
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from grpo_fn import Sampling
-    from runners.config.sections import EnvConfig
+    from runners.config.loading import Config
     from runners.conversion.convert import QuantizationOptions
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
@@ -190,11 +191,13 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     )
 
 
-def check_stops(values: Mapping[str, Any]) -> None:
-    """Raises UserError for an empty stop string beside others. Alone, it means no stop string."""
-    stops = values.get("stop", ())
-    if len(stops) > 1 and not all(stops):
-        raise UserError('--stop "" means no stop string; found others beside it')
+_PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings, words
+    "system": ("system_prompt", "", lambda text: f"system message {show(text)}"),
+    "nudge": ("nudge", "", lambda text: f"nudge {show(text)}"),
+    "stop": ("stop", (), lambda texts: f"stop {', '.join(map(show, texts))}"),
+    "max_tokens": ("max_new_tokens", MAX_TOKENS, lambda count: f"at most {count:,} tokens"),
+    "template_kwargs": ("chat_template_kwargs", {}, lambda table: f"template arguments {spell(table)}"),
+}
 
 
 def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
@@ -204,68 +207,33 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     settings they are empty and 512 tokens. `template_kwargs`, further arguments of the chat template, has
     no option.
     """
-    given = {
-        "system": values["system"],
-        "nudge": values["nudge"],
-        "stop": tuple(text for text in values["stop"] if text) if values["stop"] else None,
-        "max_tokens": values["max_tokens"],
-        "template_kwargs": None,
-    }
-    default: dict[str, Any] = {
-        "system": "",
-        "nudge": "",
-        "stop": (),
-        "max_tokens": MAX_TOKENS,
-        "template_kwargs": {},
-    }
-    if prompt is not None:
-        default = {
-            "system": prompt.system_prompt,
-            "nudge": prompt.nudge,
-            "stop": prompt.stop,
-            "max_tokens": prompt.max_new_tokens,
-            "template_kwargs": prompt.chat_template_kwargs,
-        }
-        used = [name for name, value in given.items() if value is None and default[name]]
-        if used:
-            echo(_used(default, used), err=True)
-    return {**values, **{name: default[name] if value is None else value for name, value in given.items()}}
-
-
-def _used(default: Mapping[str, Any], names: Sequence[str]) -> str:
-    """A line with the settings that come from the model's grpo_prompt.json."""
-    from runners.errors import one_line, show, spell
-
-    words = {
-        "system": lambda text: f"system message {show(text)}",
-        "nudge": lambda text: f"nudge {show(text)}",
-        "stop": lambda texts: f"stop {', '.join(map(show, texts))}",
-        "max_tokens": lambda count: f"at most {count:,} tokens",
-        "template_kwargs": lambda table: f"template arguments {spell(table)}",
-    }
-    listed = ", ".join(words[name](default[name]) for name in names)
-    return one_line(f"as in training (grpo_prompt.json): {listed}", {})
-
-
-def env_options(model: str, values: Mapping[str, Any]) -> tuple[EnvConfig, Sequence[Path]]:
-    """[env] from the options of TOOLS, and the folders of its files; notices go to stderr."""
-    from runners.inference.tool_options import ToolOptions, env_of
-
-    bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
-    bounds["timeout"] = values["tool_timeout"]
-    given = ToolOptions(
-        tools=values["tools"], factory=values["factory"], config=values["config"], bounds=bounds
-    )
-    return env_of(model, given, lambda line: echo(line, err=True))
+    stop = tuple(filter(None, values["stop"])) if values["stop"] else None
+    found = {**values, "stop": stop, "template_kwargs": None}
+    used = []
+    for name, (field, default, words) in _PROMPT_FIELDS.items():
+        if found[name] is None:
+            found[name] = default if prompt is None else getattr(prompt, field)
+            used += [words(found[name])] if prompt is not None and found[name] else []
+    if used:
+        echo(one_line(f"as in training (grpo_prompt.json): {', '.join(used)}", {}), err=True)
+    return found
 
 
 def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
     """The tools of a command with the resolved options of TOOLS; None if there are none."""
-    from runners.inference.tool_options import build_tools
+    from runners.inference.tool_options import build_tools, env_of
 
-    env, folders = env_options(name, values)
+    bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
+    env, folders = env_of(
+        name,
+        partial(echo, err=True),
+        tools=values["tools"],
+        factory=values["factory"],
+        config=values["config"],
+        bounds=bounds | {"timeout": values["tool_timeout"]},
+    )
     if values["row"] and not env.factory:
-        raise UserError("--row: there is no environment; wanted --env FILE:CLASS as well")
+        raise UserError("--row: found no environment, expected --env FILE:CLASS as well")
     kwargs = values["template_kwargs"]
     return build_tools(model, env, folders, nudge=values["nudge"], template_kwargs=kwargs)
 
@@ -278,13 +246,14 @@ def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--row {text}: cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):
-        raise UserError(f'--row {text}: wanted a JSON object such as {{"answer": 6}}')
+        raise UserError(f'--row {text}: expected a JSON object such as {{"answer": 6}}')
     return found
 
 
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
     """The model of a command, with the options of MODEL, and its vision part; notices go to stderr."""
-    check_stops(values)
+    if len(values["stop"]) > 1 and not all(values["stop"]):
+        raise UserError('--stop "" means no stop string; found others beside it')
     from runners.machine import startup
 
     machine = startup.prepare()  # before anything imports MLX
@@ -299,6 +268,26 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
         with_prompt=not values["no_prompt_file"],
         images=images,
     )
-    for notice in (*machine.notices, *loaded.notices):
-        echo(notice, err=True)
+    echo_all((*machine.notices, *loaded.notices))
     return loaded
+
+
+def read_config(name: str, overrides: Sequence[str]) -> Config:
+    """The config of a command, not yet checked; its notices go to stderr."""
+    from runners.config.loading import load_config
+
+    config = load_config(name, overrides)
+    echo_all(config.notices)
+    return config
+
+
+def echo_all(notices: Iterable[str]) -> None:
+    """Lines on stderr."""
+    for notice in notices:
+        echo(notice, err=True)
+
+
+def echo_weights(folder: Path) -> None:
+    """The size of a new folder's weights."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    echo(f"{folder}: {gigabytes(size)} of weights")

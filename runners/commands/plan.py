@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET
+from runners.commands.options import SET, echo_all, read_config
+from runners.errors import UserError
 from runners.machine.terminal import echo
 
 _EPILOG = """\
@@ -36,13 +37,9 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
     of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
     """
-    from runners.config.loading import load_config
-    from runners.errors import UserError
+    loaded = read_config(config, overrides)
     from runners.machine import startup
 
-    loaded = load_config(config, overrides)
-    for notice in loaded.notices:
-        echo(notice, err=True)
     found = startup.prepare()
 
     from runners.memory.plan import make_plan
@@ -77,16 +74,10 @@ once per decoding step, and computing the products. Evaluations, checkpoints and
 @ends_with_a_line
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
     """Time the parts of a run's steps."""
-    from runners.config.loading import load_config
-
-    loaded = load_config(config, overrides)
-    for notice in loaded.notices:
-        echo(notice, err=True)
+    checked = read_config(config, overrides).check()
     from runners.machine import startup
 
-    checked = loaded.check()
-    for notice in startup.prepare(checked.system.memory_limit_gb).notices:
-        echo(notice, err=True)
+    echo_all(startup.prepare(checked.system.memory_limit_gb).notices)
     from runners.profiling.step_bench import bench_steps
     from runners.profiling.step_table import table
 

@@ -28,7 +28,7 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     """
     if trials < 1 or not 0 <= successes <= trials:
         raise ValueError(
-            f"{successes} successes of {trials} trials: wanted 0 <= successes <= trials, trials >= 1"
+            f"{successes} successes of {trials} trials: expected 0 <= successes <= trials, trials >= 1"
         )
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = successes / trials
@@ -47,7 +47,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     _check(n, k)
     if not 0 <= c <= n:
-        raise ValueError(f"c = {c}: wanted a number of samples from 0 to n = {n}")
+        raise ValueError(f"c = {c}: expected a number of samples from 0 to n = {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -68,7 +68,7 @@ def majority_at_k(votes: Sequence[int], silent: int, right: int | None, k: int) 
     n = sum(votes) + silent
     _check(n, k)
     if any(count < 1 for count in votes) or silent < 0:
-        raise ValueError(f"votes = {list(votes)}, silent = {silent}: wanted positive counts")
+        raise ValueError(f"votes = {list(votes)}, silent = {silent}: expected positive counts")
     if right is None:
         return 0.0
     others = [count for i, count in enumerate(votes) if i != right]
@@ -108,7 +108,7 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
     """
     array = np.asarray(values, np.float64)
     if array.size == 0:
-        raise ValueError("no values: wanted one for each problem")
+        raise ValueError("no values: expected one for each problem")
     rng = np.random.default_rng(seed)
     means = [array[rng.integers(0, array.size, array.size)].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -121,7 +121,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     Only problems that one model has right and the other wrong count; without any, p = 1.
     """
     if min(only_first, only_second) < 0:
-        raise ValueError(f"found {only_first} and {only_second} problems, wanted counts")
+        raise ValueError(f"found {only_first} and {only_second} problems, expected counts")
     n = only_first + only_second
     tail = sum(math.comb(n, i) for i in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / 2**n)
@@ -129,4 +129,4 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 def _check(n: int, k: int) -> None:
     if not 1 <= k <= n:
-        raise ValueError(f"k = {k}: wanted a number of samples from 1 to n = {n}")
+        raise ValueError(f"k = {k}: expected a number of samples from 1 to n = {n}")

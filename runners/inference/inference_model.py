@@ -170,7 +170,7 @@ def _find(
         check_adapters(adapters)  # before a download, and before minutes of reading
     if is_adapter_folder(own):
         if adapter:
-            raise UserError(f"{model} holds adapters, and {adapter} is given as well; wanted one of them")
+            raise UserError(f"{model} holds adapters, and {adapter} is given as well; expected one of them")
         return resolve_model(base_of(own), "MODEL", custom_loader=custom_loader), own
     folder = resolve_model(str(own) if own.exists() else model, "MODEL", custom_loader=custom_loader)
     return folder, adapters

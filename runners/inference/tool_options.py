@@ -17,20 +17,24 @@ from runners.inference.inference_model import InferenceModel
 from runners.user_code.worker import Worker
 
 
-@attrs.frozen(kw_only=True)
-class ToolOptions:
-    """The tool options of a command line."""
-
-    tools: Sequence[str] = ()  # files, or files with a function's name
-    factory: str = ""  # a class in a file, or "calculator"
-    config: str = ""  # a config, whose [env] is used
-    bounds: Mapping[str, Any] = attrs.field(factory=dict)  # keys of [env], None if not given
-
-
 def env_of(
-    model: str, options: ToolOptions, note: Callable[[str], None]
+    model: str,
+    note: Callable[[str], None],
+    *,
+    tools: Sequence[str] = (),
+    factory: str = "",
+    config: str = "",
+    bounds: Mapping[str, Any] = {},
 ) -> tuple[EnvConfig, tuple[Path, ...]]:
     """The [env] to use, and the folders of its files; without factory and tools there are no tools.
+
+    Args:
+        model: the model's name or folder.
+        note: gets lines.
+        tools: files, or files with a function's name.
+        factory: a class in a file, or "calculator".
+        config: a config, whose [env] is used.
+        bounds: keys of [env], None if not given.
 
     If the run that a model came from has tools, `note` gets a line: that they are used, or how to use them,
     because code runs only if it is named.
@@ -39,18 +43,18 @@ def env_of(
     """
     folders: tuple[Path, ...] = (Path.cwd(),)
     env = EnvConfig()
-    if options.config:
-        config = load_config(options.config)
-        env, folders = config.env, config.folders
+    if config:
+        loaded = load_config(config)
+        env, folders = loaded.env, loaded.folders
     elif found := run_of(model):
-        env = _of_run(found, note if not (options.tools or options.factory) else lambda line: None)
-    if options.tools or options.factory:
-        env = attrs.evolve(env, tools=tuple(options.tools), factory=options.factory)
+        env = _of_run(found, note if not (tools or factory) else lambda line: None)
+    if tools or factory:
+        env = attrs.evolve(env, tools=tuple(tools), factory=factory)
         folders = (Path.cwd(),)
-    given = {name: value for name, value in options.bounds.items() if value is not None}
+    given = {name: value for name, value in bounds.items() if value is not None}
     if given and not (env.tools or env.factory):
         name = next(iter(given)).replace("_", "-")
-        raise UserError(f"--{name}: there are no tools; wanted --tools FILE or --env FILE:CLASS as well")
+        raise UserError(f"--{name}: found no tools, expected --tools FILE or --env FILE:CLASS as well")
     return attrs.evolve(env, **given), folders
 
 

@@ -54,11 +54,11 @@ class ConstantRewards:
         """
         found = facts.get(_FACTS, {"steps": self.after})
         if not isinstance(found, dict):
-            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, wanted a JSON object")
+            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, expected a JSON object")
         first, varied = found.get("first", {}), found.get("varied", [])
         numbers = isinstance(first, dict) and all(isinstance(value, int | float) for value in first.values())
         if not numbers or not isinstance(varied, list):
-            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, wanted what a run saves")
+            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, expected what a run saves")
         self._steps, self._completions = count_in(found, "steps", 0), count_in(found, "completions", 0)
         self._first, self._varied = first, set(map(str, varied))
 

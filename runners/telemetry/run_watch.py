@@ -56,7 +56,7 @@ class Watch:
         """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
         found = facts.get("watch", {})
         if not isinstance(found, dict):
-            raise UserError(f"trainer_state.json: watch: found {show(found)}, wanted a JSON object")
+            raise UserError(f"trainer_state.json: watch: found {show(found)}, expected a JSON object")
         self._counts = {str(name): count_in(found, name, 0) for name in found}
         self._level.restore(facts)
 
@@ -162,7 +162,7 @@ class RewardLevel:
         parts: list[Any] = [found.get(name) for name in ("before", "flat")] if isinstance(found, dict) else []
         if not parts or not all(isinstance(part, list) and _is_sum(part) for part in parts):
             raise UserError(
-                f"trainer_state.json: {_KEY}: found {show(found)}, wanted before and flat, three numbers each"
+                f"trainer_state.json: {_KEY}: found {show(found)}, expected three numbers in before and flat"
             )
         self.before, self.flat = (list(part) for part in parts)
 

@@ -95,8 +95,8 @@ def test_conversations_and_system_messages_are_prompts(grpo, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["embedded"], "wanted either PROMPT or --prompts FILE"),
-        (["embedded", "x", "--prompts", "y"], "wanted either PROMPT or --prompts FILE"),
+        (["embedded"], "expected either PROMPT or --prompts FILE"),
+        (["embedded", "x", "--prompts", "y"], "expected either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
         (["embedded", "x", "--stop", "", "--stop", "y"], '--stop "" means no stop string; found others'),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),

@@ -110,7 +110,7 @@ def test_majority_at_k_of_many_samples():
 )
 def test_numbers_out_of_range_are_refused(call):
     """Rather than a share that means nothing."""
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         call()
 
 

@@ -361,10 +361,10 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, r
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "b", "c"], "found 3 models, wanted one or two"),
+        (["a", "b", "c"], "found 3 models, expected one or two"),
         (["a", "a"], "a is named twice"),
-        (["embedded", "--k", "1,x"], "--k 1,x: wanted whole numbers"),
-        (["embedded", "--k", "0"], "wanted whole numbers from 1 on"),
+        (["embedded", "--k", "1,x"], "--k 1,x: expected whole numbers"),
+        (["embedded", "--k", "0"], "expected whole numbers from 1 on"),
         (["embedded", "--k", "8", "--num", "4"], "--k 8 needs as many samples"),
         (["embedded", "--out", "no/such/x.jsonl"], "there is no folder no/such"),
         (["embedded", "--data", "nope.jsonl"], 'data.source: no such file or folder: "nope.jsonl"'),

@@ -15,7 +15,7 @@ from runners.inference.conversation import Event
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import generation_key
 from runners.inference.tool_conversation import ToolConversation
-from runners.inference.tool_options import ToolOptions, build_tools, env_of
+from runners.inference.tool_options import build_tools, env_of
 from runners.machine.startup import Platform
 from runners.quickstart import MODEL_DIR
 from tests.support.services.scripted_engine import answers_with
@@ -126,9 +126,9 @@ def test_several_functions_and_what_is_refused(grpo):
         (["--tools", "nope.py"], "no file at"),
         (["--tools", "tools.py:doble"], "has no doble; did you mean double?"),
         (["--tools", "tools.py", "--tools", "tools.py:double"], "there is a tool double already"),
-        (["--max-turns", "3"], "--max-turns: there are no tools"),
-        (["--tools", "tools.py", "--row", "{}"], "--row: there is no environment"),
-        (["--env", "tools.py:Box", "--row", "[1]"], "--row [1]: wanted a JSON object"),
+        (["--max-turns", "3"], "--max-turns: found no tools"),
+        (["--tools", "tools.py", "--row", "{}"], "--row: found no environment"),
+        (["--env", "tools.py:Box", "--row", "[1]"], "--row [1]: expected a JSON object"),
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
     ):
         refused = grpo("chat", "embedded", *arguments, input="")
@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_a_call_behind(grpo, monkeypatch):
 def open_here(name, sampling=None, stop=(), **options):
     """A conversation with tools."""
     model = load_inference(name, Platform(backend="cpu"))
-    env, folders = env_of(name, ToolOptions(**options), print)
+    env, folders = env_of(name, print, **options)
     environments = build_tools(model, env, folders, nudge="", template_kwargs={})
     find_stop = model.decoder.find_stop(stop)
     sampling = attrs.evolve(sampling or g.Sampling(), eos_ids=model.eos_ids, find_stop=find_stop)
@@ -256,15 +256,15 @@ def test_a_run_s_tools(grpo, tmp_path):
     notes = []
     write(tools=["tools.py:double"], max_turns=5)
     for model in (run, run / "final"):
-        env, _ = env_of(str(model), ToolOptions(), notes.append)
+        env, _ = env_of(str(model), notes.append)
         assert (env.tools, env.factory, env.max_turns) == ((), "", 5)
         assert "its tools are left out, as code runs only if you name the config" in notes.pop()
-    env, folders = env_of(str(run), ToolOptions(config=str(run / "config.resolved.json")), notes.append)
+    env, folders = env_of(str(run), notes.append, config=str(run / "config.resolved.json"))
     assert [tool.rpartition("/")[2] for tool in env.tools] == ["tools.py:double"] and not notes
     assert tmp_path in folders
-    given = ToolOptions(tools=("tools.py:odd",), bounds={"max_turns": None, "timeout": 2.0})
-    env, _ = env_of(str(run), given, notes.append)
+    given: dict = {"tools": ("tools.py:odd",), "bounds": {"max_turns": None, "timeout": 2.0}}
+    env, _ = env_of(str(run), notes.append, **given)
     assert (env.tools, env.max_turns, env.timeout) == (("tools.py:odd",), 5, 2.0) and not notes
     write(factory="calculator", max_turns=3)
-    env, _ = env_of(str(run), ToolOptions(), notes.append)
+    env, _ = env_of(str(run), notes.append)
     assert (env.factory, env.max_turns) == ("calculator", 3) and "tools as in the run" in notes.pop()
