@@ -31,19 +31,21 @@ for _letter in _UNESCAPED:
 _changed: dict[int, list[Any]] = {}  # a terminal's descriptor -> its settings before
 
 
-def read_keys_singly(number: int) -> bool:
-    """From now on a terminal gives its keys one by one and does not show them; False if it does so already.
+def quiet_keys() -> None:
+    """From now on the terminal of standard input shows no keys, and Ctrl-C discards no output.
 
-    Raises OSError or termios.error if the descriptor is not a terminal. `restore_terminals` undoes it.
+    `restore_terminals` undoes it. Nothing changes where standard input is no terminal, and in the background,
+    where the system would stop the process.
     """
-    if number in _changed:
-        return False
-    before, quiet = termios.tcgetattr(number), termios.tcgetattr(number)
-    quiet[3] &= ~(termios.ICANON | termios.ECHO)
-    quiet[3] |= termios.NOFLSH  # Ctrl-C would discard what is not shown yet: half a block
-    _changed[number] = before
-    termios.tcsetattr(number, termios.TCSANOW, quiet)
-    return True
+    with suppress(OSError, ValueError, AttributeError, termios.error):  # standard input may be missing
+        number = sys.stdin.fileno()
+        if number in _changed or os.tcgetpgrp(number) != os.getpgrp():
+            return
+        before, quiet = termios.tcgetattr(number), termios.tcgetattr(number)
+        quiet[3] &= ~termios.ECHO
+        quiet[3] |= termios.NOFLSH  # Ctrl-C would discard what is not shown yet: half a block
+        _changed[number] = before
+        termios.tcsetattr(number, termios.TCSANOW, quiet)
 
 
 def restore_terminals() -> None:

@@ -46,13 +46,6 @@ class Evaluated:
 
 
 @attrs.frozen
-class Sampled:
-    """A completion of the batch step, as in completions.jsonl; shown if a person asks for one."""
-
-    record: Mapping[str, Any]
-
-
-@attrs.frozen
 class Note:
     """A line worth reading: a notice, a checkpoint."""
 
@@ -90,7 +83,7 @@ class Finished:
     summary: Mapping[str, Any]
 
 
-Event = Started | Status | Updated | Evaluated | Sampled | Note | Alert | Table | Remark | Finished
+Event = Started | Status | Updated | Evaluated | Note | Alert | Table | Remark | Finished
 
 
 class Report:

@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from runners.errors import gigabytes
-from runners.machine.terminal import Output, echo, visible
+from runners.machine.terminal import Output, echo, quiet_keys, restore_terminals, visible
 from runners.telemetry import events
-from runners.telemetry.block.key_presses import KeyPresses
-from runners.telemetry.block.rows import detail_rows, example_rows
+from runners.telemetry.block_rows import detail_rows
 from runners.telemetry.events import (
     Alert,
     Evaluated,
@@ -27,7 +26,6 @@ from runners.telemetry.events import (
     Finished,
     Note,
     Report,
-    Sampled,
     Started,
     Status,
     Updated,
@@ -77,9 +75,6 @@ class LiveReport(Report):
         self._status = ""
         self._begun = self._finished = self._ended = False
         self._alerts = threading.Lock()  # no alert while the block is drawn for the last time
-        self._example: Mapping[str, Any] | None = None
-        self._example_shown = False
-        self._keys = KeyPresses(self.key)
         # Two refreshes a second keep the time current and leave the cores to the run.
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=2)
 
@@ -97,7 +92,7 @@ class LiveReport(Report):
                 self._begun, self._status = True, ""
                 self._print(_facts({name: value for name, value in header.items() if name != "run"}))
                 self._live.start(refresh=True)
-                self._keys.__enter__()
+                quiet_keys()
             case Status(text):
                 self._status = text
                 if not self._live.is_started and not self._finished:
@@ -107,8 +102,6 @@ class LiveReport(Report):
             case Evaluated():
                 self._status = ""
                 self._print(_text(eval_line(event), "cyan"))
-            case Sampled(record):
-                self._example = record
             case Note(text):
                 if self.fault:
                     echo(text, err=True)
@@ -121,7 +114,7 @@ class LiveReport(Report):
                 self._print(_table(event))
             case Finished(summary):
                 self._status = f"finished in {duration_text(self._progress.elapsed())}"
-                self._keys.__exit__(None, None, None)
+                restore_terminals()
                 self._redraw()
                 self._stop()
                 self._finished = True
@@ -131,16 +124,10 @@ class LiveReport(Report):
         if isinstance(event, Started | Status | Updated):
             self._redraw()
 
-    def key(self, letter: str) -> None:
-        """Handles a key: e shows an example, or hides it again."""
-        if letter.lower() == "e":
-            self._example_shown = not self._example_shown
-            self._redraw()
-
     def __exit__(self, *error: object) -> None:
         if not self._finished:
             self._status = "stopped"  # the last status no longer holds
-            self._keys.__exit__(None, None, None)
+            restore_terminals()
         self._stop()
 
     def _stop(self) -> None:
@@ -156,13 +143,8 @@ class LiveReport(Report):
         width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
         rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
         rows += detail_rows(progress, width - 4)
-        if self._example_shown:
-            rows += [Text(), example_rows(self._example, width - 4)]
         title = _text(self._title, "bold")
         status = _text(self._status, "cyan") if self._status else None
-        if self._keys.reading:
-            hint = _text("e: hide the example" if self._example_shown else "e: an example", "dim")
-            status = Text.assemble(status, "  ", hint) if status else hint
         return Panel(
             Group(*rows),
             title=title,

@@ -30,7 +30,7 @@ from runners.memory.peak_watch import MemoryWatch
 from runners.rewards.experience import Experience
 from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.diary import Diary
-from runners.telemetry.events import Evaluated, Finished, Sampled, Started, Updated
+from runners.telemetry.events import Evaluated, Finished, Started, Updated
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.records import (
     PieceLengths,
@@ -248,11 +248,8 @@ class Loop:
     def _log_completions(self, experience: Experience) -> None:
         """Logs a batch step's completions, and their tokens if the config asks for them."""
         step, update, given = self.at.batch_step, self.at.update + 1, len(self.config.data.nudge)
-        records = completion_records(experience, step, update, self.pieces, given)
-        first = next(records)
         if self.log.wants_completions:
-            self.log.completions([first, *records])
-        self.report.handle(Sampled(first))
+            self.log.completions(completion_records(experience, step, update, self.pieces, given))
         if self.log.keeps_tokens:
             mask_bt = np.array(self.steps.counted(experience).mask_bt)
             self.log.tokens(token_record(experience, mask_bt, step, update, self.pieces, given))

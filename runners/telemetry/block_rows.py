@@ -1,12 +1,11 @@
-"""Rows of the live block: rewards with their last change, lengths, time by part, an example."""
+"""Rows of the live block: rewards with their last change, lengths, time by part."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +13,6 @@ from runners.machine.terminal import visible
 from runners.telemetry.progress import Progress, is_finite, number_text
 
 MOST_REWARDS = 6  # rows
-EXAMPLE_LINES = 10  # of a completion
-_EXAMPLE_TEXT = 4_000  # characters of it that are shown at most
 _REWARD, _MEAN, _TIME = "rewards/", "/mean", "time/"
 
 
@@ -30,24 +27,6 @@ def detail_rows(progress: Progress, width: int) -> list[RenderableType]:
         if line
     ]
     return rows
-
-
-def example_rows(record: Mapping[str, Any] | None, width: int) -> RenderableType:
-    """A record of completions.jsonl, only its completion's end if that is long; `width` is in columns."""
-    if record is None:
-        return Text("no completion yet", style="dim")
-    prompt, completion = (str(record.get(name, "")) for name in ("prompt", "completion"))
-    reward = _or_none(record.get("reward"))
-    asked = " ".join(visible(prompt[-_EXAMPLE_TEXT:]).split())
-    question = textwrap.shorten(asked, max(width - 12, 12), placeholder=" ...") if asked else "-"
-    lines: list[str] = []
-    for line in visible(completion[-_EXAMPLE_TEXT:]).split("\n"):
-        lines += textwrap.wrap(line.expandtabs(), max(width, 1), drop_whitespace=False) or [""]
-    cut = len(lines) > EXAMPLE_LINES or len(completion) > _EXAMPLE_TEXT
-    shown = lines[-EXAMPLE_LINES:]
-    head = Text(no_wrap=True, overflow="ellipsis").append("example  ", style="dim").append(question)
-    tail = Text(f"reward {reward}", style="dim")
-    return Group(head, Text("\n".join(["...", *shown[1:]] if cut else shown)), tail)
 
 
 def _rewards(progress: Progress, width: int) -> RenderableType | None:

@@ -1,11 +1,11 @@
-"""Rows of the live block: rewards with their last change, lengths, times, an example."""
+"""Rows of the live block: rewards with their last change, lengths, times."""
 
 import io
 
 import pytest
 from rich.console import Console, Group
 
-from runners.telemetry.block.rows import detail_rows, example_rows
+from runners.telemetry.block_rows import detail_rows
 from runners.telemetry.events import Updated
 from runners.telemetry.progress import Progress
 
@@ -68,17 +68,3 @@ def test_no_row_wraps(width):
     lines = rows_of(METRICS | many, width=width)
     assert max(map(len, lines)) <= width
     assert len(lines) == 6 + 1 + 2 and lines[6].strip().startswith("and 6")
-
-
-def test_an_example_is_text_and_bounded():
-    """Escape sequences are spelt out, the end of a long completion is shown, a missing reward is none."""
-    record = {"prompt": "How\nmany?", "completion": "\x1b[31mred [bold]x[/bold]", "reward": float("nan")}
-    assert shown(example_rows(record, 60)) == [
-        "example  How many?",
-        "\\x1b[31mred [bold]x[/bold]",
-        "reward none",
-    ]
-    long = {"prompt": "q " * 500, "completion": "\n".join(map(str, range(99999))), "reward": 1.5}
-    lines = shown(example_rows(long, 60), width=60)
-    assert len(lines) == 12 and lines[1] == "..." and lines[-2:] == ["99998", "reward 1.50"]
-    assert shown(example_rows(None, 60)) == ["no completion yet"]
