@@ -1,6 +1,7 @@
 """Running rewards: what they are given, what of their results counts, and that no failure is silent."""
 
 import asyncio
+import json
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -12,18 +13,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runners.config.loading import load_config
 from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import UserError
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import Reward, Scorer, Scores
+from runners.rewards.trl_arguments import RewardLog, is_own_name
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_runs import small
 
 TEXTS = ["alpha", "beta", "gamma"]
 
 
-def score(*functions: Any, on_error: Any = "skip") -> Scores:
+def score(*functions: Any, on_error: Any = "skip", weight: float = 1.0) -> Scores:
     """Score the three texts with functions named f0, f1, …."""
-    rewards = [Reward(f"f{k}", function) for k, function in enumerate(functions)]
+    rewards = [Reward(f"f{k}", function, weight) for k, function in enumerate(functions)]
     return Scorer(rewards, on_error=on_error).score(TEXTS, ["p", "q", "r"], {})
+
+
+def giving(*values: Any) -> Any:
+    """A reward that returns this."""
+    return lambda completions: list(values)
 
 
 def assert_row(values: np.ndarray, expected: list[float | None]) -> None:
@@ -59,6 +70,39 @@ def test_arguments_by_name() -> None:
     assert seen["ids"] == ([[1], [2], [3]], "default")
 
 
+def test_arguments_are_copies() -> None:
+    """Prompts, columns and tokens are used again: by the other rewards, the log, the next epoch."""
+    given = {
+        "prompts": [[{"role": "user", "content": f"question {n}"}] for n in range(3)],
+        "tags": [["a", {"b": [1]}], [], None],
+        "array": [np.ones(2), None, bytearray(b"x")],
+    }
+    before = repr(given)
+
+    def spoil(value):
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            spoil(part)
+        if isinstance(value, dict | list | bytearray):
+            value.clear()
+        if isinstance(value, np.ndarray):
+            value[:] = 0
+
+    def spoils(completions, prompts, tags, array):
+        assert repr({"prompts": prompts, "tags": tags, "array": array}) == before
+        spoil([completions, prompts, tags, array])
+        return [1.0] * 3
+
+    async def spoils_later(completions, prompts, tags, array):
+        await asyncio.sleep(0)
+        return spoils(completions, prompts, tags, array)
+
+    rewards = [Reward(f"f{k}", each) for k, each in enumerate([spoils, spoils_later] * 2)]
+    prompts = given["prompts"]
+    columns = {name: given[name] for name in ("tags", "array")}
+    scores = Scorer(rewards).score(TEXTS, prompts, columns)
+    assert scores.problems == [] and repr(given) == before
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -67,6 +111,9 @@ def test_arguments_by_name() -> None:
         (np.array([1.0, 2.0, 3.0], dtype=np.float32), [1.0, 2.0, 3.0]),
         ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0]),
         ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0]),
+        (mx.arange(3) * 0.5, [0.0, 0.5, 1.0]),
+        ([mx.array(2.0) * k for k in range(3)], [0.0, 2.0, 4.0]),
+        ([1e18, -1e18, 0.0], [1e18, -1e18, 0.0]),  # the largest: its square is within float32
     ],
 )
 def test_results_that_count(result: Any, expected: list[float | None]) -> None:
@@ -77,14 +124,26 @@ def test_results_that_count(result: Any, expected: list[float | None]) -> None:
     assert scores.problems == []
 
 
-def test_results_of_mlx() -> None:
-    """Arrays that a reward computed with MLX in its own thread are read there."""
-    scores = score(
-        lambda completions: mx.arange(3) * 0.5, lambda completions: [mx.array(2.0) * k for k in range(3)]
-    )
-    assert_row(scores.values_kb[0], [0.0, 0.5, 1.0])
-    assert_row(scores.values_kb[1], [0.0, 2.0, 4.0])
-    assert scores.problems == []
+class Mute(Exception):
+    """An exception that cannot be shown."""
+
+    def __str__(self):
+        raise SystemExit(0)
+
+
+class Odd(float):
+    """A float that is none, and cannot be shown."""
+
+    def __float__(self):
+        raise ZeroDivisionError
+
+    def __repr__(self):
+        raise KeyError("no text")
+
+    __str__ = __repr__
+
+
+BEYOND = "returned a number beyond 1e+18, whose square float32 cannot hold, at completion 0"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +156,12 @@ def test_results_of_mlx() -> None:
         ),
         ([1.0, float("nan"), 2.0], [1.0, None, 2.0], "not finite, at completion 1 (nan)"),
         ([float("-inf"), 1, 10**400], [None, 1.0, None], "not finite, at completion 0 (-inf) and 1 more"),
+        ([np.float64("inf"), 1, 2], [None, 1.0, 2.0], "returned a number that is not finite"),
+        ([1e39, 1.0, 2.0], [None, 1.0, 2.0], f"{BEYOND} (1e+39)"),
+        ([10**30, 1.0, 2.0], [None, 1.0, 2.0], BEYOND),
+        ([Decimal("1e99"), 1.0, 2.0], [None, 1.0, 2.0], BEYOND),
+        ([Odd(1), 1.0, 2.0], [None, 1.0, 2.0], "a Odd that is no float, as it raises ZeroDivisionError"),
+        (["\x1b[31m\x9b", 1.0, 2.0], [None, 1.0, 2.0], r'None, at completion 0 ("\u001b[31m'),
         ([1j, 1.0, 2.0], [None, 1.0, 2.0], "returned complex"),
         ([[1.0], 1.0, 2.0], [None, 1.0, 2.0], "returned list"),
         ([1.0, 2.0], [None] * 3, "returned 2 values for 3 completions"),
@@ -107,6 +172,7 @@ def test_results_of_mlx() -> None:
         ({0: 1.0, 1: 1.0, 2: 1.0}, [None] * 3, "returned dict"),
         (np.zeros((3, 1)), [None] * 3, "returned list, expected a number or None, at completion 0"),
     ],
+    ids=lambda part: type(part).__name__,
 )
 def test_results_that_do_not_count(result: Any, expected: list[float | None], note: str) -> None:
     """A result that cannot be used gives no reward, only where it cannot, and one line that says why."""
@@ -119,6 +185,12 @@ def test_results_that_do_not_count(result: Any, expected: list[float | None], no
     with pytest.raises(UserError) as caught:
         score(lambda completions: result, on_error="raise")
     assert note in str(caught.value)
+
+
+@pytest.mark.parametrize(("weight", "counts"), [(10.0, False), (1.0, True), (1e-9, True)])
+def test_the_bound_on_a_reward_is_on_its_product_with_the_weight(weight: float, counts: bool) -> None:
+    """A small weight allows no larger reward."""
+    assert (score(giving(1e18, 1.0, 2.0), weight=weight).problems == []) is counts
 
 
 def by_completion(completions):
@@ -154,6 +226,8 @@ def test_exceptions_name_the_completion() -> None:
         f'reward "f1" failed at completion 1, "beta": {error}',
         f'reward "f2" failed: {error}',
     ]
+    with pytest.raises(UserError, match=r"completion 1.*ZeroDivisionError"):
+        score(by_completion, on_error="raise")
 
 
 def test_equal_completions_are_told_apart() -> None:
@@ -169,33 +243,36 @@ def test_equal_completions_are_told_apart() -> None:
     assert scores.problems == ['reward "f" failed at completion 1, "same": ValueError: same']
 
 
-def test_a_reward_that_fails_at_every_completion_is_named() -> None:
-    """`failed` has those that raised, and those whose every value was none; None itself is no failure."""
-
-    def numbers(first: Any, others: Any) -> Any:
-        return lambda completions: [first, others, others]
-
-    scores = score(by_completion, numbers("a", 1.0), numbers("a", float("nan")), numbers(None, None))
-    assert set(scores.failed) == {0, 2}
-    assert (
-        scores.failed[2].line == 'reward "f2" returned str, expected a number or None, at completion 0 ("a")'
-    )
-
-
-def test_exceptions_raise_when_asked() -> None:
-    """With on_error="raise" the first problem ends the scoring."""
-    with pytest.raises(UserError, match=r"completion 1.*ZeroDivisionError"):
-        score(by_completion, on_error="raise")
-
-
-def test_notes_are_one_line() -> None:
-    """Line breaks in an error or a completion do not break the note; an exit is an error like any other."""
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (SystemExit("first\nsecond"), 'failed at completion 0, "a\\nb": SystemExit: first second'),
+        (Mute(), 'failed at completion 0, "a\\nb": Mute: (its text fails with SystemExit)'),
+        (OSError("\x1b[31m\nred\x9b"), r'failed at completion 0, "a\nb": OSError: \x1b[31m red\x9b'),
+    ],
+    ids=["exit", "a text that exits", "escapes"],
+)
+def test_a_note_is_one_line(error: BaseException, line: str) -> None:
+    """Whatever the error and the completion hold; of plain and async rewards."""
 
     def fails(completions):
-        raise SystemExit("first\nsecond")
+        raise error
 
-    scores = Scorer([Reward("f", fails)]).score(["a\nb"], ["p"], {})
-    assert scores.problems == ['reward "f" failed at completion 0, "a\\nb": SystemExit: first second']
+    async def fails_later(completions):
+        raise error
+
+    scores = Scorer([Reward("f", fails), Reward("f", fails_later)]).score(["a\nb"], ["p"], {})
+    assert scores.problems == [f'reward "f" {line}'] * 2
+
+
+def test_a_reward_that_fails_at_every_completion_is_named() -> None:
+    """`failed` has those that raised, and those whose every value was none; None itself is no failure."""
+    nan = float("nan")
+    rewards = [giving("a", 1.0, 1.0), giving("a", nan, nan), giving(None, None, None)]
+    scores = score(by_completion, *rewards)
+    assert set(scores.failed) == {0, 2}
+    line = 'reward "f2" returned str, expected a number or None, at completion 0 ("a")'
+    assert scores.failed[2].line == line
 
 
 def test_async_rewards_run_together() -> None:
@@ -241,17 +318,11 @@ def test_an_async_reward_that_is_cancelled_fails_alone() -> None:
 
 
 def test_async_results_behind_a_plain_function() -> None:
-    """A plain function that gives an awaitable is awaited as well."""
+    """A plain function that gives an awaitable is awaited as well, also if the caller has a running loop."""
 
     async def later():
         await asyncio.sleep(0)
         return [1.0, 2.0, 3.0]
-
-    assert_row(score(lambda completions: later()).values_kb[0], [1.0, 2.0, 3.0])
-
-
-def test_scoring_inside_a_running_loop() -> None:
-    """A caller that has an event loop of its own (a notebook) can score with async rewards."""
 
     async def one(completions):
         return [1.0] * 3
@@ -259,6 +330,7 @@ def test_scoring_inside_a_running_loop() -> None:
     async def caller():
         return score(one)
 
+    assert_row(score(lambda completions: later()).values_kb[0], [1.0, 2.0, 3.0])
     assert asyncio.run(caller()).problems == []
 
 
@@ -269,8 +341,9 @@ def test_callers_mistakes_are_raised() -> None:
         scorer.score(["a", "b"], ["p", "p"], {"answer": ["1"]})
     with pytest.raises(ValueError, match="prompts has 1 entries for 2 completions"):
         scorer.score(["a", "b"], ["p"], {"answer": ["1", "2"]})
-    with pytest.raises(ValueError, match="a column is named completions"):
-        scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]})
+    for name in ("completions", "trainer_state"):
+        with pytest.raises(ValueError, match=f"a column is named {name}"):
+            scorer.score(["a"], ["p"], {"answer": ["1"], name: ["x"]})
     with pytest.raises(UserError, match="needs the column answer; the data has anwser; did you mean anwser"):
         scorer.score(["a"], ["p"], {"anwser": ["1"]})
     with pytest.raises(UserError, match=r'reward "g" needs environments; env\.factory names none'):
@@ -287,9 +360,54 @@ def test_callers_mistakes_are_raised() -> None:
 def test_built_in_rewards_through_the_scorer(rows: list[tuple[str, str | None]]) -> None:
     """The five rewards score any texts as they do when called directly, None becoming NaN."""
     texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
-    scorer = Scorer([Reward(name, function) for name, function in REWARDS.items()], timeout=0)
+    scorer = Scorer([Reward(name, function) for name, function in REWARDS.items()])
     scores = scorer.score(texts, texts, {"answer": answers})
     wrapped = [[{"role": "assistant", "content": text}] for text in texts]
     expected = [function(wrapped, answer=answers) for function in REWARDS.values()]
     np.testing.assert_array_equal(scores.values_kb, np.array(expected, dtype=np.float64))
     assert scores.problems == []
+
+
+def test_what_is_logged_is_plain() -> None:
+    """Nothing of a reward's own class is left to run while a line is written; scalars become numbers."""
+
+    class Text(str):
+        def __str__(self):
+            raise ValueError
+
+    log = RewardLog(6)
+    log.log_extra("x", [Odd(1.5), Text("a"), True, np.int64(3), {"a": 1}, None])
+    log.log_metric("y", np.float64(2.0))
+    assert log.extras == {"x": [1.5, "a", True, 3, "{'a': 1}", None]} and log.metrics == {"y": [2.0]}
+    assert [type(value) for value in log.extras["x"][:4]] == [float, str, bool, int]
+    for name in (3, None, object()):
+        for act in (log.log_extra, log.log_metric):
+            with pytest.raises(TypeError, match="expected a text as a name"):
+                act(name, 1.0)
+
+
+def test_names_of_the_log_are_refused() -> None:
+    """They are left out, with a line; others are logged, and the reward counts."""
+
+    def logs(completions, log_metric):
+        for name in ("update", "kl", "update_skipped", "rewards/x/mean", "time/new", "accuracy", "my/kl"):
+            log_metric(name, 1.0)
+        return [1.0, 2.0, 3.0]
+
+    scores = score(logs)
+    assert set(scores.metrics) == {"accuracy", "my/kl"} and scores.values_kb.tolist() == [[1, 2, 3]]
+    assert len(scores.problems) == 5
+    assert scores.problems[0] == (
+        'log_metric: "update" is a name of the log\'s own and is left out; call it something else'
+    )
+
+
+def test_every_name_of_a_real_log_is_refused(tmp_path, monkeypatch) -> None:
+    """A name that is added to the log is refused from then on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.toml").write_text(small(loss={"beta": 0.1}, rollout={"quantization": "affine-8"}))
+    folder = run_training(load_config("train.toml"), report=Quiet()).folder
+    rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row}
+    assert "kl" in names and "em" in names
+    assert [name for name in names if not is_own_name(name)] == []

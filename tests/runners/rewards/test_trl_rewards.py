@@ -1,16 +1,19 @@
 """Reward functions as TRL's users write them run as they are: parameters, formats, logging, async, None."""
 
 import asyncio
+import json
 import math
 import re
 
 import numpy as np
-import pytest
 
+from runners.config.loading import load_config
 from runners.rewards.library import on_texts
 from runners.rewards.scoring import Reward, Scorer, resolve_rewards
-from runners.rewards.trl_arguments import RewardLog, TrainerState
-from tests.support.tiny_runs import PROBLEMS
+from runners.rewards.trl_arguments import TrainerState
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_runs import small
 
 TEXTS = [
     "<think>2 and 2</think>\nSo it is 4.",
@@ -111,14 +114,6 @@ def test_a_reward_can_log():
     assert "got 1 values for 3 completions" in score(wrong).problems[0]
 
 
-def test_what_is_logged_can_be_written():
-    """Scalars of arrays become numbers, other objects their text."""
-    log = RewardLog(3)
-    log.log_extra("mixed", [np.float32(0.5), {"a": 1}, None])
-    log.log_metric("x", np.float64(2.0))
-    assert log.extras == {"mixed": [0.5, "{'a': 1}", None]} and log.metrics == {"x": [2.0]}
-
-
 def test_functions_of_plain_texts():
     """TRL's standard format: strings in, sync or async, with the parameters of the function wrapped."""
 
@@ -150,20 +145,8 @@ def test_a_failing_text_reward_names_its_completion():
     assert "at completion 2" in score(on_texts(fails)).problems[0]
 
 
-def test_a_column_cannot_take_the_place_of_an_argument():
-    """As of `prompts`, so of `trainer_state`."""
-    with pytest.raises(ValueError, match="a column is named trainer_state"):
-        Scorer([Reward("f", think_form)]).score(["a"], [[]], {"trainer_state": [1]})
-
-
 def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
     """Updates so far at each batch step; the logged metric and column reach the two logs."""
-    import json
-
-    from runners.config.loading import load_config
-    from runners.telemetry.report import Quiet
-    from runners.training.train import run_training
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "def spy(completions, trainer_state, log_extra, log_metric, **columns):\n"
@@ -172,15 +155,12 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
         "    log_extra('of', [trainer_state.max_steps] * len(completions))\n"
         "    return [float(len(c[0]['content'])) for c in completions]\n"
     )
-    (tmp_path / "train.toml").write_text(
-        'run = {name = "r", output_dir = "out"}\nmodel.path = "embedded"\n'
-        f'data = {{source = "{PROBLEMS}", eval_split = "valid", system_prompt = ""}}\n'
-        "rollout = {num_generations = 2, max_new_tokens = 8}\n"
-        'loss = {preset = "dapo"}\n'
-        "optim = {batch_size = 2, gradient_accumulation_steps = 2, max_steps = 4}\n"
-        "eval = {samples = 2, at_start = false}\ncheckpoint.every = 0\n"
-        'reward.functions = ["mine.py:spy"]\n'
+    toml = small(
+        rollout={"num_generations": 2, "max_new_tokens": 8},
+        optim={"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4},
+        reward={"functions": ["mine.py:spy"]},
     )
+    (tmp_path / "train.toml").write_text(toml)
     folder = run_training(load_config("train.toml"), report=Quiet()).folder
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
     updates = [line for line in log if "loss" in line]
