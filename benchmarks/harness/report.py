@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.evidence import page as evidence
-from benchmarks.harness import gains, headlines, plots
+from benchmarks.harness import headlines, plots
 from benchmarks.harness.places import filled
 from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, table
 
@@ -57,7 +57,6 @@ def rendered(results: Path) -> dict[Path, str]:
     pages = {PAGES / f"{name}.md": page(results, name, found) for name, found in records.items()}
     pages[README] = filled(README.name, _read(README), {"list": listed(records), "missed": missed(records)})
     pages[headlines.FRONT] = headlines.rendered(_read(headlines.FRONT), results)
-    pages[gains.PAGE] = gains.rendered(_read(gains.PAGE), results)
     pages[evidence.PAGE] = evidence.rendered(_read(evidence.PAGE), results)
     return pages
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its paths exist, and each mechanism has its files, lines and tests."""
+"""docs/architecture.md is true: its paths exist, and each mechanism has its files and tests."""
 
 import re
 
@@ -13,12 +13,6 @@ _TOP = "grpo_fn|runners|configs|benchmarks|tests|docs"
 PATHS = sorted(set(re.findall(rf"(?<![\w/.])(?:{_TOP})(?:/[\w.-]+)+", TEXT)))
 
 
-def lines_of(path):
-    """Lines of a module, or of all modules of a folder."""
-    files = path.rglob("*.py") if path.is_dir() else [path]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-
-
 def rows_of(*columns):
     """The rows of the page's tables with these columns."""
     found = [table for table in tables(PAGE) if table.header == columns]
@@ -28,7 +22,7 @@ def rows_of(*columns):
 
 def test_every_path_exists():
     """A file or a folder that the page names is there."""
-    assert len(PATHS) > 80
+    assert len(PATHS) > 60
     assert [path for path in PATHS if not (ROOT / path.rstrip(".-")).exists()] == []
 
 
@@ -43,20 +37,18 @@ def test_every_folder_is_on_the_page():
     assert [folder for folder in folders if not re.search(rf"^{folder}/ ", TEXT, re.MULTILINE)] == []
 
 
-MECHANISMS = rows_of("mechanism", "acts on", "where", "lines", "gain", "off-switch", "test")
+MECHANISMS = rows_of("mechanism", "what it does", "where", "off-switch", "test")
 
 
 @pytest.mark.parametrize("row", MECHANISMS, ids=lambda row: row[0])
-def test_a_mechanism(row):
-    """It names its files and a test; its lines are those of the files, to a third, or a part of them."""
+def test_a_mechanism_names_its_files_and_a_test(row):
     where, tests = codes(row[2]), codes(row[-1])
     assert where and tests and all(row)
     assert all(path.startswith("tests/") for path in tests)
-    found = sum(lines_of(ROOT / path) for path in where)
-    if row[3].startswith("≈"):
-        assert 0 < int(row[3].removeprefix("≈")) <= found, found
-    else:
-        assert abs(int(row[3]) - found) <= found / 3, found
+
+
+def test_the_page_stays_short():
+    assert len(TEXT.splitlines()) <= 200
 
 
 def test_every_module_of_the_backends_is_a_mechanism():
