@@ -1,6 +1,8 @@
 """Every regular expression of the shell takes time linear in the text: models, judges and files write it."""
 
 import ast
+import collections
+import functools
 import importlib
 import itertools
 import re
@@ -88,8 +90,13 @@ def test_no_text_takes_more_than_linear_time(pattern, method, length):
     """Of thousands of texts that nearly match."""
     for text in _attacks(pattern, length):
         subject = text.encode() if isinstance(pattern.pattern, bytes) else text
-        started = time.thread_time()
-        found = getattr(pattern, method)(*(["x"] if method == "sub" else []), subject)
-        if method == "finditer":
-            list(found)
-        assert (taken := time.thread_time() - started) < _LONGEST, (taken, text[:40], text[-40:])
+        call = functools.partial(getattr(pattern, method), *(["x"] if method == "sub" else []), subject)
+        # Three times at most: a busy machine has slow moments.
+        assert any(_seconds(call) < _LONGEST for _ in range(3)), (text[:40], text[-40:])
+
+
+def _seconds(call):
+    """Of this thread's CPU time; of an iterator, until its end."""
+    started = time.thread_time()
+    collections.deque(found if hasattr(found := call(), "__next__") else (), maxlen=0)
+    return time.thread_time() - started

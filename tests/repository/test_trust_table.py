@@ -223,7 +223,7 @@ def test_watch_reads_a_foreign_run_as_text(place):
         assert watching.stdout is not None
         try:
             address = watching.stdout.readline().split()[0]
-            with urllib.request.urlopen(address, timeout=30) as page:
+            with urllib.request.urlopen(address, timeout=600) as page:
                 assert page.status == 200
         finally:
             watching.send_signal(signal.SIGINT)

@@ -86,7 +86,7 @@ def test_drawings_are_of_the_diagrams_that_the_pages_have():
 def test_the_manual_is_built_without_a_warning(tmp_path):
     """`mkdocs build --strict`: links and anchors lead somewhere; a config key has an anchor of its own."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert 'id="rollout.temperature"' in (tmp_path / "config.html").read_text(encoding="utf-8")
     whole = "".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html"))

@@ -18,7 +18,7 @@ from runners.rewards.functions import Reward, resolve_reward
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
-from tests.support.processes.waiting import HANGS
+from tests.support.processes.waiting import HANGS, limit_for
 
 # Templates by the formats that Qwen 2.5 and Llama 3 document, and one that knows neither system nor tools.
 QWEN = (
@@ -450,7 +450,8 @@ def test_an_odd_result_becomes_a_text(built, kind, shown, cut):
 
 def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(built):
     """The other rows get theirs; a later episode has a new instance."""
-    environments = built(timeout=1.0)
+    limit = limit_for(lambda: play(built(), call("price", item="apple"), "3"))
+    environments = built(timeout=limit)
     turns = [(call("odd", kind="hang"), "Late."), (call("price", item="apple"), "3")]
     script = Scripted(environments.tokenizer, lambda row: turns[row])
     _, played = played_by(environments, script, examples(environments, 2))

@@ -12,7 +12,7 @@ from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
 from runners.judges import endpoint
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
-from tests.support.processes.waiting import HANGS, wait_until
+from tests.support.processes.waiting import HANGS, limit_for, wait_until
 from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
@@ -28,7 +28,7 @@ def _cache(tmp_path, monkeypatch):
 
 def judge(url, on_error="skip", **settings):
     """A scorer with that one judge."""
-    settings = {"retries": 0, "timeout": 5.0, **settings}
+    settings = {"retries": 0, "timeout": HANGS, **settings}
     judges = {"j": JudgeConfig(url=url, **settings)}
     return Scorer(resolve_rewards(["judge.j"], judges=judges), 0.5, on_error)
 
@@ -183,11 +183,12 @@ def test_a_slow_answer_is_given_up():
         return "SCORE: 5"
 
     with answering(answer) as (url, _):
-        scores = score(judge(url, timeout=2), ["slow", "b"])
-        assert "got no answer in 2 s, at completion 0" in scores.problems[0]
+        limit = round(limit_for(lambda: score(judge(url), ["a"]), least=2))
+        scores = score(judge(url, timeout=limit), ["slow", "b"])
+        assert f"got no answer in {limit} s, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
-        scores = score(judge(url, timeout=HANGS, batch_timeout=2), ["slow 2", "c"])
-        assert "within the 2 s of a batch step, at completion 0" in scores.problems[0]
+        scores = score(judge(url, timeout=HANGS, batch_timeout=limit), ["slow 2", "c"])
+        assert f"within the {limit} s of a batch step, at completion 0" in scores.problems[0]
         assert scores.values_kb[0, 1] == 0.5
         over.set()
 

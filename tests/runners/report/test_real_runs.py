@@ -18,7 +18,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.processes.warm_process import Popen
-from tests.support.services.browsing import opened, quiet
+from tests.support.services.browsing import WAIT, opened, quiet
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,7 +144,7 @@ def test_their_reports_in_a_browser(tab, finished, stopped, killed, tmp_path):
         assert tab.locator('[data-chart="reward"] canvas').count() == 1
         assert "stopped: signal 2" in tab.inner_text("#events") or state != "stopped"
         tab.click("#tab-completions")
-        tab.wait_for_selector(".card", timeout=20_000)
+        tab.wait_for_selector(".card", timeout=WAIT)
         tab.screenshot(path=tmp_path / f"{state}.png")
         assert tab.locator(".card").count() == 8 and quiet(tab)
         tab.goto("about:blank")
