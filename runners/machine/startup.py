@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,7 +127,26 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
         notices += keep_programs(installed_version("mlx") or "", architecture)
     notices += untested_versions()
     device = str(mx.device_info().get("device_name", "")) or backend
+    _import_transformers_without_torch()
     return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)
+
+
+def _import_transformers_without_torch() -> None:
+    """Where PyTorch is installed, transformers would import it, for seconds, and never use it here.
+
+    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves transformers its PyTorch, for
+    a custom loader that uses its PyTorch models.
+    """
+    loaded = {"torch", "transformers"} & sys.modules.keys()
+    if loaded or os.environ.get("GRPO_FN_TORCH") == "1" or not find_spec("torch"):
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # remembers its answer
+    finally:
+        del sys.modules["torch"]
 
 
 def _cores() -> int:

@@ -153,3 +153,20 @@ def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, c
     file.write_text(release)
     monkeypatch.setattr(install_hints, "Path", lambda name: file)
     assert install_hints.blas().startswith(command)
+
+
+@pytest.mark.parametrize("left", ["", "1"])
+def test_transformers_is_imported_without_pytorch(tmp_path, left):
+    """It takes seconds, and a tokenizer does not need it; `import torch` itself works, and a switch leaves it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.99.0"\n')
+    (tmp_path / "torch-2.99.0.dist-info").mkdir()
+    (tmp_path / "torch-2.99.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.99.0\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from runners.machine import startup; startup.prepare()\n"
+        "from transformers.utils import is_torch_available\n"
+        "found = is_torch_available(); import torch; print(found, torch.__version__)"
+    )
+    done = in_new_process(code, GRPO_FN_TORCH=left)
+    assert done.stdout.split() == [str(bool(left)), "2.99.0"], done.stderr
