@@ -134,8 +134,8 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
 def _import_transformers_without_torch() -> None:
     """Where PyTorch is installed, transformers would import it, for seconds, and never use it here.
 
-    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves transformers its PyTorch, for
-    a custom loader that uses its PyTorch models.
+    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to transformers,
+    for a custom loader that uses its PyTorch models.
     """
     loaded = {"torch", "transformers"} & sys.modules.keys()
     if loaded or os.environ.get("GRPO_FN_TORCH") == "1" or not find_spec("torch"):

@@ -157,7 +157,7 @@ def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, c
 
 @pytest.mark.parametrize("left", ["", "1"])
 def test_transformers_is_imported_without_pytorch(tmp_path, left):
-    """It takes seconds, and a tokenizer does not need it; `import torch` itself works, and a switch leaves it."""
+    """Importing it takes seconds; `import torch` itself works, and a switch leaves it."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.99.0"\n')
     (tmp_path / "torch-2.99.0.dist-info").mkdir()
