@@ -11,6 +11,7 @@ from runners.machine.startup import load_blas
 
 # On CUDA, float32 products in float32: what compares two ways to compute looks for less than TF32's rounding.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+os.environ.setdefault("GRPO_FN_TORCH", "1")  # tests compare with models of transformers
 if "PYTEST_XDIST_WORKER" in os.environ:
     # A process a core: between small products a second BLAS thread spins, on the core of another process.
     for _threads in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
