@@ -179,7 +179,7 @@ def _measure_all(
     """Measures one model after the other, so that only one is in memory."""
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
-    from runners.environments.tools import loading, start_worker
+    from runners.environments.own_code import loading, start_worker
     from runners.evaluation.measurement import choose_problems, eval_rows, measure
     from runners.inference.inference_model import load_inference
     from runners.rewards.functions import check_columns, check_judges, rewards_of

@@ -8,9 +8,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
-_NARROW = {"halffloat": np.float16, "float16": np.float16, "float": np.float32, "float32": np.float32}
+_NARROW = {"halffloat": "float16", "float16": "float16", "float": "float32", "float32": "float32"}
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 
 
@@ -39,9 +37,11 @@ def without_exponent(text: str) -> str:
 def widened(row: dict[str, Any], types: Mapping[str, object]) -> dict[str, Any]:
     """A row whose columns of narrow floats hold the doubles that are written alike: the float32 0.1 as 0.1,
     not as 0.10000000149011612. `types` has the columns' types, of which all others are passed over."""
+    import numpy as np  # not where values are only written
+
     for name, kind in types.items():
         if str(kind) in _NARROW and row.get(name) is not None:
-            row[name] = float(str(_NARROW[str(kind)](row[name])))
+            row[name] = float(str(np.dtype(_NARROW[str(kind)]).type(row[name])))
     return row
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpo_fn as g
+from runners.config.sections import CALCULATOR
 from runners.environments.episodes import Episode, finished_episodes
-from runners.environments.tools import CALCULATOR
 from runners.errors import UserError
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.tokenization.text import encode

@@ -14,15 +14,16 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
-from runners.config.sections import DataConfig, EnvConfig
+from runners.config.sections import CALCULATOR, DataConfig, EnvConfig
 from runners.data.prompts import Example, render
 from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
 from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
+from runners.environments.own_code import loading
 from runners.environments.regrouping import regrouped
 from runners.environments.tool_calls import CallReader
-from runners.environments.tools import CALCULATOR, Tool, loading
+from runners.environments.tools import Tool
 from runners.errors import UserError, error_line
 from runners.rewards.calls import GET_REWARD
 from runners.rewards.finished_episodes import FinishedEpisodes
@@ -30,7 +31,7 @@ from runners.rewards.functions import Reward, UserFunction
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.user_code.calls import Calls
-from runners.user_code.host import THREAD, Outcome
+from runners.user_code.host import MAIN, THREAD, Outcome
 from runners.user_code.worker import Worker
 
 _numbers = itertools.count()  # of environments
@@ -256,6 +257,8 @@ def build_environments(
             raise UserError(f'env.tools has functions, which env.factory = "{CALCULATOR}" does not call')
         return made
     worker.load(*loading(env, folders))
+    calls.submit(0, "runners.environments.instances:prepare", timeout=0, mode=MAIN)
+    calls.collect(1)
     first = next(_numbers)
     found = _asked(made, "describe", first)
     made.tools = tuple(Tool(*tool) for tool in found["tools"])

@@ -35,7 +35,11 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
     if factory:
         store["factory"] = resolve_function(factory, dirs, key="env.factory", takes=(), classes=True)
     store["reward", GET_REWARD] = get_rewards
-    importlib.import_module("transformers.utils.chat_template_utils")  # not within a call's time limit
+
+
+def prepare(store: Store) -> None:
+    """Imports what `describe` takes long to import."""
+    importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:

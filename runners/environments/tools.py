@@ -9,12 +9,8 @@ from typing import Any
 
 import attrs
 
-from runners.config.loading import Config
-from runners.config.sections import CALCULATOR, EnvConfig, judge_of
 from runners.config.user_functions import public_functions, resolve_function
 from runners.errors import UserError, error_line, show
-from runners.rewards.functions import loading as reward_loading
-from runners.user_code.worker import Worker
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -62,25 +58,6 @@ def resolve_tools(names: Sequence[str], folders: Iterable[Path] = ()) -> dict[st
                 raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
             found[name] = function
     return found
-
-
-def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
-    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
-    factory = "" if env.factory == CALCULATOR else env.factory
-    if not factory and not env.tools:
-        return ()
-    return "runners.environments.instances:load", factory, tuple(env.tools), tuple(map(str, folders))
-
-
-def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is some, it is started now, and imports it."""
-    worker = Worker([judge.api_key_env for judge in config.judge.values()])
-    for name in config.reward.functions if config.reward.timeout else ():
-        if ":" in name and judge_of(name) not in config.judge:
-            worker.preload(*reward_loading(name, config.folders))
-    if tools := loading(config.env, config.folders):
-        worker.preload(*tools)
-    return worker
 
 
 def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:

@@ -17,7 +17,7 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
-from runners.environments.tools import loading, start_worker
+from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.evaluation.scripted_episode import Rehearsal, rehearse

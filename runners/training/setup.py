@@ -18,7 +18,7 @@ from runners.data.stream import PromptStream, RunLength
 from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
-from runners.environments.tools import loading, start_worker
+from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
 from runners.machine.memory_readings import read_memory

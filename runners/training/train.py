@@ -27,7 +27,7 @@ from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differ
 from runners.checkpoints.saving import NoSaver, Saver
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
-from runners.environments.tools import start_worker
+from runners.environments.own_code import start_worker
 from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts

@@ -10,7 +10,7 @@ from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
 FAILS_WHERE_BROKEN = """
-import pathlib, zlib
+import pathlib, time, zlib
 
 def letters(completions, trainer_state, **_):
     if trainer_state.global_step >= 2 and pathlib.Path(__file__).with_name("broken").exists():
@@ -19,6 +19,12 @@ def letters(completions, trainer_state, **_):
 
 def broken(completions, **_):
     return [1 / 0 for completion in completions]
+
+def slow(completions, trainer_state, **_):
+    steps = pathlib.Path(__file__).with_name("slow").read_text().split()
+    if str(trainer_state.global_step) in steps:
+        time.sleep(600)
+    return [float(n % 2) for n in range(len(completions))]
 
 def rarely(completions, **_):
     return ["x", *[1.0] * (len(completions) - 1)]
@@ -65,6 +71,21 @@ def test_the_failed_step_is_taken_again_by_a_resumed_run(tmp_path):
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)
     assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+@pytest.mark.parametrize(("steps", "updates"), [("0 1 3 4", 5), ("1 2 3", None)])
+def test_a_slow_call_ends_the_run_at_the_third_batch_step_in_a_row(tmp_path, steps, updates):
+    """One is a line and no reward; where the run ends, the steps before are saved."""
+    reward = [f"reward.functions=['{tmp_path}/letters.py:slow']", "reward.timeout=1.0", "optim.max_steps=5"]
+    config, notes = prepared(tmp_path / "a", *reward), Notes()
+    (tmp_path / "slow").write_text(steps)
+    if updates:
+        assert run_training(config, report=notes).updates == updates
+    else:
+        with pytest.raises(RewardError, match=r'"slow" timed out after 1 s; it failed for every completion'):
+            run_training(config, report=notes)
+        assert any(line.startswith("before the reward failed: saved") for line in notes.lines)
+    assert notes.lines.count('reward "slow" timed out after 1 s') == len(steps.split()) - (not updates)
 
 
 def test_on_request_the_run_goes_on_without_the_reward(tmp_path):

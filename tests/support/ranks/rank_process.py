@@ -5,7 +5,8 @@
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
 `R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "linger RANKS MODULE:NAME
-CALL SECONDS" is that of `staged_run` for these ranks, such as 01, with `R.there` as its file.
+CALL SECONDS" is that of `staged_run` for these ranks, such as 01, with `R.there` as its file; with
+"calls" each turn of the model is a tool call.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def main() -> None:
                 linger(target, int(call), seconds, folder / f"{rank}.there")
         if "memory" in hooks and rank == "1":
             _run_out_of_memory(3)
+        if "calls" in hooks:
+            _call_tools()
     run_command()
 
 
@@ -61,6 +64,17 @@ def _write_digests(file: Path) -> None:
         finish(self)
 
     TrainSteps.finish_update = finish_update
+
+
+def _call_tools() -> None:
+    """Each turn of the model is a call, in turns of the tools `plain` and `awaited`."""
+    from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+
+    def read(self: Any, text: str) -> ParsedTurn:
+        name = ("plain", "awaited")[len(text) % 2]
+        return ParsedTurn(text, (ToolCall(name, {"text": text}),))
+
+    CallReader.read = read
 
 
 def _run_out_of_memory(call: int) -> None:

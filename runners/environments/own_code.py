@@ -1,0 +1,33 @@
+"""The process for the code that a config names: its rewards, tools and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runners.config.loading import Config
+from runners.config.sections import CALCULATOR, EnvConfig, judge_of
+from runners.rewards.functions import loading as reward_loading
+from runners.user_code.host import MAIN
+from runners.user_code.worker import Worker
+
+
+def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
+    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
+    factory = "" if env.factory == CALCULATOR else env.factory
+    if not factory and not env.tools:
+        return ()
+    return "runners.environments.instances:load", factory, tuple(env.tools), tuple(map(str, folders))
+
+
+def start_worker(config: Config) -> Worker:
+    """The process for the code that a config names. If there is some, it is started now, and imports it."""
+    worker = Worker([judge.api_key_env for judge in config.judge.values()])
+    for name in config.reward.functions if config.reward.timeout else ():
+        if ":" in name and judge_of(name) not in config.judge:
+            worker.preload(*reward_loading(name, config.folders))
+    if tools := loading(config.env, config.folders):
+        worker.preload(*tools)
+        worker.submit("runners.environments.instances:prepare", mode=MAIN, done=lambda *_: None)
+    return worker
