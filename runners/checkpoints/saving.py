@@ -114,30 +114,26 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> Path:
         name = f"checkpoint-{snapshot.step}"
-
-        def write(folder: Path, held: int) -> Path:
-            for log in self._logs:
-                flush(log, within=held)
-            path = write_checkpoint(folder, snapshot, within=held)
-            self._prune(folder, held)
-            return path
-
         try:
-            return self._folder.write(write)
+            for log in self._logs:
+                flush(self._folder.here() / log)
+            folder = self._folder.here()
+            path = write_checkpoint(folder, snapshot)
+            self._prune(folder)
         except FolderGone as error:
             raise UserError(f"{error}; {name} is not saved") from error
         except OSError as error:
             raise UserError(
                 f"{self._folder.path}: {name} cannot be saved: {error.strerror or error}"
             ) from error
+        return path
 
-    def _prune(self, folder: Path, held: int) -> None:
-        keep = self._settings
-        prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best, within=held)
+    def _prune(self, folder: Path) -> None:
+        prune_checkpoints(folder, keep_last=self._settings.keep_last, keep_best=self._settings.keep_best)
 
     def __enter__(self) -> Saver:
         try:  # a run that was killed before it pruned may have nothing left to save
-            self._folder.write(self._prune)
+            self._prune(self._folder.here())
         except (OSError, UserError) as error:
             self.failed(UserError(f"{self._folder.path}: old checkpoints cannot be removed: {error}"))
         return self

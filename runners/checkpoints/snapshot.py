@@ -6,10 +6,8 @@ A checkpoint keeps the master weights (float32, exact) and the rest of the state
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.state_files import PackedState, pack_state, save_state
 from runners.errors import UserError
-from runners.files.durable import new_folder, opened, remove_folder, save_text
+from runners.files.durable import new_folder, remove_folder, save_text
 from runners.files.json_files import read_json
 from runners.files.json_lines import to_json
 from runners.models.loaded_model import LoadedModel
@@ -79,14 +77,14 @@ def take_snapshot(
     return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded, prompt)
 
 
-def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = None) -> Path:
+def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
     """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
 
-    A folder of that name is replaced. `within` is a descriptor of `run_dir`: see `runners.files.durable`.
+    A folder of that name is replaced.
     Raises UserError if the disk refuses; then the existing files are unchanged.
     """
     target = run_dir / f"checkpoint-{snapshot.step}"
-    with new_folder(target, within=within) as folder:
+    with new_folder(target) as folder:
         write_trained(folder, snapshot.weights, snapshot.loaded)
         save_state(folder, snapshot.state)
         if snapshot.prompt is not None:
@@ -95,10 +93,9 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot, *, within: int | None = 
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)
         if target.exists():  # for a moment there will be no folder of that name
-            with opened(run_dir, within) as held, suppress(FileNotFoundError):
-                os.unlink(LATEST, dir_fd=held)
+            (run_dir / LATEST).unlink(missing_ok=True)
     try:
-        save_text(run_dir / LATEST, target.name + "\n", within=within)
+        save_text(run_dir / LATEST, target.name + "\n")
     except OSError as error:
         raise UserError(f"{run_dir / LATEST}: cannot be written: {error.strerror or error}") from error
     return target
@@ -117,13 +114,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [path for path in checkpoint_folders(run_dir).values() if (path / TRAINER_STATE).is_file()]
 
 
-def prune_checkpoints(
-    run_dir: Path, *, keep_last: int = 0, keep_best: int = 0, within: int | None = None
-) -> list[Path]:
+def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> list[Path]:
     """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
 
     With `keep_last` 0 all are kept. Best is the highest "em" in trainer_state.json, then the highest
-    "reward", then the newest; a missing or null number ranks lowest. `within` is a descriptor of `run_dir`.
+    "reward", then the newest; a missing or null number ranks lowest.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:
@@ -132,7 +127,7 @@ def prune_checkpoints(
     keep = {*folders[-keep_last:], *ranked[:keep_best]}
     doomed = [folder for folder in folders if folder not in keep]
     for folder in doomed:
-        remove_folder(folder, within=within)
+        remove_folder(folder)
     return doomed
 
 

@@ -31,29 +31,16 @@ _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
 def save_final(
-    run_dir: Path,
-    state: TrainState,
-    loaded: LoadedModel,
-    prompt: PromptSettings | None = None,
-    *,
-    within: int | None = None,
+    run_dir: Path, state: TrainState, loaded: LoadedModel, prompt: PromptSettings | None = None
 ) -> Path:
     """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
 
-    `prompt`, how the model was asked, is written beside it. `within` is a descriptor of `run_dir`: see
-    `runners.files.durable`.
+    `prompt`, how the model was asked, is written beside it.
     """
-    return save_model(run_dir / "final", state.params, loaded, prompt, within=within)
+    return save_model(run_dir / "final", state.params, loaded, prompt)
 
 
-def save_model(
-    folder: Path,
-    params: Any,
-    loaded: LoadedModel,
-    prompt: PromptSettings | None = None,
-    *,
-    within: int | None = None,
-) -> Path:
+def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSettings | None = None) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
 
     A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores the
@@ -61,7 +48,7 @@ def save_model(
     written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers
     are stored unquantized, because rounding them to few bits again would undo much of a small update.
     """
-    with new_folder(folder, within=within) as temporary:
+    with new_folder(folder) as temporary:
         config = _stated(loaded)
         if loaded.adapter is None:
             weights = named_leaves(params) | loaded.frozen

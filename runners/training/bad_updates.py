@@ -3,10 +3,8 @@ that has too many in a row."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 import grpo_fn as g
 from runners.checkpoints.run_folder import BAD_BATCHES, RunFolder
 from runners.errors import NumbersError, UserError, count_in
-from runners.files.durable import new_folder, opened, remove_folder, save_arrays
+from runners.files.durable import new_folder, remove_folder, save_arrays
 from runners.files.json_lines import to_json
 from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
@@ -56,9 +54,7 @@ class BadUpdates:
         if not experiences:
             return [f"{line}; its completions were sampled before the run was resumed"]
         try:
-            path = self._folder.write(
-                lambda folder, held: save_bad_batch(folder, why, metrics, experiences, within=held)
-            )
+            path = save_bad_batch(self._folder.here(), why, metrics, experiences)
         except UserError as error:  # the disk fails: one record less, but no reason to stop
             return [line, str(error)]
         return [f"{line}; its inputs are in {path}"]
@@ -83,19 +79,14 @@ class BadUpdates:
 
 
 def save_bad_batch(
-    run_dir: Path,
-    why: str,
-    metrics: Mapping[str, Any],
-    experiences: Sequence[Experience],
-    *,
-    within: int | None = None,
+    run_dir: Path, why: str, metrics: Mapping[str, Any], experiences: Sequence[Experience]
 ) -> Path:
     """Writes `bad_batches/update-N` with batch.safetensors and batch.json; the last 10 such folders are kept.
 
     The arrays are a rollout's, rows prompt-major: `prompts_pl` (0 behind `prompt_lengths_p`), `tokens_bt`,
     `lengths_b`, `logp_bt`, `rewards_kb` (one row a reward; NaN: none), `rewards_pg`, `advantages_pg`.
 
-    `within` is a descriptor of `run_dir`. Raises UserError if the disk refuses.
+    Raises UserError if the disk refuses.
     """
     folder = run_dir / BAD_BATCHES / f"update-{metrics['update']}"
     rollout = g.join_rollouts([experience.rollout for experience in experiences])
@@ -119,34 +110,15 @@ def save_bad_batch(
     ]
     text, _ = to_json({"why": why, "metrics": numbers, "completions": records})
     try:
-        with opened(run_dir, within) as held, _subfolder(held) as parent:
-            with new_folder(folder, within=parent) as temporary:
-                save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
-                (temporary / "batch.json").write_text(
-                    text + "\n", encoding="utf-8", errors="backslashreplace"
-                )
-            _prune(folder.parent, parent)
+        with new_folder(folder) as temporary:
+            save_arrays(temporary / "batch.safetensors", arrays, {"format": "mlx"})
+            (temporary / "batch.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        found = {int(m[1]): path for path in folder.parent.iterdir() if (m := _NAME.fullmatch(path.name))}
+        for number in sorted(found)[:-MOST_BAD_BATCHES]:
+            remove_folder(found[number])
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return folder
-
-
-@contextmanager
-def _subfolder(run_dir: int) -> Iterator[int]:
-    """A descriptor of `bad_batches`, created if missing, in the folder of the given descriptor."""
-    with suppress(FileExistsError):
-        os.mkdir(BAD_BATCHES, dir_fd=run_dir)
-    descriptor = os.open(BAD_BATCHES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=run_dir)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _prune(folder: Path, held: int) -> None:
-    found = {int(match[1]): name for name in os.listdir(held) if (match := _NAME.fullmatch(name))}
-    for number in sorted(found)[:-MOST_BAD_BATCHES]:
-        remove_folder(folder / found[number], within=held)
 
 
 def _why(metrics: Mapping[str, Any]) -> str:

@@ -197,7 +197,6 @@ class Loop:
         else:
             self._batch_step()
         self._check_log()
-        self.saves.check_folder()
 
     def _batch_step(self) -> None:
         """One rollout, cut for its gradients, and the notices about it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ class RunSaves:
     ) -> None:
         """`facts`: what every trainer_state.json holds; `parts` have more of them, by `facts()`."""
         self.run, self.steps, self.at = run, steps, at
-        self.folder, self._here = folder, folder.path  # held open, and its last known path
+        self.folder = folder
         self.log, self.report, self.saver = log, report, saver
         self.facts, self.parts, self.elapsed = facts, parts, elapsed
         self.prompt = PromptSettings.of(run.config.to_dict())
@@ -63,23 +62,11 @@ class RunSaves:
 
     def save_final(self, state: g.TrainState) -> Path:
         """Writes the final model; if the run's folder is gone, into a new one."""
-        loaded = self.run.loaded
-
-        def save(folder: Path, held: int) -> Path:
-            return save_final(folder, state, loaded, self.prompt, within=held)
-
         try:
-            return self.folder.write(save)
+            return save_final(self.folder.here(), state, self.run.loaded, self.prompt)
         except FolderGone:
             with self.folder.anew() as folder:
-                return folder.write(save)
-
-    def check_folder(self) -> None:
-        """Reports once that the run's folder was renamed. If it is gone, the next save reports it."""
-        with suppress(FolderGone):
-            if (here := self.folder.here()) != self._here:
-                self.report.note(f"{self._here} was renamed to {here}; the run continues there")
-                self._here = here
+                return save_final(folder.path, state, self.run.loaded, self.prompt)
 
     def _snapshot(self, state: g.TrainState) -> Snapshot:
         """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""

@@ -22,13 +22,12 @@ from runners.checkpoints.resume import (
     earlier_decisions,
     find_origin,
 )
-from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
+from runners.checkpoints.run_folder import clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
 from runners.checkpoints.saving import NoSaver, Saver
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.environments.own_code import start_worker
-from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import Stopped, StopSignals
@@ -145,15 +144,13 @@ def _train(
             tell_differences(inputs, computing, origin, shown.note)
         check_alike(ranks, run, inputs)
         state, at, origin = share_start(ranks, run, origin, state, at)
-        if (here := held.here()) != folder:  # minutes may have passed, and another run may use this path now
-            raise UserError(f"{where}: {folder} was renamed to {here} while the run started; start it again")
         anew = origin is None or origin.folder.resolve().parent != folder.resolve()
         room, scarce = None, []
         if ranks.is_rank_zero:
             room = disk_room(folder, run.learner.outline or state, run.loaded)
             left = run.length.batch_steps - at.batch_step
             scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
-        keep = _make_room(held, origin, shown)
+        keep = _make_room(held.here(), origin, shown)
         if ranks.is_rank_zero:
             write_resolved(run.config)
         for notice in (*run.notices, *scarce):
@@ -229,9 +226,9 @@ def _writing_nothing(config: Config) -> Config:
     return attrs.evolve(config, log=silent)
 
 
-def _make_room(folder: RunFolder, origin: Origin | None, shown: Diary) -> dict[str, int] | None:
+def _make_room(folder: Path, origin: Origin | None, shown: Diary) -> dict[str, int] | None:
     """Removes files that the run does not continue; the bytes of the logs that it continues, if any."""
-    if origin is None or origin.folder.resolve().parent != folder.path.resolve():
+    if origin is None or origin.folder.resolve().parent != folder.resolve():
         clear(folder)
         return None
     for name, aside in set_aside(folder, origin.step):

@@ -26,7 +26,7 @@ def slow(monkeypatch):
     """Writing waits for `gate`, then fails with what stands in `errors`, or succeeds."""
     gate, errors = threading.Event(), []
 
-    def write(folder, snapshot, *, within):
+    def write(folder, snapshot):
         assert gate.wait(300)
         if errors:
             raise errors.pop()

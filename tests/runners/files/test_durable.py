@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,38 +146,38 @@ def test_a_kill_at_any_call_of_a_removal_leaves_the_folder_or_nothing(tmp_path):
         assert made(target) == before
 
 
+def killed(folder, content):
+    """The staging folder that a dead process has left for `target`, with these folders of one file."""
+    with staging.staging(folder / "target") as stage:
+        left = stage.with_name(f"{stage.name[:-1]}{'0' if stage.name[-1] != '0' else '1'}")
+        shutil.copytree(stage, left)
+    for name, text in content.items():
+        (left / name).mkdir()
+        (left / name / "one").write_text(text)
+    return left
+
+
 def test_a_folder_that_comes_back_counts_as_being_there(tmp_path):
     """Killed between the renames: the next start restores the old one first, and then asks for --force."""
-    parent = os.open(tmp_path, os.O_RDONLY)
-    stage = staging._make(parent, "target")
-    for name, content in (("old", "old"), ("new", "half")):
-        (tmp_path / stage.name / name).mkdir()
-        (tmp_path / stage.name / name / "one").write_text(content)
-    with pytest.raises(OSError):  # its owner lives
-        staging._claim(parent, stage.name)
-    stage.close()
+    stage = killed(tmp_path, {"old": "old", "new": "half"})
+    with open(stage / staging.MARKER) as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)  # its owner lives
+        staging.sweep(tmp_path)
+        assert made(stage / "old") == "old"
     with pytest.raises(UserError, match="target: this exists; --force replaces it"):
         durable.check_target(tmp_path / "target", False)
     assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
-    os.close(parent)
 
 
 def test_what_was_moved_aside_is_not_lost_where_its_name_is_taken(tmp_path):
     """Killed between the renames, and then the user made a folder of that name: both stay."""
-    parent = os.open(tmp_path, os.O_RDONLY)
-    stage = staging._make(parent, "target")
-    for path in (tmp_path / stage.name / "old", tmp_path / stage.name / "new", tmp_path / "target"):
-        path.mkdir()
-    (tmp_path / stage.name / "old" / "one").write_text("old")
-    stage.close()
-    with durable.new_folder(tmp_path / "other"):
-        pass
-    assert (tmp_path / stage.name / "old" / "one").read_text() == "old"
+    stage = killed(tmp_path, {"old": "old", "new": "half"})
+    (tmp_path / "target").mkdir()
+    staging.sweep(tmp_path)
+    assert made(stage / "old") == "old"
     (tmp_path / "target").rmdir()
-    with durable.new_folder(tmp_path / "other"):
-        pass
-    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target", "other"}) == set()
-    os.close(parent)
+    staging.sweep(tmp_path)
+    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
 
 
 def test_a_living_owners_work_is_left_alone(tmp_path):
@@ -225,7 +226,7 @@ def test_a_target_that_is_no_folder_is_replaced_itself(tmp_path, shape):
 @pytest.mark.parametrize("name", [".", "..", "/", "a/.."])
 def test_a_target_without_a_name_is_refused(name):
     """Before any work is done."""
-    with pytest.raises(UserError, match="cannot be replaced; wanted the name of a new one"):
+    with pytest.raises(UserError, match="cannot be replaced; expected the name of a new one"):
         durable.check_target(Path(name), True)
 
 
@@ -235,10 +236,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def missing(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    parent = os.open(tmp_path, os.O_RDONLY)
-    left = staging._make(parent, "target")
-    left.close()
-    os.close(parent)
+    left = killed(tmp_path, {})
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", missing)
         with durable.new_folder(tmp_path / "target") as folder:

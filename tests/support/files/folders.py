@@ -1,10 +1,10 @@
-"""Run folders of tests, held open as a run holds its own."""
+"""Run folders of tests, locked as a run locks its own."""
 
 import os
 
-from runners.checkpoints.run_folder import RunFolder
+from runners.checkpoints.run_folder import LOCK, RunFolder
 
 
 def held(folder):
-    """A folder as a run's, without its lock; the descriptor stays open until the process ends."""
-    return RunFolder(folder, os.open(folder, os.O_RDONLY))
+    """A folder as a run's; its lock file stays open until the process ends."""
+    return RunFolder(folder, os.open(folder / LOCK, os.O_RDWR | os.O_CREAT))
