@@ -80,13 +80,6 @@ def test_what_is_declared_is_imported():
     assert {*declared("dev")} - {*imported("tests", "benchmarks", "runners")} - TOOLS == set()
 
 
-def test_the_import_check_sees_what_is_there():
-    """Imports in functions, from submodules, and of modules named otherwise than their distribution."""
-    found = imported("runners")
-    assert {"mlx", "mlx-lm", "torch", "pillow", "transformers", "huggingface-hub"} <= {*found}
-    assert "torch" not in imported("runners", at_top=True)
-
-
 @pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
 def test_the_tested_range_is_the_declared_one(name):
     """machine/versions.py, which needs no installed metadata, repeats pyproject.toml; backends agree."""
@@ -132,15 +125,3 @@ def test_constraints_pin_every_dependency_within_its_bounds():
     ] == []
     alone = re.compile(r"mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton|setuptools|pip$")
     assert [name for name in pins if alone.match(name)] == []
-
-
-def test_make_and_ci_install_with_the_constraints():
-    """Every installation of ours; a BLAS that is missing may come in any version."""
-    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if "-m pip install" in line]
-    free = [line for line in lines if "--constraint constraints.txt" not in line]
-    assert len(lines) > len(free)
-    # What makes constraints.txt works in a scratch folder; PyTorch, of one version, comes after all else.
-    others = ("install --quiet mkl", "$$scratch", "install --quiet torch==")
-    assert [line for line in free if not any(other in line for other in others)] == []
-    assert text.count("$(INSTALL) --editable") == 4

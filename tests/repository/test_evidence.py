@@ -1,27 +1,20 @@
 """The commands of evidence: their processes, what they read from logs, how a result grows, and the page."""
 
 import json
-import re
 import sys
 import time
 from types import SimpleNamespace
 
-import attrs
 import click
-import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence import NAMES, against_trl, command, masters, page, pictures, pool, presets, samplers
-from benchmarks.evidence.deep_models import deepened, phases
-from benchmarks.evidence.pool import Job, divided, side_by_side
-from benchmarks.evidence.readings import learning, reach, read_log, sampler, thinned
+from benchmarks.evidence import against_trl, command, page, pool, samplers
+from benchmarks.evidence.pool import Job, side_by_side
+from benchmarks.evidence.readings import learning, read_log, sampler
 from benchmarks.harness import record
 from benchmarks.harness.record import RESULTS, Figure
-from grpo_fn import PRESETS
 from runners.errors import UserError
-from runners.quickstart import DATA_DIR
-from tests.support.pages import ROOT
 from tests.support.processes.waiting import wait_until
 from tests.support.ranks.launching import is_running
 
@@ -31,40 +24,6 @@ LATER = float("inf")
 def job(tmp_path, name, code, **more):
     """A process of Python that runs these lines."""
     return Job(name=name, command=[sys.executable, "-c", code], printed=tmp_path / f"{name}.txt", **more)
-
-
-def test_processes_run_side_by_side_and_tell_what_they_took(tmp_path, monkeypatch):
-    """Two that wait for each other, and until their memory was looked at, both end; one that fails has its
-    last words in its error.
-    """
-    wait = (
-        "import os, pathlib, time, sys\n"
-        "mine, other, seen = (pathlib.Path('{0}') / name for name in ('{1}', '{2}', str(os.getpid())))\n"
-        "mine.touch()\n"
-        "block = bytearray(60_000_000)\n"
-        "while not (other.exists() and seen.exists()): time.sleep(0.01)\n"
-    )
-    resident = pool._resident
-
-    def looked_at(pid):
-        found = resident(pid)
-        if found > 60_000_000 or sys.platform != "linux":
-            (tmp_path / str(pid)).touch()
-        return found
-
-    monkeypatch.setattr(pool, "_resident", looked_at)
-    jobs = [
-        job(tmp_path, "a", wait.format(tmp_path, "x", "y")),
-        job(tmp_path, "b", wait.format(tmp_path, "y", "x")),
-        job(tmp_path, "c", "import sys; print('the last words'); sys.exit(3)"),
-        job(tmp_path, "d", "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MORE'])"),
-    ]
-    jobs[3] = attrs.evolve(jobs[3], environment={"MORE": "yes"})
-    found = {done.name: outcome for done, outcome in side_by_side(jobs, 2, until=LATER)}
-    assert found["a"].seconds > 0 and found["a"].resident > 60_000_000
-    assert found["d"].resident < found["a"].resident  # not the memory of this process
-    assert "c: ended with code 3" in str(found["c"]) and "the last words" in str(found["c"])
-    assert (tmp_path / "d.txt").read_text().split() == [str(found["d"].cores), "yes"]
 
 
 def test_a_process_is_ended_when_the_time_is_over(tmp_path, monkeypatch):
@@ -89,26 +48,6 @@ def test_a_process_is_ended_when_the_time_is_over(tmp_path, monkeypatch):
         "long": "long: ended before it was done: the time is over",
         "next": "next: not started: the time is over",
     }
-
-
-def test_cores_are_divided_among_the_jobs():
-    """As many for each and none twice; where there are too few, all for each."""
-    assert divided(range(16), 7) == [(2 * n, 2 * n + 1) for n in range(7)]
-    assert divided([3, 5], 4) == [(3, 5)] * 4
-
-
-def test_the_update_at_which_a_curve_gets_there():
-    """Between two evaluations by a straight line; at the start if it begins there; None if it never does."""
-    assert reach([(0, 40.0), (20, 60.0), (40, 100.0)], 80.0) == 30
-    assert reach([(0, 90.0), (20, 60.0)], 80.0) == 0
-    assert reach([(0, 40.0), (20, 79.9)], 80.0) is None
-
-
-def test_a_curve_is_thinned_to_means_of_neighbours():
-    """Twenty points of five each; what is not finite is left out; a short one stays."""
-    curve = thinned([(n, 2.0 * n) for n in range(1, 101)])
-    assert len(curve) == 20 and curve[0] == (3.0, 6.0) and curve[-1] == (98.0, 196.0)
-    assert thinned([(1, 1.0), (2, float("nan"))]) == ((1.0, 1.0),)
 
 
 def test_a_log_becomes_figures(tmp_path):
@@ -194,43 +133,10 @@ def test_a_result_grows_trial_by_trial(tmp_path):
     assert (tmp_path / "evidence_presets.svg").is_file() is False  # no panel has a curve named x
 
 
-def test_a_curve_stands_in_one_line_of_the_result(tmp_path):
-    """And comes back as it was; figures without one have no field for it."""
-    figures = [Figure(name="a", value=1.0, curve=((0, 1.5), (2, 3.0))), Figure(name="b", value=2.0)]
-    one = record.make_record("presets", figures, quick=True, machine={}, rates={})
-    record.save_record(tmp_path, "cpu", one)
-    text = (tmp_path / "presets.json").read_text()
-    assert '"curve": [[0, 1.5], [2, 3.0]]' in text and text.count("curve") == 1
-    assert record.load_records(tmp_path / "presets.json") == {"cpu": one}
-
-
-def test_curves_of_seeds_become_a_mean_and_a_range():
-    """At the updates that all have."""
-    found = pictures.joined([((0, 1.0), (1, 2.0)), ((0, 3.0), (2, 9.0))])
-    assert found == [(0, 2.0, 1.0, 3.0)]
-
-
-def test_a_cell_has_the_mean_the_range_and_how_many_got_there():
-    """One seed has no range; of a figure that not every seed has, the cell says how many."""
-    seeds = {n: {"x": Figure(name="x", value=float(n))} for n in (2, 4)}
-    assert page.cell(page.Column("x", "x"), seeds) == "3 (2 – 4)"
-    assert page.cell(page.Column("x", "x"), {2: seeds[2]}) == "2"
-    reached = page.Column("x", "x", of_reached=True)
-    assert page.cell(reached, {**seeds, 5: {}}) == "3 (2 – 4), 2 of 3"
-    assert page.cell(reached, {5: {}}) == "none of 1"
-
-
 def test_the_page_has_what_the_results_hold():
     """docs/evidence.md is what `python -m benchmarks.report` would write."""
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.rendered(text, RESULTS) == text, "out of date: run python -m benchmarks.report"
-
-
-def test_the_page_names_every_command():
-    """A heading's text has it, and the Makefile runs them all."""
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert re.findall(r"`python -m benchmarks\.evidence\.(\w+)`", text) == list(NAMES)
-    assert f"EVIDENCE := {' '.join(NAMES)}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_trials_of_trl_get_the_quickstarts_settings():
@@ -270,31 +176,3 @@ def test_a_corrected_sampler_is_compared_with_full_precision():
     assert found.name == "all seeds: 20 layers, affine-4, token_truncate: below full precision"
     assert (found.value, found.met) == (3.0, False)
     assert samplers.summary([*full, figure("affine-4, none", 50.0)]) == []
-
-
-def test_hard_problems_are_shipped_ones():
-    """Some 11 of 20, by their kind; the packaged rows have each."""
-    hard = presets.hard_rows("test")
-    shipped = [json.loads(line) for line in (DATA_DIR / "test.jsonl").read_text().splitlines()]
-    assert 180 <= len(hard) <= 260 and all(row in shipped for row in hard)
-    assert presets.main.name == "presets" and len(PRESETS) == 9
-
-
-def test_a_deeper_model_keeps_the_shipped_blocks_between_random_ones():
-    """First and last stay so; what a random block adds is small."""
-    block = {"self_attn.o_proj.weight": mx.ones((64, 64)), "input_layernorm.weight": 2 * mx.ones((64,))}
-    leaves = {f"model.layers.{n}.{name}": leaf * (n + 1) for n in range(3) for name, leaf in block.items()}
-    found = deepened({**leaves, "model.norm.weight": mx.ones((64,))}, 21)
-    assert len(found) == 2 * 21 + 1
-    for number, place in enumerate((0, 10, 20)):
-        assert found[f"model.layers.{place}.self_attn.o_proj.weight"][0, 0].item() == number + 1
-    assert mx.all(found["model.layers.5.input_layernorm.weight"] == 1).item()
-    spread = mx.std(found["model.layers.5.self_attn.o_proj.weight"]).item()
-    assert spread == pytest.approx(1 / 8 / 42**0.5, rel=0.1)
-    assert [(phase.name, phase.steps) for phase in phases((0, 5))] == [("habits", 5)]
-
-
-def test_how_far_weights_have_moved():
-    """In thousandths of their norm."""
-    before, after = {"a": mx.array([3.0, 4.0])}, {"a": mx.array([3.0, 4.005])}
-    assert masters.moved(before, after).value == pytest.approx(1.0, rel=1e-3)

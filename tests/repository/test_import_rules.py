@@ -10,14 +10,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = sorted((ROOT / "runners").rglob("*.py"))
-FOLDERS = sorted({file.parent for file in SHELL})
 LIGHT = {"errors", "cli", "commands", "config", "machine", "files"}
-MOST_FILES = 13  # in a folder, its __init__ among them
-HELPERS = [ROOT / "tests/support", *(ROOT / "tests/support").glob("[a-z]*/")]
 
 
 def module_of(file: Path) -> str:
@@ -79,23 +75,3 @@ def deeper_imports(file: Path) -> list[str]:
 def test_the_shell_takes_what_the_cores_folders_offer():
     """Names come from grpo_fn, from its helpers, or from a folder's __init__: nothing deeper."""
     assert [line for file in SHELL for line in deeper_imports(file)] == []
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
-def test_a_folder_is_small_and_says_what_it_is(folder: Path):
-    """A dozen files at most, and an __init__ with a sentence."""
-    files = list(folder.glob("*.py"))
-    assert len(files) <= MOST_FILES, sorted(file.name for file in files)
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
-    assert text and len(text.split()) > 4
-
-
-@pytest.mark.parametrize(
-    "folder",
-    [*HELPERS, ROOT / "tests/repository", *(ROOT / "tests/repository").glob("[a-z]*/")],
-    ids=lambda folder: str(folder.relative_to(ROOT)),
-)
-def test_a_folder_of_helpers_or_checks_is_small(folder: Path):
-    """A dozen files, and some more that every test may use."""
-    files = list(folder.glob("*.py"))
-    assert len(files) <= MOST_FILES + 3, sorted(file.name for file in files)

@@ -1,6 +1,5 @@
 """What SECURITY.md promises, beyond the tests of each file format."""
 
-import ast
 import json
 import os
 import subprocess
@@ -22,98 +21,7 @@ from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [
-    path for name in ("grpo_fn", "runners", "benchmarks", "configs") for path in (ROOT / name).rglob("*.py")
-]
 PLANTED = "hf_planted4Zq8wTest"
-
-
-def name_of(node):
-    """A function that is called, about as it is written: `torch.load`, `eval`, `open().read`."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{name_of(node.value)}.{node.attr}"
-    if isinstance(node, ast.Call):
-        return f"{name_of(node.func)}()"
-    return f"{name_of(node.value)}[]" if isinstance(node, ast.Subscript) else "?"
-
-
-def written(node):
-    """An argument's value as it is written; "None" where it is left out."""
-    return "None" if node is None else ast.unparse(node)
-
-
-def dangerous(tree):
-    """(line, what) for everything that runs, or may run, what a file says."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name, keywords = name_of(node.func), {word.arg: word.value for word in node.keywords}
-            if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
-                yield node.lineno, name
-            if name.split(".")[-1] in ("load", "loads") and name.split(".")[0] in (
-                "pickle",
-                "marshal",
-                "dill",
-                "shelve",
-            ):
-                yield node.lineno, name
-            if name == "torch.load" and written(keywords.get("weights_only")) != "True":
-                yield node.lineno, "torch.load without weights_only"
-            if name in ("np.load", "numpy.load") and "allow_pickle" in keywords:
-                yield node.lineno, "numpy.load with allow_pickle"
-            if written(keywords.get("trust_remote_code")) == "True":
-                yield node.lineno, "trust_remote_code=True"
-            if written(keywords.get("shell")) == "True":
-                yield node.lineno, "a shell"
-        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal"):
-            yield node.lineno, f"names out of {node.module}"
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            target = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
-            value = getattr(node, "value", None)
-            if target == "trust_remote_code" and value is not None and ast.unparse(value) != "False":
-                yield node.lineno, "trust_remote_code by default"
-        if isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.args, *node.args.kwonlyargs]
-            last = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
-            for argument, default in zip(arguments, [*last, *node.args.kw_defaults], strict=True):
-                if (
-                    argument.arg == "trust_remote_code"
-                    and default is not None
-                    and ast.unparse(default) != "False"
-                ):
-                    yield node.lineno, "trust_remote_code by default"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_runs_what_a_file_says(path):
-    """No pickle.load, no torch.load without weights_only, no eval, no exec, no trust by default, no shell."""
-    found = list(dangerous(ast.parse(path.read_text(encoding="utf-8"))))
-    if path == ROOT / "runners" / "user_code" / "process.py":  # reads what the run itself sends over its pipe
-        found = [each for each in found if each[1] != "pickle.loads"]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle\npickle.load(open('x'))",
-        "pickle.loads(b'')",
-        "torch.load('x')",
-        "torch.load('x', weights_only=False)",
-        "eval('1')",
-        "exec(text)",
-        "load(path, trust_remote_code=True)",
-        "def load(path, *, trust_remote_code=True): pass",
-        "class Config:\n    trust_remote_code: bool = True",
-        "subprocess.run('x', shell=True)",
-        "from pickle import load",
-        "np.load('x', allow_pickle=True)",
-    ],
-)
-def test_the_search_finds_what_it_looks_for(code):
-    """One hit for each kind."""
-    assert len(list(dangerous(ast.parse(code)))) == 1
 
 
 WATCHED = """

@@ -8,14 +8,12 @@ from pathlib import Path
 import attrs
 import click
 import mlx.core as mx
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
-from benchmarks.harness.places import filled
-from benchmarks.harness.record import Figure, Measured
+from benchmarks.harness.record import Figure
 from benchmarks.quickstart import read_log
 from benchmarks.report import main as report_command
 from runners.errors import UserError
@@ -44,15 +42,6 @@ def made(*figures):
     return record.make_record("loss", figures, quick=False, machine=MACHINE, rates=RATES)
 
 
-def test_interleaved_takes_turns_and_rotates_the_first():
-    """After the warm-up each round calls everything once, and begins one call further on."""
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = measure.interleaved(calls, repeats=3, warmup=2)
-    assert "".join(order) == "abc" * 2 + "abc" + "bca" + "cab"
-    assert [len(times[name].samples) for name in "abc"] == [3, 3, 3]
-
-
 def test_a_lazy_result_is_computed_inside_the_clock():
     """The time of a call that returns an unevaluated product is the product's, not the graph's."""
     a_nn = mx.random.normal((700, 700), key=mx.random.key(0))
@@ -66,13 +55,6 @@ def test_a_lazy_result_is_computed_inside_the_clock():
     assert lazy.high > min(seconds) / 4
 
 
-def test_ratio_of_medians_and_of_rounds():
-    """One slow round moves neither median, and the two kinds of ratio differ where rounds do."""
-    ours, theirs = measure.Timing((2.0, 9.0, 4.0)), measure.Timing((1.0, 3.0, 4.0))
-    ratio = ours / theirs
-    assert (ratio.of_medians, ratio.paired) == (4 / 3, 2.0)
-
-
 def test_peak_counts_what_a_call_adds():
     """Two arrays of 8 MB and their sum, all three results, peak at 24 MB, whatever was there before."""
     held = mx.ones((2**22,))
@@ -84,26 +66,6 @@ def test_peak_counts_what_a_call_adds():
         return [*parts, parts[0] + parts[1]]
 
     assert 24 * 2**20 <= measure.peak_bytes(call) < 26 * 2**20
-
-
-def test_largest_error_is_relative_to_each_array():
-    """The array with the worst relative difference decides."""
-    found = [mx.array([100.0, 101.0]), (mx.array([0.5, 1.0]),)]
-    wanted = [mx.array([100.0, 100.0]), (np.array([0.5, 0.9]),)]
-    assert measure.largest_error(found, wanted) == pytest.approx(0.1 / 0.9, rel=1e-5)
-    with pytest.raises(ValueError, match=r"shape \(1,\)"):
-        measure.largest_error([mx.array([1.0])], [mx.array(1.0)])
-
-
-@pytest.mark.parametrize(
-    ("bounds", "met"),
-    [({}, None), ({"at_most": 2}, True), ({"at_most": 1.9}, False), ({"at_least": 2.1}, False)],
-)
-def test_a_figure_knows_whether_it_meets_its_target(bounds, met):
-    """No target, no verdict; a bound itself still passes."""
-    figure = Figure(name="x", value=2.0, **bounds)
-    assert figure.met is met
-    assert made(figure).missed() == ([figure] if met is False else [])
 
 
 def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
@@ -140,24 +102,6 @@ def test_a_result_has_a_page_and_a_row(tmp_path):
     assert "| cpu: 0 of 1 | cpu: 20" in rows[0] and rows[1].endswith("| – | – |")
     assert report.missed(records) == "- loss on cpu: the figure: 3 ms"
     assert [*report.verdicts(tmp_path)] == ["MISS  loss on cpu: the figure: 3 ms"]
-
-
-def test_a_place_is_filled_again_and_again():
-    """Text around it stays; a page without it is an error."""
-    page = "above\n<!-- a:begin -->\nold\n<!-- a:end -->\nbelow"
-    text = filled("PAGE", page, {"a": "new"})
-    assert text == page.replace("old", "new") == filled("PAGE", text, {"a": "new"})
-    with pytest.raises(UserError, match="PAGE: expected <!-- b:begin -->"):
-        filled("PAGE", page, {"b": "new"})
-
-
-def test_a_grid_has_the_columns_of_all_its_rows():
-    """A figure without a row is in the row of all."""
-    figures = [Figure(name=name, value=2.0, unit="s") for name in ("m: r: a", "m: r: b", "m: c")]
-    assert [line.split("|")[1].strip() for line in record.grid(made(*figures)).splitlines()[2:]] == [
-        "r",
-        "all",
-    ]
 
 
 def test_the_pages_show_the_results():
@@ -205,17 +149,6 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
     assert CliRunner().invoke(measured, options).exit_code == 2
 
 
-def test_files_go_beside_the_result(tmp_path):
-    """What a benchmark hands back besides figures is written where its result is."""
-
-    @benchmark("made")
-    def measured(quick):
-        return Measured([Figure(name="x", value=1.0)], {"made.txt": "printed"})
-
-    assert CliRunner().invoke(measured, ["--quick", "--out", str(tmp_path)]).exit_code == 0
-    assert (tmp_path / "made.txt").read_text() == "printed" and (tmp_path / "made.json").is_file()
-
-
 def test_a_part_measured_again_leaves_the_others(tmp_path):
     """Figures of the part go, those of other parts stay; not where the last record was of other work."""
     one, two = Figure(name="one: x", value=1.0), Figure(name="two: x", value=2.0)
@@ -241,21 +174,6 @@ def test_what_stays_says_of_which_day_it_is(tmp_path):
         ]
     assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
     assert "of 2026-01-02" in record.table(kept)
-
-
-def test_an_option_that_names_parts_is_no_other_work(tmp_path):
-    """`parts` of the command: two runs with one part each leave both, and no setting in the record."""
-
-    @benchmark("made", parts=("models",))
-    @click.option("--model", "models", multiple=True)
-    def measured(quick, models):
-        return [Figure(name=f"{model}: x", value=1.0) for model in models]
-
-    for model in ("a", "b"):
-        options = ["--quick", "--out", str(tmp_path), "--model", model]
-        assert CliRunner().invoke(measured, options).exit_code == 0
-    (found,) = record.load_records(tmp_path / "made.json").values()
-    assert [figure.name for figure in found.figures] == ["a: x", "b: x"] and not found.settings
 
 
 def test_what_was_measured_before_the_end_is_kept(tmp_path):

@@ -14,25 +14,8 @@ from runners import cli
 from runners.config.loading import KEYS
 from tests.support.pages import ROOT
 
-CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-NAVIGATION = re.findall(r"^ +- .*: (\S+\.md)$", CONFIG, re.MULTILINE)
-LATER = re.search(r"^  later: \[(.*)\]$", CONFIG, re.MULTILINE)[1].split(", ")
 PARTS = runpy.run_path(str(ROOT / "docs" / "manual" / "parts.py"))["PARTS"]
 HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None and importlib.util.find_spec("mkdocstrings")
-
-
-def test_the_navigation_has_every_page_once():
-    """A page of docs/ that is in no menu is found by nobody."""
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert len(NAVIGATION) == len({*NAVIGATION})
-    assert pages - {*NAVIGATION} == set()
-
-
-def test_a_page_of_the_navigation_is_there():
-    """In docs/, or one of those from outside of it, or one that may come later."""
-    outside = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks.md", "metal-results.md"}
-    missing = {name for name in NAVIGATION if not (ROOT / "docs" / name).is_file()}
-    assert missing - outside - {*LATER} == set()
 
 
 def test_the_marked_places_are_known():
