@@ -6,7 +6,7 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 from __future__ import annotations
 
 import asyncio
-import pickle
+import copy
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -170,9 +170,11 @@ class Scorer:
             calls.submit(k, *what, timeout=self.timeout, mode=mode)
 
     def _here(self, k: int, called: _Arguments) -> tuple[Any, ...]:
-        """The arguments of `calls.run`, copied: the run uses its prompts, columns and tokens again later."""
-        arguments, *rest = called
-        return self.rewards[k].function, pickle.loads(pickle.dumps(arguments)), *rest
+        """The arguments of `calls.run`, copied for functions that are not ours and might change them: the run
+        uses its prompts, columns and tokens again later."""
+        (arguments, *rest), function = called, self.rewards[k].function
+        ours = str(getattr(function, "__module__", "")).startswith("runners.")
+        return function, arguments if ours else copy.deepcopy(arguments), *rest
 
 
 def _finished(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
