@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import statistics
 import subprocess
 import sys
@@ -38,13 +39,13 @@ from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
 from runners.config.loading import load_config
 from runners.config.sections import EMBEDDED, ModelConfig
+from runners.files.cache_folder import cache_folder
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform, prepare
 from runners.models.folders import copy_companions
 from runners.models.loaded_model import load_model
 from runners.quickstart import MODEL_DIR
 from runners.tuning.model_check import check_model
-from runners.tuning.saved_answers import cache_file
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
 CHECK, CHECK_SHARE = 2.0, 0.05  # seconds; of the time of loading, where the answer is known
@@ -143,7 +144,7 @@ def checking(name: str, machine: Platform, repeats: int) -> list[Figure]:
                         share_prompts=True,
                     )
                     samples[way].append(time.perf_counter() - started)
-                cache_file().unlink()
+                shutil.rmtree(cache_folder() / "model_checks")
     times = {way: Timing(tuple(taken)) for way, taken in samples.items()}
     most, most_share = (CHECK, None) if name == EMBEDDED else (None, CHECK_SHARE)
     return [

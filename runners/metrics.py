@@ -84,6 +84,15 @@ sampling/masked_fraction | share | tokens that `loss.correction` dropped | 0 wit
 rollout/quantization | text | the format that the sampler's weights have; only with `rollout.quantization` | the one that was asked for | –
 rollout/fallback | text | why the run went back to full precision | is not there | [quantization](quantization.md)
 
+# Ranks
+ranks/number | count | with several ranks, how many there are | constant | –
+ranks/rollout_seconds/{name} | seconds | sampling of the rank with this number | alike for all ranks | one is always longer: its machine is slower, or does something else as well
+ranks/slowest | rank | the rank that sampled longest | changes | always the same: as above
+ranks/rollout_skew | seconds | from the fastest rank's end of sampling to the slowest one's | small beside `time/rollout` | large: completions of very different length, or unlike machines
+ranks/waiting_seconds | seconds | rank 0's wait for slower ranks | about `ranks/rollout_skew` | the same
+ranks/reducing_seconds | seconds | summing gradients over ranks | small beside `time/learner` | a faster network, or more rows on each rank
+fault | text | why a rank failed and with it the run | is not there | [many devices](many-devices.md)
+
 # Time and memory
 step_time | seconds | from one update to the next, without evaluations; the sum of the parts below but `time/eval` | steady; the first is longer, since it compiles | look at which part grew
 tokens_per_second | tokens/s | sampled tokens over `time/rollout` | steady; falls as completions get longer | falls by half at equal lengths: look at `memory/swap_gb`, and for other programs

@@ -1,1 +1,1 @@
-"""Settings that the config leaves to the machine: decoding, rows decoded together, quantization."""
+"""The check before a run that a model decodes what it learns; its answers are kept."""

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,8 +17,9 @@ from grpo_fn.policy_check import DECODING_PATHS, PATHS, CheckedPolicy, offers_pa
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.errors import UserError
+from runners.files.cache_folder import cache_folder
+from runners.files.durable import save_text
 from runners.machine.startup import Platform
-from runners.tuning.saved_answers import cache_file, recall, remember
 
 
 def check_model(
@@ -62,9 +64,9 @@ def check_model(
         "offered": [offers_path(policy, path) for path in DECODING_PATHS],
         "learner": [share_prompts, config.system.compile],
     }
-    file = cache_file()
-    kept, fault = recall(file, facts)
-    found = None if kept is None else _read(kept, policy)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    file = cache_folder() / "model_checks" / f"{digest}.json"
+    found = _read(file, policy)
     if found is None:
         say("checking that the model decodes what it learns")
         try:
@@ -77,16 +79,25 @@ def check_model(
                 compile=config.system.compile,
             )
         except ValueError as error:
-            way = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
-            raise UserError(f"{error}; {way} = false goes on all the same") from error
-        answer = {"given_up": list(found.given_up), "notices": list(found.notices)}
-        fault = remember(file, facts, answer) or fault
-    return attrs.evolve(found, notices=(*found.notices, *([fault] if fault else [])))
+            key = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
+            raise UserError(f"{error}; {key} = false goes on all the same") from error
+        answer = {"given_up": found.given_up, "notices": found.notices, "facts": facts}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_text(file, json.dumps(answer, indent=1) + "\n")
+        except OSError as error:
+            line = f"{file} cannot be written ({error.strerror or error}): the next run checks again"
+            found = attrs.evolve(found, notices=(*found.notices, line))
+    return found
 
 
-def _read(kept: dict[str, Any], policy: g.Policy) -> CheckedPolicy | None:
-    """A cached answer; None if it is damaged."""
-    given_up, notices = kept.get("given_up"), kept.get("notices")
+def _read(file: Path, policy: g.Policy) -> CheckedPolicy | None:
+    """A cached answer; None if there is none, or what is there cannot be used."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given_up, notices = found["given_up"], found["notices"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
     if not isinstance(given_up, list) or not all(path in PATHS for path in given_up):
         return None
     if not isinstance(notices, list) or not all(isinstance(line, str) for line in notices):

@@ -58,10 +58,11 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*METRICS} == set(), "logged, and not in the table"
-    # Conversations have theirs, and models with experts: see test_train.py and test_experts.py of
-    # tests/runners/training.
+    # Conversations have theirs, models with experts and several ranks: see test_train.py and test_experts.py
+    # of tests/runners/training, and tests/runners/ranks/test_ranks.py.
     played = (
         "experts/",
+        "ranks/",
         "tools/",
         "turns/",
         "eval/success",
@@ -70,7 +71,7 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
         "eval/tool_calls",
         "eval/failed",
     )
-    rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb"}
+    rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb", "fault"}
     assert {*METRICS} - found - rare == set(), "in the table, and never logged"
 
 

@@ -1,6 +1,7 @@
 """Runs on several ranks, as processes under mlx.launch: what one rank gives, and one end for all."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from runners.config.loading import load_config
+from runners.metrics import METRICS
 from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -78,6 +80,8 @@ def test_three_ranks_train_as_one(one, three):
     last = lines(three, "training_log.jsonl")[-2]
     assert last["ranks/number"] == 3
     assert {f"ranks/rollout_seconds/{rank}" for rank in range(3)} <= last.keys()
+    listed = {re.sub(r"(rewards|rollout_seconds)/[^/]+", r"\1/{name}", name) for name in last}
+    assert listed - METRICS.keys() == set(), "logged, and not in the table"
     assert 0 <= last["ranks/slowest"] < 3
 
 

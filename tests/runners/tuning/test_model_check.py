@@ -17,34 +17,64 @@ CONFIG = Config(model=ModelConfig(path="embedded"))
 FACTS = {"model_config": {"model_type": "afm7"}, "platform": Platform(backend="cpu"), "share_prompts": True}
 
 
-def test_the_answer_is_kept(tmp_path, monkeypatch):
-    """A second run compares nothing; another version of mlx does; so does a damaged answer."""
-    monkeypatch.setattr(model_check, "cache_file", lambda: tmp_path / "tuning.json")
-    of, calls, check = tiny_policy("afm7"), [], g.check_policy
+@pytest.fixture(name="cache")
+def _cache(tmp_path, monkeypatch):
+    """The user's cache folder, a fresh one."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(name="checked")
+def _checked(monkeypatch):
+    """Checks a policy; `calls` has an entry for each comparison."""
+    calls, check = [], g.check_policy
     monkeypatch.setattr(g, "check_policy", lambda *a, **k: calls.append(1) or check(*a, **k))
+    of = tiny_policy("afm7")
 
-    def run():
-        found = check_model(CONFIG, of, of.params, PROMPTS, **FACTS)
-        return found.given_up, found.policy.takes_ragged, found.notices[:1]
+    def run(**changes):
+        found = check_model(CONFIG, of, of.params, PROMPTS, **FACTS | changes)
+        return found.given_up, found.policy.takes_ragged, found.notices
 
-    first, second = run(), run()
-    assert first == second and len(calls) == 1 and first[0] == ("share_prompts",)
+    run.calls = calls
+    return run
+
+
+def test_the_answer_is_kept_for_the_same_facts(cache, checked, monkeypatch):
+    """A second run compares nothing; another model or another version of mlx does."""
+    first = checked()
+    assert checked() == first and len(checked.calls) == 1 and first[0] == ("share_prompts",)
+    assert checked(model_config={"model_type": "afm8"}) == first and len(checked.calls) == 2
     monkeypatch.setattr(model_check.importlib.metadata, "version", lambda name: "9.9")
-    run()
-    assert len(calls) == 2
-    file = tmp_path / "tuning.json"
-    file.write_text(file.read_text().replace('"share_prompts"', '"shares"'))
-    assert run()[0] == first[0] and len(calls) == 3
+    assert checked() == first and len(checked.calls) == 3 == len([*(cache / "model_checks").iterdir()])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"given_up": ["shares"], "notices": []}', '{"given_up": [], "notices": [3]}', b"\xff",
+     "[" * 100_000],
+    ids=lambda content: repr(content)[:40],
+)  # fmt: skip
+def test_a_damaged_answer_is_found_again(cache, checked, content):
+    """Whatever stands in its file."""
+    first = checked()
+    (file,) = (cache / "model_checks").iterdir()
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert checked() == checked() == first and len(checked.calls) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_a_notice(cache, checked):
+    """And no error."""
+    cache.write_text("")
+    assert "the next run checks again" in checked()[2][-1]
 
 
 @pytest.mark.parametrize(
     "fault, key", [("checkpointed blocks give", "grad_checkpoint"), ("log-probs differ", "check_model")]
 )
-def test_a_fault_names_the_key_that_goes_on(fault, key, tmp_path, monkeypatch):
+def test_a_fault_names_the_key_that_goes_on(fault, key, cache, monkeypatch):
     def refuse(*_, **__):
         raise ValueError(fault)
 
-    monkeypatch.setattr(model_check, "cache_file", lambda: tmp_path / "tuning.json")
     monkeypatch.setattr(g, "check_policy", refuse)
     of = tiny_policy("afm7")
     with pytest.raises(UserError, match=f"^{fault}; system.{key} = false goes on all the same$"):
