@@ -45,12 +45,4 @@ def runners_problem() -> str | None:
             f"{place} hides grpo_fn's package runners, which is {OURS}: rename it, take {place.parent} off "
             "PYTHONPATH, or install grpo_fn into an environment of its own"
         )
-    for file in (found, OURS / "cli.py"):
-        if not file.is_file():
-            return f"{file} is missing: install grpo_fn again"
-        if "grpo_fn" not in file.read_text(encoding="utf-8", errors="replace"):
-            return (
-                f"{file} belongs to another distribution, which also has a package runners: install grpo_fn "
-                "into an environment of its own"
-            )
     return None

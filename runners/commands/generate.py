@@ -120,8 +120,8 @@ def generate_command(
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
     """The messages with `system` in front, unless they already have a system message."""
-    own = not system.strip() or messages[0]["role"] == "system"
-    return list(messages) if own else [{"role": "system", "content": system}, *messages]
+    has_system = not system.strip() or messages[0]["role"] == "system"
+    return list(messages) if has_system else [{"role": "system", "content": system}, *messages]
 
 
 @contextmanager

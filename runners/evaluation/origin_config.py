@@ -84,10 +84,10 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
         reward["functions"] = [names[i] for i in kept] or ["correctness_reward_func"]
         reward["weights"] = [weights[i] for i in kept] if len(weights) == len(names) else []
         if "reward.functions" not in given:
-            own = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
+            left_out = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
             note(
-                f"{file}: rewards left out, as code runs only if you name the config: {own}; --config {file} "
-                "runs them"
+                f"{file}: rewards left out, as code runs only if you name the config: {left_out}; "
+                f"--config {file} runs them"
             )
     return load_config(None, overrides, recorded=values, label=str(file))
 

@@ -60,8 +60,8 @@ def rehearse(
         turns = [[*_ids(tokenizer, MARKS[0]), *encode(tokenizer, example.answer, add_special_tokens=False)]]
     else:
         end = _end_of_turn(environments)
-        told = _call_text(environments, example.answer, problems)
-        turns = [encode(tokenizer, told, add_special_tokens=False)] if told else []
+        text = _call_text(environments, example.answer, problems)
+        turns = [encode(tokenizer, text, add_special_tokens=False)] if text else []
     for turn in turns:
         tokens = (*turn, *([] if end is None else [end]))
         spans.append(_span(environments, SAMPLED, tokens))
@@ -79,8 +79,8 @@ def rehearse(
         spans.append(_span(environments, SAMPLED, last))
         begun.session.begin(0, last)
         if environments.is_calculator:
-            said = "".join(span.text for span in spans[1:])
-            episode.messages.append({"role": "assistant", "content": environments.nudge + said})
+            played = "".join(span.text for span in spans[1:])
+            episode.messages.append({"role": "assistant", "content": environments.nudge + played})
     problems += [
         f"a call fails: {message['content']}"
         for message in episode.messages

@@ -164,15 +164,15 @@ def _find(
     model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool
 ) -> tuple[Path, Path | None]:
     """The folder of a model, and that of its adapters, if any."""
-    own = Path(model_of_run(model, note)).expanduser()
-    adapters = own if is_adapter_folder(own) else Path(adapter).expanduser() if adapter else None
+    named = Path(model_of_run(model, note)).expanduser()
+    adapters = named if is_adapter_folder(named) else Path(adapter).expanduser() if adapter else None
     if adapters is not None:
         check_adapters(adapters)  # before a download, and before minutes of reading
-    if is_adapter_folder(own):
+    if is_adapter_folder(named):
         if adapter:
             raise UserError(f"{model} holds adapters, and {adapter} is given as well; expected one of them")
-        return resolve_model(base_of(own), "MODEL", custom_loader=custom_loader), own
-    folder = resolve_model(str(own) if own.exists() else model, "MODEL", custom_loader=custom_loader)
+        return resolve_model(base_of(named), "MODEL", custom_loader=custom_loader), named
+    folder = resolve_model(str(named) if named.exists() else model, "MODEL", custom_loader=custom_loader)
     return folder, adapters
 
 

@@ -83,12 +83,12 @@ class ToolConversation(Conversation):
         episode.counts, episode.fault = dict.fromkeys(COUNTS, 0), ""
         if self.nudge:
             yield self.nudge
-        room, drawn = self.sampling.max_new_tokens, 0
+        left, drawn = self.sampling.max_new_tokens, 0
         ends = self.sampling.eos_ids | begun.stops
         while True:
             answer = None
             request = Requests(prompts=[prompt], numbers=[self.turns], drawn=drawn)
-            sampling = attrs.evolve(self.sampling, max_new_tokens=room, eos_ids=ends)
+            sampling = attrs.evolve(self.sampling, max_new_tokens=left, eos_ids=ends)
             for piece in self._stream(request, sampling, should_stop, speed):
                 if isinstance(piece, str):
                     yield piece
@@ -96,8 +96,8 @@ class ToolConversation(Conversation):
                     answer = piece
             assert isinstance(answer, Completion)
             self._tokens = [*prompt, *answer.tokens]
-            room, drawn = room - len(answer.tokens), drawn + len(answer.tokens)
-            if answer.finish != STOP or room <= 0:
+            left, drawn = left - len(answer.tokens), drawn + len(answer.tokens)
+            if answer.finish != STOP or left <= 0:
                 break
             before = len(episode.messages)
             going = begun.session.begin(0, answer.tokens)
@@ -113,14 +113,14 @@ class ToolConversation(Conversation):
             if given is None:
                 yield Event("stop", episode.fault or "the calls are left behind")
                 break
-            told = [message["content"] for message in episode.messages[before:]]
+            answers = [message["content"] for message in episode.messages[before:]]
             if begun.stops and given:  # nanochat's calculator has no messages
-                told = [self.model.decoder.decode(given[1:-1])]  # between its marks
-            yield from (Event("answer", line) for line in told)
-            if len(given) >= room:
+                answers = [self.model.decoder.decode(given[1:-1])]  # between its marks
+            yield from (Event("answer", line) for line in answers)
+            if len(given) >= left:
                 yield Event("stop", f"no room for an answer in --max-tokens {self.sampling.max_new_tokens}")
                 break
-            prompt, room = [*self._tokens, *given], room - len(given)
+            prompt, left = [*self._tokens, *given], left - len(given)
         self.turns += 1
         yield from (Event("reward", line) for line in self._reward(episode))
 

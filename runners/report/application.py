@@ -98,17 +98,17 @@ def application(
         run = run_of(request)
 
         async def stream() -> AsyncIterator[bytes]:
-            before, said = None, time.monotonic()
+            before, sent = None, time.monotonic()
             yield b"retry: 1000\n\n"
             while not is_ending() and not await request.is_disconnected():
                 now = await run_in_threadpool(run.signature)
                 if before is None:
                     before = now
-                elif now != before and time.monotonic() - said >= _PAUSE:
-                    before, said = now, time.monotonic()
+                elif now != before and time.monotonic() - sent >= _PAUSE:
+                    before, sent = now, time.monotonic()
                     yield f"data: {json.dumps({'state': now[-1]})}\n\n".encode()
-                elif now == before and time.monotonic() - said > _BEAT:
-                    said = time.monotonic()
+                elif now == before and time.monotonic() - sent > _BEAT:
+                    sent = time.monotonic()
                     yield b": still here\n\n"
                 await asyncio.sleep(_LOOK)
 

@@ -99,16 +99,12 @@ class LiveRun:
     def _refresh(self) -> None:
         self.record.refresh()
         self._maker.group_size = group_size(self.record)
-        completions, tokens, evaluations = (self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS))
-        restarted = [file.restarted() for file in (completions, tokens, evaluations)]
-        if any(restarted):  # resumed, or started again: all of it is read again
+        if any([file.restarted() for file in self._files.values()]):  # resumed, or started again: read it all
             generation = self._files[COMPLETIONS].generation + 1
             self._files = {name: LineFile(file.path, generation) for name, file in self._files.items()}
             self._maker, self._parts = PartMaker(self._maker.group_size), []
             self._tokens, self._evaluations = {}, {}
-            completions, tokens, evaluations = (
-                self._files[name] for name in (COMPLETIONS, TOKENS, EVALUATIONS)
-            )
+        completions, evaluations, tokens = self._files.values()
         # Tokens first: a part is closed when the next batch step's completions come, and has its tokens by
         # then.
         read_tokens(tokens.read(), self._tokens)
@@ -124,28 +120,17 @@ class LiveRun:
             self._evaluations.setdefault(update, []).extend(rows)
 
     def _completions(self, generation: int) -> dict[str, Any]:
-        sizes = [part.rows for part in self._parts]
-        tail = len(self._maker.waiting)
-        has_tokens = [part.tokens is not None for part in self._parts]
-        if tail:
-            sizes.append(tail)
-            has_tokens.append(bool(self._tokens))
+        # The number of rows and of token lines is part of the address, so that a grown part has a new one.
+        found = [(part.rows, 0, part.tokens is not None) for part in self._parts]
+        if tail := len(self._maker.waiting):
+            found.append((tail, self._token_lines(), bool(self._tokens)))
         parts = []
-        for number, (rows, tokens) in enumerate(zip(sizes, has_tokens, strict=True)):
-            # The number of rows and of token lines is part of the address, so that a grown part has a new
-            # one.
-            lines = self._token_lines() if number == len(self._parts) else 0
+        for number, (rows, lines, has_tokens) in enumerate(found):
             at = f"part/{generation}-{number}-{rows}-{lines}"
-            parts.append(
-                {
-                    "rows": rows,
-                    "numbers": f"{at}/numbers",
-                    "texts": f"{at}/texts",
-                    "tokens": f"{at}/tokens" if tokens else None,
-                }
-            )
-        bad = self._files[COMPLETIONS].bad
-        return {"rows": sum(sizes), "left_out": 0, "bad_lines": bad, "parts": parts}
+            pieces = {piece: f"{at}/{piece}" for piece in ("numbers", "texts", "tokens")}
+            parts.append({"rows": rows, **pieces} | ({} if has_tokens else {"tokens": None}))
+        rows = sum(rows for rows, *_ in found)
+        return {"rows": rows, "left_out": 0, "bad_lines": self._files[COMPLETIONS].bad, "parts": parts}
 
     def _generation(self) -> int:
         return self.record.generation + self._files[COMPLETIONS].generation

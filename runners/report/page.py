@@ -185,8 +185,8 @@ def _umask() -> int:
 @cache
 def _assets() -> tuple[str, str]:
     """The page's script and style."""
-    own = "\n".join(_asset(name) for name in _SCRIPTS)
-    script = f'{_asset("uplot/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{own}\n}})();\n'
+    ours = "\n".join(_asset(name) for name in _SCRIPTS)
+    script = f'{_asset("uplot/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}\n}})();\n'
     return script, "\n".join(_asset(name) for name in ("uplot/uPlot.min.css", *_STYLES))
 
 

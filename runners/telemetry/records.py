@@ -119,8 +119,8 @@ def completion_records(
 
 def _asked(example: Example) -> str:
     """The user's last message; without one, the last message."""
-    said = [message["content"] for message in example.messages if message["role"] == "user"]
-    return said[-1] if said else example.messages[-1]["content"]
+    asked = [message["content"] for message in example.messages if message["role"] == "user"]
+    return asked[-1] if asked else example.messages[-1]["content"]
 
 
 def _turns(experience: Experience, pieces: PieceLengths, given: int) -> list[list[dict[str, Any]]]:

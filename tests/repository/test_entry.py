@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import grpo_entry
-
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = {
     "package": "runners/__init__.py",
@@ -50,22 +48,3 @@ def test_a_foreign_package_is_named_in_one_line(kind, command, tmp_path):
         f"{place} hides grpo_fn's package runners, which is {ROOT / 'runners'}: rename it, take "
         f"{place.parent} off PYTHONPATH, or install grpo_fn into an environment of its own\n"
     )
-
-
-@pytest.mark.parametrize("name", ["__init__.py", "cli.py"])
-def test_replaced_and_missing_files_of_ours_are_named(name, tmp_path, monkeypatch):
-    """Another distribution was installed over ours, and then removed with the files of that name."""
-    ours = tmp_path.resolve() / "runners"
-    ours.mkdir()
-    for each in ("__init__.py", "cli.py"):
-        (ours / each).write_text('"""Of grpo_fn."""\n')
-    monkeypatch.setattr(grpo_entry, "OURS", ours)
-    monkeypatch.setattr(grpo_entry, "find_spec", lambda name: None)
-    assert grpo_entry.runners_problem() is None
-    (ours / name).write_text("")
-    assert grpo_entry.runners_problem() == (
-        f"{ours / name} belongs to another distribution, which also has a package runners: install grpo_fn "
-        "into an environment of its own"
-    )
-    (ours / name).unlink()
-    assert grpo_entry.runners_problem() == f"{ours / name} is missing: install grpo_fn again"

@@ -11,27 +11,9 @@ from click.testing import CliRunner
 from runners.cli import COMMANDS, main
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import small
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(12)]
-CONFIG = """
-[run]
-name = "mine"
-output_dir = "out"
-[model]
-path = "{model}"
-[data]
-source = "{data}"
-system_prompt = ""
-[rollout]
-num_generations = 2
-max_new_tokens = 4
-[reward]
-functions = ["{reward}"]
-[optim]
-max_steps = 1
-[eval]
-samples = 1
-"""
 FOR_A_CONFIG = (["run"], ["plan"], ["check"], ["bench"])
 FOR_A_MODEL = (
     ["generate", "MODEL", "hello"],
@@ -70,8 +52,10 @@ def model(place, sound):
     return folder
 
 
-def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good", more=""):
-    Path("train.toml").write_text(CONFIG.format(model=model, data=data, reward=reward) + more)
+def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good"):
+    settings = {"model": {"path": model}, "reward": {"functions": [reward]}}
+    data_keys = {"source": data, "eval_split": "test", "nudge": "<reasoning>"}
+    Path("train.toml").write_text(small(run={"output_dir": "out"}, data=data_keys, **settings))
 
 
 def refused(*arguments, code=2):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -99,10 +100,23 @@ def test_the_group_lists_every_command(invoke):
         assert short.endswith(".") and not short.endswith("..")
 
 
-def test_an_unknown_command_is_told(invoke):
-    """Code 2 and the name."""
-    result = invoke("rum", command=cli.main)
-    assert result.exit_code == 2 and "No such command 'rum'" in result.stderr
+MLX_LM = "--model --prompt --adapter-path --save-path --system-prompt --prefill-response"
+PAGES = [  # command, its page, what the page leaves out, what it names besides
+    ("eval", "evaluation", "--batch --trust-remote-code", ""),
+    ("export", "export", "", MLX_LM),
+    ("generate", "generation", "", ""),
+    ("chat", "generation", "", "--prompts --column --num --batch --out --image"),
+]
+
+
+@pytest.mark.parametrize(("name", "page", "left_out", "others"), PAGES, ids=[row[0] for row in PAGES])
+def test_a_commands_page_has_its_options_and_no_others(name, page, left_out, others):
+    """Besides those of other commands that the page shows."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    command = cli.main.get_command(click.Context(cli.main), name)
+    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+    named = set(re.findall(r"--[a-z][a-z-]*[a-z]|--k\b", text))
+    assert named == (options - set(left_out.split())) | set(others.split())
 
 
 def test_grpo_run_and_grpo_run_are_one_command(invoke):
@@ -178,7 +192,7 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
         (".venv/bin/grpo-run", False, ".venv/bin/grpo-run"),
     ],
 )
-def test_an_interrupted_run_says_what_to_type_to_go_on(invoke, training, monkeypatch, argv, on_path, program):
+def test_an_interrupted_run_shows_how_to_continue(invoke, training, monkeypatch, argv, on_path, program):
     """The command as it was given, quoted where the shell needs that; with --resume once a state is saved."""
     monkeypatch.setattr(sys, "argv", [argv])
     monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
@@ -194,11 +208,19 @@ def test_an_interrupted_run_says_what_to_type_to_go_on(invoke, training, monkeyp
         assert result.stderr.splitlines()[-2:] == ["interrupted", line]
 
 
-@pytest.mark.parametrize("arguments", [["--resume", "--overwrite"], ["--allow-config-change"]])
-def test_options_that_do_not_go_together_are_refused(invoke, training, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rum"], "No such command 'rum'"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["run", "train.toml", "--resume", "--overwrite"], "--resume continues a run"),
+        (["run", "train.toml", "--allow-config-change"], "--allow-config-change needs --resume"),
+    ],
+)
+def test_unusable_command_lines_are_refused(invoke, training, arguments, message):
     """Code 2, before anything is done."""
-    result = invoke("train.toml", *arguments)
-    assert result.exit_code == 2 and "--resume" in result.stderr and not training.calls
+    result = invoke(*arguments, command=cli.main)
+    assert result.exit_code == 2 and message in result.stderr and not training.calls
 
 
 @pytest.mark.parametrize(
@@ -251,7 +273,7 @@ def test_a_fault_of_the_program_is_not_hidden(invoke, training):
     assert isinstance(invoke("train.toml").exception, ZeroDivisionError)
 
 
-def test_a_folder_that_cannot_be_written_is_told(invoke, tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error(invoke, tmp_path):
     """--dry-run into a file's place ends with a line and code 2."""
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "grpo").mkdir()
@@ -259,12 +281,6 @@ def test_a_folder_that_cannot_be_written_is_told(invoke, tmp_path):
     result = invoke("train.toml", "--dry-run")
     assert result.exit_code == 2 and "Traceback" not in result.stderr
     assert result.stderr.startswith("train.toml: run.output_dir: ") and "cannot be written" in result.stderr
-
-
-def test_a_missing_argument_is_clicks_to_tell(invoke):
-    """No CONFIG: usage and code 2."""
-    result = invoke()
-    assert result.exit_code == 2 and "Missing argument 'CONFIG'" in result.stderr
 
 
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):

@@ -3,13 +3,11 @@
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
 import sys
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -292,14 +290,3 @@ def test_a_chat_has_history(grpo):
     alone = grpo("chat", "embedded", *options, input="7+5\n").stdout
     after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
     assert after[-1] != alone
-
-
-@pytest.mark.parametrize("name", ["generate", "chat"])
-def test_the_page_has_every_option(name):
-    """docs/generation.md names each option of both commands, and no other."""
-    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"--[a-z][a-z-]+", page))
-    command = cli.main.get_command(click.Context(cli.main), name)
-    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
-    assert options <= named
-    assert named <= options | {"--prompts", "--column", "--num", "--batch", "--out", "--image"}

@@ -10,24 +10,19 @@ from mlx_lm.models import gpt2
 
 from runners import cli
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
+from tests.support.tiny_runs import small
 
 CONFIG = {
     "model_type": "gpt2", "n_ctx": 64, "n_positions": 64, "n_embd": 32, "n_head": 2, "n_layer": 1,
     "layer_norm_epsilon": 1e-5, "vocab_size": 320, "eos_token_id": 2,
 }  # fmt: skip
-TRAIN = """
-[model]
-path = "model"
-[data]
-source = "rows.jsonl"
-system_prompt = ""
-[rollout]
-max_new_tokens = 64
-[eval]
-max_new_tokens = 20
-[reward]
-functions = ["int_reward_func"]
-"""
+TRAIN = small(
+    model={"path": "model"},
+    data={"source": "rows.jsonl", "eval_split": "test"},
+    rollout={"max_new_tokens": 64},
+    eval={"max_new_tokens": 20},
+    reward={"functions": ["int_reward_func"]},
+)
 
 
 @pytest.fixture

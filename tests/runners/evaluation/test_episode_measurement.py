@@ -18,7 +18,7 @@ from runners.evaluation.exact_match import EvalResult, evaluate, joined
 from runners.evaluation.measurement import choose_problems, eval_rows, measure
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.tokenization.text import TextDecoder
+from runners.rewards.functions import resolve_rewards
 from runners.user_code.worker import Worker
 
 SOURCE = '''
@@ -86,26 +86,36 @@ def config_of(*overrides):
     return load_config(None, [*given, *overrides])
 
 
-def measured(model, config, **how):
-    """Both ways of measuring: `grpo eval`'s and a run's own."""
-    decoder = TextDecoder(model.tokenizer)
-    arguments = (config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER)
-    environments = build_environments(*arguments)
-    rows = eval_rows(config, whole=True)
-    chosen, _ = choose_problems(rows, model, config, environments.schemas)
-    rewards = all_rewards((), environments)
-    found = measure(model, "it", chosen, config, rewards, rows=3, environments=environments, **how)
-    sampling = sampling_of(config, model.eos_ids, decoder.find_stop(config.rollout.stop))
-    own = evaluate(
-        model.engine, list(chosen.values()), attrs.evolve(sampling, max_new_tokens=60), decoder=decoder,
-        nudge=config.data.nudge, max_batch=3, environments=build_environments(*arguments),
+def problems_of(model, config):
+    """The config's environments for this model, and the problems."""
+    environments = build_environments(
+        config.env, config.data, model.tokenizer, model.decoder, model.eos_ids, config.folders, WORKER
+    )
+    return environments, choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)[
+        0
+    ]
+
+
+def measured(model, config, rewards=(), **how):
+    """As `grpo eval` measures."""
+    environments, chosen = problems_of(model, config)
+    every = all_rewards(rewards, environments)
+    return measure(model, "it", chosen, config, every, environments=environments, **{"rows": 3, **how})
+
+
+def evaluated(model, config):
+    """As a run measures itself."""
+    environments, chosen = problems_of(model, config)
+    sampling = sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop))
+    return evaluate(
+        model.engine, list(chosen.values()), attrs.evolve(sampling, max_new_tokens=60), decoder=model.decoder,
+        nudge=config.data.nudge, max_batch=3, environments=environments,
     )  # fmt: skip
-    return found, own
 
 
 def test_figures_of_an_environment(place, model):
     """By hand: rewards, success from 1.0 on, calls and failures of each problem; and the same in a run."""
-    found, own = measured(model, config_of())
+    found, own = measured(model, config_of()), evaluated(model, config_of())
     answers = np.array([int(row["answer"]) for row in ROWS])
     failing = answers % 10 == 5
     reward = np.where(failing | (answers % 10 == 7), np.nan, np.where(answers % 2, 0.5, 1.0))
@@ -126,26 +136,19 @@ def test_figures_of_an_environment(place, model):
     assert [attrs.astuple(each)[:5] for each in own.figures] == [*zip(*columns, strict=True)]
     logged = logged_figures(own.figures)
     assert logged["eval/success"] == 0.5 and logged["eval/reward"] == pytest.approx(np.nanmean(reward))
-    lower, _ = measured(model, config_of(), success_at=0.5)
+    lower = measured(model, config_of(), success_at=0.5)
     assert lower.metrics["success"].values.sum() == np.sum(reward >= 0.5)
 
 
 def test_samples_and_functions_without_a_class(place, model):
     """Without get_reward an episode succeeds with the gold answer; pass@k is there as well."""
     config = config_of("env.factory=", "env.tools=['even.py:double']", "reward.functions=['int_reward_func']")
-    decoder = TextDecoder(model.tokenizer)
-    environments = build_environments(
-        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER
-    )
-    chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
-    from runners.rewards.functions import resolve_rewards
-
     rewards = resolve_rewards(config.reward.functions)
-    found = measure(model, "it", chosen, config, rewards, num=2, ks=(1, 2), rows=5, environments=environments)
+    found = measured(model, config, rewards, num=2, ks=(1, 2), rows=5)
     assert found.metrics["success"].values.tolist() == found.metrics["exact match"].values.tolist()
     assert {"pass@1", "pass@2", "maj@2", "sampled success", "sampled calls"} <= set(found.metrics)
     samples = [row for row in found.completions if row["kind"] == "sample"]
-    assert [row["problem"] for row in samples[::2]] == list(chosen) and len(samples) == 16
+    assert [row["problem"] for row in samples[::2]] == list(found.indices) and len(samples) == 16
     assert all(row["messages"][0]["role"] == "assistant" for row in samples)
 
 
@@ -157,13 +160,7 @@ def test_data_without_answers(place, model):
     (place / "even.py").write_text(source)
     (place / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+3"}) + "\n" for n in range(4)))
     config = config_of("data.answer=")
-    decoder = TextDecoder(model.tokenizer)
-    environments = build_environments(
-        config.env, config.data, model.tokenizer, decoder, model.eos_ids, config.folders, WORKER
-    )
-    chosen, _ = choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)
-    rewards = all_rewards((), environments)
-    found = measure(model, "it", chosen, config, rewards, num=2, ks=(1, 2), rows=5, environments=environments)
+    found = measured(model, config, num=2, ks=(1, 2), rows=5)
     assert found.metrics["success"].values.tolist() == [True, False, True, False]
     assert found.metrics["pass@1"].values.tolist() == found.metrics["pass@2"].values.tolist() == [1, 0, 1, 0]
     assert not {"exact match", "maj@2"} & set(found.metrics)

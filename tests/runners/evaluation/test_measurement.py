@@ -1,11 +1,9 @@
 """Evaluation: the numbers by hand, the same problems and answers as in training, and two models compared."""
 
 import json
-import re
 import shutil
 
 import attrs
-import click
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -380,11 +378,3 @@ def test_faults_end_with_code_2_and_a_line(grpo_eval, arguments, message):
     """Before anything is generated."""
     result = grpo_eval(*arguments)
     assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
-
-
-def test_the_page_has_every_option():
-    """docs/evaluation.md names what the command takes, and nothing else."""
-    page = (DATA_DIR.parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
-    command = cli.main.get_command(click.Context(cli.main), "eval")
-    options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
-    assert set(re.findall(r"--[a-z][a-z-]+|--k\b", page)) == options - {"--batch", "--trust-remote-code"}

@@ -98,7 +98,7 @@ def test_adapters_are_applied(llama, adapter):
         assert not mx.allclose(model.module(TOKENS), base.module(TOKENS), rtol=1e-2, atol=1e-2)
 
 
-def test_adapters_that_cannot_be_used_are_told(llama, adapter, tmp_path):
+def test_unusable_adapters_are_errors(llama, adapter, tmp_path):
     """Missing files, another model's adapters, two at once, a base that is not named."""
     with pytest.raises(UserError, match=r"holds adapters, and .* is given as well"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
@@ -116,7 +116,7 @@ def test_adapters_that_cannot_be_used_are_told(llama, adapter, tmp_path):
         load_inference(str(llama), CPU, adapter=str(adapter))
 
 
-def test_a_model_that_is_not_there_is_told():
+def test_a_missing_model_is_an_error():
     """By the name that the command line has for it."""
     with pytest.raises(UserError, match=r'MODEL = "no/such/model": there is no such folder'):
         load_inference("no/such/model", CPU)

@@ -183,7 +183,7 @@ def test_batches_stop_when_asked(model):
         batched(model, examples_of(model), g.Sampling(max_new_tokens=40), **how)
 
 
-def test_the_speed_is_told(model):
+def test_tokens_and_seconds_add_up_over_calls(model):
     """Tokens of prompts and completions add up over calls; the line has them."""
     examples, sampling = examples_of(model), g.Sampling(temperature=0.7, max_new_tokens=7)
     speed, first = Speed(), len(examples[0].tokens)
@@ -234,7 +234,7 @@ def test_a_conversation_remembers_and_reuses_its_cache(model):
     assert 0 < speed.prompt_tokens < len(prompt), "the first turn was computed again"
 
 
-def test_a_cleared_conversation_begins_anew(model):
+def test_a_cleared_conversation_starts_from_its_beginning(model):
     """The same question, the same answer as in the beginning; another seed number for another turn."""
     talk = conversation(model, g.Sampling(temperature=1.0, max_new_tokens=9))
     first = "".join(talk.reply("How many?"))

@@ -76,7 +76,7 @@ def test_images_want_a_model_that_sees(grpo, tmp_path):
     assert "--image goes with one PROMPT" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
 
 
-def test_code_of_a_folder_is_not_run_unasked(grpo, with_vision):
+def test_code_of_a_model_folder_is_not_run(grpo, with_vision):
     """mlx-vlm would import the file that `model_file` names."""
     config = json.loads((with_vision / "config.json").read_text())
     (with_vision / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))

@@ -11,30 +11,14 @@ from runners.config.loading import load_config
 from runners.profiling.step_bench import BENCH_PARTS, bench_steps
 from runners.profiling.step_table import table
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import PROBLEMS
-
-TRAIN = """
-[model]
-path = "{model}"
-[data]
-source = "{problems}"
-eval_split = "valid"
-system_prompt = ""
-[rollout]
-num_generations = 4
-max_new_tokens = 8
-[optim]
-batch_size = 2
-max_steps = 50
-gradient_accumulation_steps = 2
-num_iterations = 2
-"""
+from tests.support.tiny_runs import small
 
 
 @pytest.fixture(name="train")
 def _train(tmp_path):
     file = tmp_path / "train.toml"
-    file.write_text(TRAIN.format(problems=PROBLEMS, model=make_model_folder(tmp_path / "model")))
+    steps = {"batch_size": 2, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    file.write_text(small(model={"path": str(make_model_folder(tmp_path / "model"))}, optim=steps))
     return file
 
 

@@ -35,7 +35,7 @@ def test_a_line_that_is_no_object_is_counted(tmp_path, line):
     assert file.bad == 1
 
 
-def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
+def test_a_cut_or_replaced_file_is_read_again(tmp_path):
     """And one that is gone for a moment is not."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
@@ -51,7 +51,7 @@ def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
-def test_the_state_is_what_the_diary_says(tmp_path, state):
+def test_a_runs_state_is_that_of_its_end_event(tmp_path, state):
     """However the run ended."""
     record = RunRecord(make_run(tmp_path / "run", end=state))
     record.refresh()

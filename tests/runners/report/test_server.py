@@ -116,7 +116,7 @@ def test_it_can_only_be_read(app, method):
     assert get(app, "/run/one/first", method)[0] == 405
 
 
-def test_a_run_that_begins_again_is_read_anew(tmp_path):
+def test_a_restarted_run_is_read_again(tmp_path):
     """The generation tells the page to forget what it had."""
     folder = make_run(tmp_path / "run")
     live = LiveRun(folder)
@@ -144,7 +144,7 @@ def test_a_taken_port_is_followed_by_the_next():
     assert isinstance(first, socket.socket)
 
 
-def test_without_descriptors_it_says_so_once(tmp_path):
+def test_running_out_of_descriptors_is_reported_once(tmp_path):
     """100 connections at a limit of 64: a few lines, and it answers again when they have gone."""
     make_run(tmp_path / "run")
     limited = f'ulimit -n 64; exec "{sys.executable}" -m runners.cli watch --port 0 "{tmp_path}"'

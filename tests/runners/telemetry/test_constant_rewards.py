@@ -64,7 +64,7 @@ def test_a_checkpoint_of_before_this_was_saved_is_past_it():
             watch.restore({"constant_rewards": nonsense})
 
 
-def test_a_run_says_it(tmp_path):
+def test_a_run_warns_of_a_constant_reward(tmp_path):
     """The line comes from the loop, at the tenth batch step, among the notes."""
     from runners.config.loading import load_config
     from runners.training.train import run_training

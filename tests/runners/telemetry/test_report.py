@@ -100,7 +100,7 @@ def test_plain_output_is_plain_and_narrow():
     assert "loss nan" in lines[8]
 
 
-def test_a_length_penalty_is_said_where_the_reward_is():
+def test_the_length_penalty_is_shown_beside_the_reward():
     """On an update's line behind the reward, on the panel below it; not where there is none."""
     metrics = {"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}
     stream, terminal = io.StringIO(), io.StringIO()
@@ -281,7 +281,7 @@ def test_a_file_gets_plain_lines():
     assert isinstance(make_report(stream=io.StringIO()), PlainReport)
 
 
-def test_quiet_says_nothing(capsys):
+def test_quiet_shows_nothing(capsys):
     """The whole story without a character."""
     story(Quiet(), Clock())
     assert capsys.readouterr() == ("", "")

@@ -31,7 +31,7 @@ def fed(watch, *readings):
         ({"kl": 3.0}, ["watch.max_kl = 2", "now 3", "loss.beta"]),
     ],
 )
-def test_a_row_of_bad_updates_is_told_once(bad, says):
+def test_a_row_of_bad_updates_warns_once(bad, says):
     """At the third in a row, not before, not again while it lasts, and anew once it has been well."""
     watch = Watch(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), [])
     reading = {**GOOD, **bad}
@@ -55,7 +55,7 @@ def flat_row(*updates, patience=4, learning_rate=0.3):
     return lines[-1][0]
 
 
-def test_a_collapse_is_told_from_prompts_of_the_wrong_difficulty():
+def test_flat_rewards_after_a_fall_give_other_advice_than_hard_prompts():
     """Equal rewards point at the learning rate after a fall, after a rise at prompts that are too easy."""
     fell = flat_row((2.9, False), *[(0.0, True)] * 4)
     assert "fallen from 2.9 to 0" in fell and "lower optim.learning_rate (now 0.3)" in fell
@@ -74,7 +74,7 @@ def test_a_noisy_reward_may_fall_too():
     assert "fallen" in flat_row(*[(reward, False) for reward in rewards], *[(0.0, True)] * 10, patience=10)
 
 
-def test_a_learning_rate_of_one_half_is_told_to_be_lower(tmp_path):
+def test_a_collapsed_run_is_advised_to_lower_the_learning_rate(tmp_path):
     """A run: the first update breaks the model, and the line says what to change."""
     (tmp_path / "train.toml").write_text(
         small(
@@ -147,7 +147,7 @@ def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, si
         assert bool(watch.reached) == any(all(holds(v, 1.0) for v in row) for row in rows)
 
 
-def test_what_was_reached_is_said():
+def test_a_reached_condition_names_its_readings():
     """The condition, the readings, the number; the first one wins."""
     watch = Watch(WatchConfig(), [Condition("em", ">=", 0.9), Condition("kl", ">", 0.5, 2)])
     watch.see({"kl": 0.7})
