@@ -20,7 +20,6 @@ from runners.errors import UserError
 from runners.machine import install_hints
 from runners.machine.process_limits import check_limits
 from runners.machine.programs.gpu_programs import keep_programs
-from runners.machine.thread_exit import wait_for_this_thread
 from runners.machine.versions import installed_version, untested_versions
 
 if TYPE_CHECKING:
@@ -99,8 +98,6 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
 
-    In a thread other than the main one it also makes the process outlive the thread: see `thread_exit`.
-
     Raises UserError if MLX is not installed or has no backend, if a limit of this process is too low for it,
     and in a process that was forked from one that has computed.
     """
@@ -117,7 +114,6 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     problem = fork_problem()
     if problem:
         raise UserError(problem)
-    wait_for_this_thread()
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
     backend = _backend(mx)
@@ -164,16 +160,10 @@ def _backend(mx) -> str:
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
     notices = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
-        install = install_hints.blas()
-        if "imported" in found.reason:
-            notices.append(f"matrix products are slow: {found.reason}")
-        else:
-            notices.append(
-                f"matrix products are some 30x slower than they could be: {found.reason}; `{install}`"
-            )
+        slow = f"matrix products are some 30x slower than they could be: {found.reason}"
+        notices.append(slow if "imported" in found.reason else f"{slow}; {install_hints.BLAS}")
     if shutil.which("g++") is None:
-        install = install_hints.compiler()
-        notices.append(f"g++ is not installed, so compiled steps run uncompiled; `{install}`")
+        notices.append(f"g++ is not installed, so compiled steps run uncompiled; {install_hints.COMPILER}")
     return tuple(notices)
 
 

@@ -5,10 +5,6 @@ Three quarters of that time go into one header that all programs include. A firs
 programs. g++ looks for that header beside the program first, and uses its compiled form if there is one. The
 programs are in a temporary folder, and so is the compiled header.
 
-The compiled form leaves out two parts of libstdc++ that no program uses: C++17's special functions (Bessel
-functions and the like) and the streams that <complex> includes. g++ would work through their templates again
-in each program, for half of its time. If g++'s library has another form, the header is compiled as it is.
-
 MLX asks g++ for the vector instructions that every x86-64 processor has, four numbers at a time. The compiled
 form asks for eight where this processor has AVX2: without its fused products, so that numbers stay the same.
 
@@ -37,23 +33,11 @@ if TYPE_CHECKING:
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 _OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own; without the last g++ refuses the file
 _SECONDS = 60  # the longest time that compiling may take
-_TEXT = """\
-#include <algorithm>
-#include <limits>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
-#include <iosfwd>
-#define _GLIBCXX_SSTREAM 1
-namespace std {{ struct no_stream {{ enum {{ failbit }}; }}; }}
-#define ios_base no_stream
-#include <complex>
-#undef ios_base
-#include "{}"
-{}
-"""
+_TEXT = '#include "{}"\n{}\n'
 _AVX2 = '#pragma GCC target("avx2")'
 # It continues even if this process ends, and leaves a complete file or none.
 _SHELL = """\
-( { "$@" "$PART.h" || "$@" "$PLAIN"; } && mv "$PART" "$WHOLE"
+( "$@" "$PART.h" && mv "$PART" "$WHOLE"
 rm -f "$PART" "$PART.h" ) </dev/null >/dev/null 2>&1 &
 """
 
@@ -94,7 +78,7 @@ def compile_header(platform: Platform) -> Path | None:
         line = [*_OPTIONS, "-w", f"-I{include}", "-o", str(part), "-x", "c++-header"]
         subprocess.run(
             ["/bin/sh", "-c", _SHELL, "sh", compiler, *line],
-            env={**os.environ, "PART": str(part), "PLAIN": str(include / HEADER), "WHOLE": str(whole)},
+            env={**os.environ, "PART": str(part), "WHOLE": str(whole)},
             start_new_session=True,
             check=False,
         )

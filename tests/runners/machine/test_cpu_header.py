@@ -124,11 +124,3 @@ def test_nothing_is_compiled_where_it_does_not_help(empty, monkeypatch):
 def test_a_folder_that_cannot_be_made_is_no_fault(empty):
     (empty / "mlx").write_text("a file")
     assert compile_header(CPU) is None
-
-
-@needs_gcc
-def test_a_library_of_another_form_has_the_whole_header_compiled(empty, monkeypatch):
-    monkeypatch.setattr(cpu_header, "_TEXT", "#error another form\n")
-    whole = compile_header(CPU)
-    wait_until(whole.exists)
-    assert whole.stat().st_size > 1e6

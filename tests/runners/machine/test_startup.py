@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.backends.cpu import blas
-from runners.machine import install_hints, startup
+from runners.machine import startup
 from runners.machine.memory_readings import read_memory
 from tests.support.processes.waiting import HANGS
 from tests.support.ranks.launching import launcher
@@ -80,7 +80,6 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
     monkeypatch.setattr(blas, "_global_blas", lambda: None)
     monkeypatch.delitem(sys.modules, "mlx.core")  # as before its import
     monkeypatch.delenv("GRPO_FN_BLAS", raising=False)
-    monkeypatch.setattr(install_hints, "_of_distribution", lambda lines: lines["debian"])
     monkeypatch.setenv("PATH", str(tmp_path))
     found = blas._search()
     notices = startup._cpu_notices(found)
@@ -136,23 +135,6 @@ def test_memory_limit_and_readings():
     assert busy.active - idle.active >= array.nbytes
     assert busy.peak >= busy.active
     assert busy.total > 10**9
-
-
-@pytest.mark.parametrize(
-    ("release", "command"),
-    [
-        ("ID=ubuntu\nID_LIKE=debian\n", "apt-get"),
-        ('ID="rocky"\nID_LIKE="rhel centos fedora"\n', "dnf"),
-        ('ID="opensuse-leap"\nID_LIKE="suse opensuse"\n', "zypper"),
-        ("ID=somethingelse\n", "apt-get"),
-    ],
-)
-def test_install_line_is_the_distributions_own(monkeypatch, tmp_path, release, command):
-    """/etc/os-release chooses the package manager, by ID and then by what the distribution is like."""
-    file = tmp_path / "os-release"
-    file.write_text(release)
-    monkeypatch.setattr(install_hints, "Path", lambda name: file)
-    assert install_hints.blas().startswith(command)
 
 
 @pytest.mark.parametrize("left", ["", "1"])
