@@ -82,6 +82,17 @@ VERSION = click.option(
 )
 
 
+def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
+    if key and not context.resilient_parsing:
+        from runners.config.key_tables import explain
+
+        try:
+            echo(explain(key))
+        except UserError as error:
+            raise click.UsageError(str(error)) from error
+        context.exit()
+
+
 @click.command("run", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("config")
 @SET
@@ -109,6 +120,14 @@ VERSION = click.option(
 )
 @click.option(
     "--watch", is_flag=True, help="Serve a live page of the run on 127.0.0.1 while it trains (extra: watch)."
+)
+@click.option(
+    "--explain",
+    metavar="KEY",
+    is_eager=True,
+    expose_value=False,
+    callback=_explain,
+    help="Show what a config key such as optim.eps means, or all keys of a section, and exit.",
 )
 @VERSION
 @ends_with_a_line

@@ -41,6 +41,8 @@ def _default(field: griffe.Attribute) -> str:
     if field.value is None:
         return ""
     value = ast.parse(str(field.value), mode="eval").body
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "_key":
+        return ast.unparse(value.args[0])
     if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
         given = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
         return ast.unparse(given[0]) if given else ""
@@ -48,7 +50,10 @@ def _default(field: griffe.Attribute) -> str:
 
 
 def _comment(field: griffe.Attribute) -> str:
-    """The comment on a field's last line; empty: there is none, or it is meant for a tool."""
+    """The meaning in its call of `_key`, or the comment on its last line; empty: there is none."""
+    value = ast.parse(str(field.value), mode="eval").body if field.value is not None else None
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "_key":
+        return ast.literal_eval(value.args[1])
     last = field.lines_collection[field.filepath][(field.endlineno or field.lineno or 1) - 1]
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(last.strip()).readline))

@@ -1,16 +1,20 @@
-"""Writes the parts of docs/*.md that are made from the code: `python docs/manual/written.py`.
+"""Writes what is made from the code: parts of docs/*.md, and runners/config/loss_keys.json.
 
-A part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. A test checks that all of them are up to
-date.
+`python docs/manual/written.py` writes them; a test checks that they are current. A part of a page stands
+between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("config.md", "metrics.md")
+LOSS_KEYS = ROOT / "runners" / "config" / "loss_keys.json"
 _PART = re.compile(
     r"(?P<begin><!-- (?P<name>[^>]+):begin -->\n).*?(?P<end>\n<!-- (?P=name):end -->)", re.DOTALL
 )
@@ -21,18 +25,41 @@ def rendered(page: str, text: str) -> str:
 
     Raises ValueError for a part without a place, or a place without a part.
     """
-    from runners.metrics import tables
+    from runners import metrics
+    from runners.config import key_tables
 
-    made = {f"metrics {title}": table for title, table in tables().items()} if page == "metrics.md" else {}
+    tables = metrics.tables() if page == "metrics.md" else key_tables.tables()
+    made = {f"{page.removesuffix('.md')} {title}": table for title, table in tables.items()}
     places = [found[2] for found in _PART.finditer(text)]
     if sorted(places) != sorted(made):
         raise ValueError(f"{page}: expected places for {sorted(made)}, found {sorted(places)}")
     return _PART.sub(lambda found: found[1] + made[found[2]] + found[3], text)
 
 
+def loss_keys() -> str:
+    """What LossSpec says of its fields, and the presets' names, as runners/config/loss_keys.json has them."""
+    import attrs
+
+    from grpo_fn import PRESETS, LossSpec
+    from grpo_fn.algorithm import CHOICES
+    from runners.config.rules import words
+
+    meaning = "the algorithm; the keys below change parts of it"
+    found: dict[str, dict[str, Any]] = {
+        "preset": {"type": "string", "range": "", "choices": [*PRESETS], "meaning": meaning}
+    }
+    for field in attrs.fields(attrs.resolve_types(LossSpec)):
+        stated = {"type": words(field.type).removeprefix("a "), "range": field.metadata["range"]}
+        choices = [*CHOICES.get(field.name, ())]
+        found[field.name] = {**stated, "choices": choices, "meaning": field.metadata["meaning"]}
+    lines = ",\n".join(f'"{name}": {json.dumps(key, ensure_ascii=False)}' for name, key in found.items())
+    return f"{{\n{lines}\n}}\n"
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    LOSS_KEYS.write_text(loss_keys(), encoding="utf-8")  # first: the config's classes read it
+    for path in (ROOT / "docs" / page for page in PAGES):
         before = path.read_text(encoding="utf-8")
         after = rendered(path.name, before)
         if after != before:

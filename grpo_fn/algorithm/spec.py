@@ -1,7 +1,7 @@
 """LossSpec: the frozen value that selects an algorithm."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -23,15 +23,40 @@ CHOICES: dict[str, Collection[str]] = {
 }
 """The fields of LossSpec that hold a name, with the table in which the names are registered."""
 
+_RANGES: dict[str, Callable[[Any], bool]] = {
+    ">= 0": lambda x: 0 <= x < math.inf,
+    "> 0": lambda x: 0 < x < math.inf,
+    "> 1": lambda x: 1 < x < math.inf,
+    "0 <= x < 1": lambda x: 0 <= x < 1,
+    "0 <= low < high": lambda pair: isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1],
+}
 
-def _check(holds: bool, name: str, found: object, wanted: str) -> None:
+
+def _key(default: Any, meaning: str, within: str = "", **more: Any) -> Any:
+    """A field that says what it is: docs/config.md and `grpo-run --explain` show the same text."""
+    metadata = {"meaning": meaning, "range": within}
+    return attrs.field(default=default, validator=_check_field, metadata=metadata, **more)
+
+
+def _check_field(_: object, field: attrs.Attribute, value: Any) -> None:
+    within = field.metadata["range"]
+    if field.name in CHOICES:
+        check_choice(field.name, value, CHOICES[field.name])
+    if within and value is not None:
+        _check(_RANGES[within](value), field.name, value, within)
+
+
+def _check(holds: bool, name: str, found: object, expected: str) -> None:
     if not holds:
-        raise ValueError(f"{name} = {found}: wanted {wanted}")
+        raise ValueError(f"{name}: expected {expected}, found {found}")
 
 
 def _pair(value: Sequence[float]) -> tuple[float, float]:
     # A value that is not a pair is refused later, with its name and range.
     return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
+
+
+_OPTIONAL_PAIR = attrs.converters.optional(_pair)
 
 
 @attrs.frozen(kw_only=True)
@@ -41,30 +66,51 @@ class LossSpec:
     Raises ValueError, with the reason, when a value is out of range or a combination has no meaning.
     """
 
-    level: str = "token"  # of the ratio r: token, or sequence (GSPO's geometric mean)
-    surrogate: str = "clip"
-    epsilon_low: float = 0.2
-    epsilon_high: float | None = None  # None: epsilon_low. For cispo the cap is 1 + epsilon_high
-    delta: float | None = None  # upper bound on r where A < 0 (two-sided clip); None: unbounded
-    dual_clip: float | None = None  # c of the surrogate dual_clip
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    correction: str = "none"  # for a sampler that is not π_old
-    correction_cap: float = 2.0  # C of token_truncate and sequence_truncate
-    correction_floor: float = 0.0  # their lower bound
-    correction_range: tuple[float, float] = attrs.field(default=(0.5, 5.0), converter=_pair)  # token_mask
-    sequence_range: tuple[float, float] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_pair)
+    level: str = _key("token", "one ratio per token, or one per completion, `sequence` (GSPO)")
+    surrogate: str = _key("clip", "what is minimised for one token")
+    epsilon_low: float = _key(0.2, "the clip's lower side is 1 − this", "0 <= x < 1")
+    epsilon_high: float | None = _key(
+        None, "the clip's upper side is 1 + this; in a preset that leaves it out: `epsilon_low`", ">= 0"
     )
-    sequence_ratio: str = "geometric"  # a sequence's π_old/μ: geometric mean over its tokens, or product
-    beta: float = 0.0  # coefficient of the KL to the reference; 0: no reference is needed
-    kl: str = "k3"
-    kl_bias_corrected: bool = False  # multiply the estimate by r
-    aggregation: str = "sequence_mean"
-    entropy_coef: float = 0.0  # of an entropy bonus (subtracted from the loss)
+    delta: float | None = _key(
+        None, "two-sided clip: upper bound on the ratio where A < 0; above 1 + `epsilon_high`", "> 1"
+    )
+    dual_clip: float | None = _key(None, "the constant c of the surrogate `dual_clip`", "> 1")
+    sapo_tau_pos: float = _key(1.0, "sapo's temperature where A > 0", "> 0")
+    sapo_tau_neg: float = _key(1.05, "sapo's temperature elsewhere", "> 0")
+    correction: str = _key("none", "weights for the difference between sampler and learner")
+    correction_cap: float = _key(2.0, "C of `token_truncate` and `sequence_truncate`", "> 0")
+    correction_floor: float = _key(0.0, "their lower bound, below `correction_cap`", ">= 0")
+    correction_range: tuple[float, float] = _key(
+        (0.5, 5.0), "what `token_mask` keeps", "0 <= low < high", converter=_pair
+    )
+    sequence_range: tuple[float, float] | None = _key(
+        None,
+        "what `sequence_mask` and `sequence_mask_weighted` keep; may stand beside the other forms",
+        "0 <= low < high",
+        converter=_OPTIONAL_PAIR,
+    )
+    sequence_ratio: str = _key(
+        "geometric",
+        "a whole completion's ratio: `geometric` mean of its tokens' ratios, or their `product` as in TRL",
+    )
+    beta: float = _key(
+        0.0, "coefficient of the KL to the starting model; 0: no reference model at all", ">= 0"
+    )
+    kl: str = _key("k3", "how the KL is estimated")
+    kl_bias_corrected: bool = _key(False, "multiply the KL by the ratio")
+    aggregation: str = _key("sequence_mean", "how the loss of all tokens becomes one number")
+    entropy_coef: float = _key(
+        0.0, "coefficient of an entropy bonus, which is subtracted from the loss", ">= 0"
+    )
 
     def __attrs_post_init__(self) -> None:
-        self._check_ranges()
+        _check(
+            self.correction_floor < self.correction_cap,
+            "correction_floor",
+            self.correction_floor,
+            f"0 <= correction_floor < correction_cap = {self.correction_cap}",
+        )
         self._check_combinations()
 
     @property
@@ -81,29 +127,6 @@ class LossSpec:
         """These fields by name; `epsilon_high` is always a number."""
         found = {name: getattr(self, name) for name in names}
         return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
-
-    def _check_ranges(self) -> None:
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-        _check(0 <= self.epsilon_low < 1, "epsilon_low", self.epsilon_low, "0 <= epsilon_low < 1")
-        _check(0 <= self.upper_epsilon < math.inf, "epsilon_high", self.epsilon_high, "epsilon_high >= 0")
-        for name in ("sapo_tau_pos", "sapo_tau_neg", "correction_cap"):
-            value = getattr(self, name)
-            _check(0 < value < math.inf, name, value, f"{name} > 0")
-        _check(
-            0 <= self.correction_floor < self.correction_cap,
-            "correction_floor",
-            self.correction_floor,
-            f"0 <= correction_floor < correction_cap = {self.correction_cap}",
-        )
-        for name in ("beta", "entropy_coef"):
-            value = getattr(self, name)
-            _check(0 <= value < math.inf, name, value, f"{name} >= 0")
-        for name in ("correction_range", "sequence_range"):
-            pair = getattr(self, name)
-            if pair is not None:
-                ordered = isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1]
-                _check(ordered, name, pair, "(low, high) with 0 <= low < high")
 
     def _check_combinations(self) -> None:
         if self.aggregation == "sequence_sum_norm" and self.level != "sequence":
@@ -130,8 +153,6 @@ class LossSpec:
                 f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant belongs to "
                 "surrogate 'dual_clip', which needs it (3.0 in the paper)"
             )
-        if self.dual_clip is not None:
-            _check(1 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "dual_clip > 1")
         self._check_correction()
 
     def _check_correction(self) -> None:

@@ -10,19 +10,12 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from runners.config.sections import judge_of
-from runners.errors import nearest
+from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 
 JUDGE_METRICS = (
-    "requests",
-    "cached",
-    "failed",
-    "latency",
-    "slowest",
-    "tokens_in",
-    "tokens_out",
-    "cost",
-    "total_cost",
+    *("requests", "cached", "failed", "latency", "slowest"),
+    *("tokens_in", "tokens_out", "cost", "total_cost"),
 )
 """What a judge logs, as `judge/NAME/…`."""
 
@@ -63,11 +56,8 @@ class Condition:
         except ValueError:
             return None
         readings = int(found["readings"] or 1)
-        return (
-            cls(found["metric"], found["sign"], limit, readings)
-            if readings and math.isfinite(limit)
-            else None
-        )
+        legal = readings and math.isfinite(limit)
+        return cls(found["metric"], found["sign"], limit, readings) if legal else None
 
     def holds(self, value: float) -> bool:
         """Whether one reading meets the condition."""
@@ -77,20 +67,20 @@ class Condition:
         return f"{self.metric} {self.sign} {self.limit:g}"
 
 
-def unknown_metric(metric: str, rewards: Iterable[str]) -> str | None:
-    """None if the metric is known. Otherwise the name to write instead, or "" if none is near.
+def condition_fault(text: str, rewards: Iterable[str]) -> str:
+    """What is wrong with an entry of `stop.when`; "" if it can be read and its metric is logged.
 
     `rewards` are the config's reward.functions.
     """
-    names = {spelling for name in rewards for spelling in (name, name.rpartition(":")[2])}
-    judged = [
-        f"judge/{judge}/{part}" for name in rewards if (judge := judge_of(name)) for part in JUDGE_METRICS
-    ]
-    known = [
-        *COMPARABLE,
-        *judged,
-        *(f"rewards/{name}/{part}" for name in sorted(names) for part in ("mean", "std")),
-    ]
-    if metric in known:
-        return None
-    return nearest(metric, known) or ""
+    condition = Condition.parse(text)
+    if condition is None:
+        return f"expected {CONDITION_FORM}, found {show(text)}"
+    known = [*COMPARABLE]
+    for name in rewards:
+        names = dict.fromkeys((name, name.rpartition(":")[2]))
+        known += [f"rewards/{spelling}/{part}" for spelling in names for part in ("mean", "std")]
+        known += [f"judge/{judge}/{part}" for part in JUDGE_METRICS if (judge := judge_of(name))]
+    if condition.metric in known:
+        return ""
+    hint = did_you_mean(condition.metric, known)
+    return f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"

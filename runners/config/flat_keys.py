@@ -147,7 +147,7 @@ def translate(
 def _check(value: Any, flat: FlatKey) -> None:
     typed = rules.structure(value, flat.kind)
     if flat.low is not None and typed < flat.low:
-        raise rules.Mismatch(value, f"{rules.wanted(flat.kind)} of at least {flat.low}")
+        raise rules.Mismatch(value, f"{rules.words(flat.kind)} >= {flat.low}")
 
 
 def _table(sections: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import attrs
-
+from runners.config.reading import Settings
 from runners.config.sections import JUDGE_PREFIX, JudgeConfig, RewardConfig, judge_of
 from runners.errors import did_you_mean, listed, show
-
-Fault = Callable[[str, str], None]  # of a key, with a message
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
@@ -22,6 +19,7 @@ PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
 _OF_OTHERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # other clients of a run read these
 _OF_ENDPOINTS = ("url", "model", "api_key_env", "system_prompt", "prompt", "pattern", "extra")
 _OF_CLASSIFIERS = ("path", "label")
+_URL = "the address of an API like OpenAI's, such as http://127.0.0.1:8080/v1"
 
 
 def placeholders(prompt: str) -> tuple[str, ...]:
@@ -40,117 +38,102 @@ def is_local(url: str) -> bool:
         return False
 
 
-def check_judge(name: str, judge: JudgeConfig, fault: Fault, notice: Callable[[str], None]) -> None:
-    """Passes keys that do not fit the others to `fault`, and what is allowed but unwise to `notice`."""
+def check_judge(name: str, judge: JudgeConfig, found: Settings) -> None:
+    """Adds a fault for each key that does not fit the others, and a notice for what is allowed but unwise."""
 
-    def key(part: str) -> str:
-        return f"{JUDGE_PREFIX}{name}.{part}"
+    def check(key: str, fault: str) -> None:
+        if fault:
+            found.fault(("judge", name, key), fault)
 
     classifier = judge.kind == "classifier"
-    for part in _OF_ENDPOINTS if classifier else _OF_CLASSIFIERS:
-        if found := getattr(judge, part):
+    for key in _OF_ENDPOINTS if classifier else _OF_CLASSIFIERS:
+        if value := getattr(judge, key):
             # An address may contain a password, and a wrong api_key_env may be the key itself.
-            value = "a value" if part in ("url", "api_key_env") else show(found)
-            fault(key(part), f"found {value} with kind = {show(judge.kind)}, which does not use it")
+            shown = "a value" if key in ("url", "api_key_env") else show(value)
+            check(key, f"expected none with kind = {show(judge.kind)}, found {shown}")
     if classifier:
-        if not judge.path:
-            fault(key("path"), "missing, want the folder of a classifier or a name on the Hugging Face Hub")
+        expected = "the folder of a classifier or a name on the Hugging Face Hub"
+        check("path", "" if judge.path else f"expected {expected}, found nothing")
         return
-    _check_url(judge.url, key("url"), fault)
-    if judge.api_key_env and not _VARIABLE.fullmatch(judge.api_key_env):
-        want = "the name of the environment's variable that holds the key, such as OPENAI_API_KEY"
-        fault(key("api_key_env"), f"found no such name (not shown: it may be the key itself), want {want}")
-    elif judge.api_key_env in _OF_OTHERS:
-        want = "a variable for this judge alone: a judge's key is removed from the environment"
-        fault(
-            key("api_key_env"), f"found {show(judge.api_key_env)}, which other clients read too, want {want}"
-        )
-    elif judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
-        notice(f"{key('url')}: the key in ${judge.api_key_env} goes over the network unencrypted")
-    _check_prompt(judge, key("prompt"), fault)
-    _check_pattern(judge, key("pattern"), fault)
-    _check_extra(judge.extra, key("extra"), fault)
+    check("url", _url_fault(judge.url))
+    check("api_key_env", _variable_fault(judge.api_key_env))
+    check("prompt", _prompt_fault(judge))
+    check("pattern", _pattern_fault(judge))
+    check("extra", _extra_fault(judge.extra))
+    if judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
+        key = f"{JUDGE_PREFIX}{name}.url"
+        found.notices.append(f"{key}: the key in ${judge.api_key_env} goes over the network unencrypted")
 
 
-def check_names(
-    reward: RewardConfig, judges: Mapping[str, Any], fault: Fault, notice: Callable[[str], None]
-) -> None:
-    """Passes a reward without its judge to `fault`, and a judge that no reward names to `notice`."""
+def check_names(reward: RewardConfig, judges: Mapping[str, Any], found: Settings) -> None:
+    """Adds a fault for a reward without its judge, and a notice for a judge that no reward names."""
     named = [name for function in reward.functions if (name := judge_of(function)) is not None]
     for name in named:
         if name not in judges:
             hint = did_you_mean(name, judges) or f"; there are {listed(list(judges))}"
-            fault(
-                "reward.functions",
-                f'found "{JUDGE_PREFIX}{name}", want the name of a table [judge.NAME]{hint}',
-            )
+            message = f'expected the name of a table [judge.NAME], found "{JUDGE_PREFIX}{name}"{hint}'
+            found.fault(("reward", "functions"), message)
     for name in judges:
         if name not in named:
-            notice(f'[judge.{name}] is not used: reward.functions does not name "{JUDGE_PREFIX}{name}"')
+            said = f'reward.functions does not name "{JUDGE_PREFIX}{name}"'
+            found.notices.append(f"[judge.{name}] is not used: {said}")
 
 
-def resolved_path(judge: JudgeConfig, existing: Callable[[str], str | None]) -> JudgeConfig:
-    """The judge with the resolved path of its folder; a name on the Hub stays as it is."""
-    found = existing(judge.path) if judge.path else None
-    return judge if found is None else attrs.evolve(judge, path=found)
-
-
-def _check_url(url: str, key: str, fault: Fault) -> None:
-    want = "the address of an API like OpenAI's, such as http://127.0.0.1:8080/v1"
+def _url_fault(url: str) -> str:
     if not url:
-        fault(key, f"missing, want {want}")
-        return
+        return f"expected {_URL}, found nothing"
     try:
         parts = urlsplit(url)
-        found = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        found, parts = False, None
-    if not found or not url.isprintable() or " " in url:
-        fault(key, f"found {show(url) if '@' not in url else 'something else'}, want {want}")
-    elif parts is not None and "@" in parts.netloc:
-        # The config is written into the run's folder.
-        fault(key, "found a user or a password in the address, want it without; api_key_env names a key")
-    elif parts is not None and parts.path.rstrip("/").endswith("/chat/completions"):
-        fault(key, f"found {show(url)}, want it without /chat/completions")
+        is_url, parts = False, None
+    if parts is None or not is_url or not url.isprintable() or " " in url:
+        return f"expected {_URL}, found {show(url) if '@' not in url else 'something else'}"
+    if "@" in parts.netloc:  # the config is written into the run's folder
+        return "expected no user or password in the address, found one; api_key_env names a key"
+    if parts.path.rstrip("/").endswith("/chat/completions"):
+        return f"expected the address without /chat/completions, found {show(url)}"
+    return ""
 
 
-def _check_prompt(judge: JudgeConfig, key: str, fault: Fault) -> None:
-    if not judge.prompt:
-        return
+def _variable_fault(name: str) -> str:
+    if name and not _VARIABLE.fullmatch(name):
+        expected = "the name of the environment's variable that holds the key, such as OPENAI_API_KEY"
+        return f"expected {expected}, found another text (not shown: it may be the key itself)"
+    if name in _OF_OTHERS:
+        expected = "a variable for this judge alone (a judge's key is removed from the environment)"
+        return f"expected {expected}, found {show(name)}, which other clients read too"
+    return ""
+
+
+def _prompt_fault(judge: JudgeConfig) -> str:
     names = placeholders(judge.prompt)
-    wanted, other = (
-        ("completions", "completion") if judge.kind == "ranking" else ("completion", "completions")
-    )
-    if wanted not in names:
-        fault(key, f"found no {{{wanted}}} in it, want what is judged there")
-    if other in names:
-        fault(key, f"found {{{other}}} in it, want {{{wanted}}} with kind = {show(judge.kind)}")
+    ranking = judge.kind == "ranking"
+    one, other = ("completions", "completion") if ranking else ("completion", "completions")
+    if judge.prompt and (one not in names or other in names):
+        shown = f"{{{other}}}" if other in names else "no such name"
+        return f"expected {{{one}}} where the judged text stands, found {shown}"
+    return ""
 
 
-def _check_pattern(judge: JudgeConfig, key: str, fault: Fault) -> None:
+def _pattern_fault(judge: JudgeConfig) -> str:
     if not judge.pattern:
-        return
+        return ""
     if judge.kind == "ranking":
-        fault(key, 'found one with kind = "ranking", whose answer is a list of numbers')
-        return
+        return 'expected none with kind = "ranking", whose answer is a list of numbers, found one'
     try:
         groups = re.compile(judge.pattern).groups
     except re.error as error:
-        fault(key, f"found {show(judge.pattern)}, want a regular expression: {error}")
-        return
-    if groups != 1:
-        fault(key, f"found {groups} groups in {show(judge.pattern)}, want one: (the score)")
+        return f"expected a regular expression, found {show(judge.pattern)}: {error}"
+    return "" if groups == 1 else f"expected one group, (the score), found {groups} in {show(judge.pattern)}"
 
 
-def _check_extra(extra: str, key: str, fault: Fault) -> None:
-    if not extra:
-        return
-    want = "a JSON object in a string, such as '{\"top_p\": 0.9}'"
+def _extra_fault(extra: str) -> str:
     try:
-        found = json.loads(extra)
+        found = json.loads(extra or "{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        fault(key, f"found {show(extra)}, want {want}")
-    elif taken := sorted({"messages", "stream", "model"} & set(found)):
-        fault(key, f"found {listed(taken)} in it, which the judge sets itself")
+        return f"expected a JSON object in a string, such as '{{\"top_p\": 0.9}}', found {show(extra)}"
+    taken = sorted({"messages", "stream", "model"} & set(found))
+    return f"expected none of the keys that the judge sets itself, found {listed(taken)}" if taken else ""

@@ -86,8 +86,6 @@ class Config:
         from grpo_fn import PRESETS
 
         spec = self.loss_spec()
-        _check_reference(self, spec.beta)
-        _check_mechanisms(self)
         recipe = PRESETS[self.loss.preset]
         # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
@@ -101,7 +99,7 @@ class Config:
         }
         absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
         complete = attrs.evolve(self, loss=attrs.evolve(self.loss, **absent))
-        _check_scale(complete)
+        _check_complete(complete)
         return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -141,7 +139,7 @@ def load_config(
     Relative paths in it are looked up in the current folder first, then beside the file.
 
     Raises:
-        ConfigError: one line for every fault: file, key, what was found, what is wanted, nearest spelling.
+        ConfigError: one line for every fault: file, key, what was expected and found, the nearest spelling.
     """
     found = Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
     for section, table in (recorded or {}).items():
@@ -176,41 +174,30 @@ def write_resolved(config: Config) -> Path:
     return path
 
 
-def _check_mechanisms(config: Config) -> None:
-    """Raises ConfigError if system.disable names an unknown mechanism."""
+def _check_complete(config: Config) -> None:
+    """Raises ConfigError for what only the core can tell: the reference's keys without a reference, groups
+    without variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 
+    loss, problems = config.loss, []
+    for key, off, what in (
+        ("ref_sync_every", 0, "nothing to sync"),
+        ("ref_quantization", "none", "nothing to quantize"),
+    ):
+        found = getattr(loss, key)
+        if found != off and loss.beta == 0:
+            expected = f"{show(off)}, or loss.beta > 0 (without a reference there is {what})"
+            problems.append(f"{config.where(f'loss.{key}')}: expected {expected}, found {show(found)}")
+    if (loss.baseline, loss.scale) == ("batch_mean", "group"):
+        problems.append(
+            f'{config.where("loss.scale")}: expected "batch" or "none" with loss.baseline = "batch_mean", '
+            'found "group", which divides a group whose rewards are all equal by a deviation of 0'
+        )
     for name in config.system.disable:
         try:
             check_mechanism(name)
         except ValueError as error:
-            raise ConfigError([f"{config.where('system.disable')}: {error}"]) from error
-
-
-def _check_scale(config: Config) -> None:
-    """Raises ConfigError if groups without variance would be divided by their own deviation."""
-    if (config.loss.baseline, config.loss.scale) == ("batch_mean", "group"):
-        raise ConfigError(
-            [
-                f'{config.where("loss.scale")}: found "group" with loss.baseline = "batch_mean", which '
-                'divides a group whose rewards are all equal by a deviation of 0; want "batch" or "none"'
-            ]
-        )
-
-
-def _check_reference(config: Config, beta: float) -> None:
-    """Raises ConfigError if a key concerns the reference, but there is no reference."""
-    loss = config.loss
-    asked = {
-        "loss.ref_sync_every": (loss.ref_sync_every, 0, "to sync"),
-        "loss.ref_quantization": (loss.ref_quantization, "none", "to quantize"),
-    }
-    problems = [
-        f"{config.where(key)}: found {show(value)} with loss.beta = 0, where there is no reference {what}; "
-        f"want {show(off)}, or loss.beta > 0"
-        for key, (value, off, what) in asked.items()
-        if value != off and beta == 0
-    ]
+            problems.append(f"{config.where('system.disable')}: {error}")
     if problems:
         raise ConfigError(problems)
 
@@ -220,17 +207,17 @@ def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
     if name not in NAMED:
         return _values(SECTIONS[name], raw, (name,), found)
     if not isinstance(raw, Mapping):
-        found.problems.append(f"{found.where((name,))}: found {show(raw)}, want tables [{name}.NAME]")
+        found.problems.append(f"{found.where((name,))}: expected tables [{name}.NAME], found {show(raw)}")
         return {}
     built = {}
     for each, table in raw.items():
         path = (name, each)
         if not NAME.fullmatch(each):
-            want = "a name of letters, digits, - and _"
-            found.problems.append(f"{found.where(path)}: found the name {show(each)}, want {want}")
+            expected = "a name of letters, digits, - and _"
+            found.problems.append(f"{found.where(path)}: expected {expected}, found {show(each)}")
         elif not isinstance(table, Mapping) and each in attrs.fields_dict(SECTIONS[name]):
-            want = f"a table, each with a name of its own; want [{name}.NAME]"
-            found.problems.append(f"{found.where(path)}: found {show(table)}, want {want}")
+            expected = f"a table [{name}.NAME], each with its own name"
+            found.problems.append(f"{found.where(path)}: expected {expected}, found {show(table)}")
         else:
             built[each] = _values(SECTIONS[name], table, path, found)
     return built
@@ -238,7 +225,7 @@ def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
 
 def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
-        found.problems.append(f"{found.where(path)}: found {show(raw)}, want a table")
+        found.problems.append(f"{found.where(path)}: expected a table, found {show(raw)}")
         return {}
     fields, values = attrs.fields_dict(kind), {}
     for key, value in raw.items():
@@ -261,8 +248,8 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
     before, kind = len(found.problems), SECTIONS[name]
     values = section_values(name, raw, found)
     if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
-        want = f"a string: {checks.WANTED_MODEL}"
-        found.problems.append(f"{found.where((name, 'path'))}: missing, want {want}")
+        expected = f"a string: {checks.EXPECTED_MODEL}"
+        found.problems.append(f"{found.where((name, 'path'))}: expected {expected}, found nothing")
     if len(found.problems) > before:
         return None
     if name in NAMED:
@@ -285,17 +272,17 @@ def _table_kind(kind: Any) -> Any:
     return next((part for part in (kind, *get_args(kind)) if attrs.has(part)), None)
 
 
-def _leaf_kinds(kind: Any, path: KeyPath) -> dict[KeyPath, Any]:
-    kinds: dict[KeyPath, Any] = {}
+def _leaves(kind: Any, path: KeyPath) -> dict[KeyPath, attrs.Attribute]:
+    found: dict[KeyPath, attrs.Attribute] = {}
     for field in attrs.fields(kind):
         nested = _table_kind(field.type)
-        kinds |= _leaf_kinds(nested, (*path, field.name)) if nested else {(*path, field.name): field.type}
-    return kinds
+        found |= _leaves(nested, (*path, field.name)) if nested else {(*path, field.name): field}
+    return found
 
 
-KEYS: dict[KeyPath, Any] = {
-    path: kind
+KEYS: dict[KeyPath, attrs.Attribute] = {
+    path: field
     for name, cls in SECTIONS.items()
-    for path, kind in _leaf_kinds(cls, (name, ANY_NAME) if name in NAMED else (name,)).items()
+    for path, field in _leaves(cls, (name, ANY_NAME) if name in NAMED else (name,)).items()
 }
-"""The type of every key, by its path; `ANY_NAME` stands for a table name that the user chooses."""
+"""The field of every key, by its path; `ANY_NAME` stands for a table name that the user chooses."""

@@ -19,12 +19,9 @@ from runners.config import flat_keys, rules
 from runners.errors import ConfigError, did_you_mean, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
-
-MAX_BYTES = 1 << 17
-MAX_VALUES = 2_000  # in all its tables and lists; the packaged configs have some fifty
-
-# Keys with so many parts: tomllib's time and memory grow with their square.
-_DOTTED = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){16}""")
+MAX_BYTES = 1 << 17  # the packaged configs have some 2,000
+# tomllib's time grows with the square of a key's parts.
+_MANY_DOTS = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){16}")
 
 KeyPath = tuple[str, ...]
 ANY_NAME = "*"
@@ -65,104 +62,115 @@ class Settings:
                 return ".".join([self.origins[path[:length]], *path[length:]])
         return f"{self.label}: {'.'.join(path)}"
 
+    def fault(self, path: KeyPath, message: str) -> None:
+        """Adds the line of a fault."""
+        self.problems.append(f"{self.where(path)}: {message}")
+
 
 def preset_names() -> list[str]:
     """The names of the packaged presets."""
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
 
 
-def read_settings(config: str, kinds: Mapping[KeyPath, Any]) -> Settings:
+def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Settings:
     """The values of a config file, or of a packaged preset named `config`.
 
-    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `kinds` has all keys.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `keys` has all keys.
     Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
-    sections = list(dict.fromkeys(known[0] for known in kinds))
+    sections = {known[0] for known in keys}
     path, label = _locate(config)
     table = parse(path, label)
     settings = Settings(label=label, folder=path.parent)
-    flat = {key: value for key, value in table.items() if key in flat_keys.FLAT_KEYS}
-    nested = {key: value for key, value in table.items() if key in sections}
-    if (flat or flat_keys.TABLE in table) and (nested or (flat and flat_keys.TABLE in table)):
-        settings.problems.append(_mixed(label, flat, nested, flat_keys.TABLE in table))
+    flat = [key for key in table if key in flat_keys.FLAT_KEYS]
+    nested = [f"[{key}]" for key in table if key in sections]
+    kinds = [f"MLX-GRPO's keys ({_some(flat)})"] if flat else []
+    kinds += [f"the table [{flat_keys.TABLE}]"] if flat_keys.TABLE in table else []
+    kinds += [f"sections ({_some(nested)})"] if nested else []
+    if len(kinds) > 1:
+        settings.problems.append(
+            f"{label}: expected one kind of keys in a file (--set may add to either), found "
+            f"{' and '.join(kinds)}"
+        )
         return settings
-    if flat_keys.TABLE in table:
-        _read_flat(settings, table[flat_keys.TABLE], f"{flat_keys.TABLE}.")
-    elif flat:
-        _read_flat(settings, table, "")
+    if flat:
+        _take(settings, flat_keys.translate(table, complete=True), f"{label}: ")
         return settings
     for key, value in table.items():
         if key in sections:
             settings.put((key,), value, f"{label}: {key}")
         elif key != flat_keys.TABLE:
-            settings.problems.append(f"{label}: {key}: unknown key{key_hint((key,), kinds)}")
+            settings.problems.append(f"{label}: {key}: unknown key{key_hint((key,), keys)}")
+        elif not isinstance(value, Mapping):
+            settings.problems.append(f"{label}: {key}: expected a table, found {show(value)}")
+        else:
+            _take(settings, flat_keys.translate(value, complete=True), f"{label}: {key}.")
     return settings
 
 
-def apply_override(settings: Settings, override: str, kinds: Mapping[KeyPath, Any]) -> None:
-    """Apply one `--set section.key=value`. `kinds` has the type of each key.
+def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, attrs.Attribute]) -> None:
+    """Apply one `--set section.key=value`.
 
     The value is TOML; if the key holds a string, quotes may be left out.
     """
-    key, equals, written = override.partition("=")
-    key, written = key.strip(), written.strip()
+    key, equals, written = (part.strip() for part in override.partition("="))
     if not equals or not key:
-        settings.problems.append(f"--set {override}: want section.key=value")
+        settings.problems.append(f"--set: expected section.key=value, found {override}")
         return
     path = tuple(key.split("."))
-    listed = as_listed(path, kinds)
+    listed = as_listed(path, keys)
     if len(path) == 1 and key in flat_keys.FLAT_KEYS:
         value = _override_value(written, flat_keys.FLAT_KEYS[key].kind)
         translation = flat_keys.translate({key: value}, complete=False, sections=settings.values)
         _take(settings, translation, "--set: ")
-    elif any(known[: len(path)] == listed for known in kinds):
-        settings.put(path, _override_value(written, kinds.get(listed)), f"--set: {key}")
+    elif any(known[: len(path)] == listed for known in keys):
+        kind = keys[listed].type if listed in keys else None
+        settings.put(path, _override_value(written, kind), f"--set: {key}")
     else:
-        settings.problems.append(f"--set: {key}: unknown key{key_hint(path, kinds)}")
+        settings.problems.append(f"--set: {key}: unknown key{key_hint(path, keys)}")
 
 
-def as_listed(path: KeyPath, kinds: Iterable[KeyPath]) -> KeyPath:
-    """A key's path as in `kinds`: with `ANY_NAME` in place of a table's name."""
-    if len(path) > 1 and any(known[:2] == (path[0], ANY_NAME) for known in kinds):
+def as_listed(path: KeyPath, keys: Iterable[KeyPath]) -> KeyPath:
+    """A key's path as in `keys`: with `ANY_NAME` in place of a table's name."""
+    if len(path) > 1 and any(known[:2] == (path[0], ANY_NAME) for known in keys):
         return path[0], ANY_NAME, *path[2:]
     return path
 
 
-def key_hint(path: KeyPath, kinds: Iterable[KeyPath]) -> str:
+def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
     """A hint for an unknown key: a key of that name elsewhere, the nearest spelling, or its table's keys."""
-    kinds = list(kinds)
-    elsewhere = [known for known in kinds if known[-1] == path[-1] and len(known) == 2 <= len(path)]
+    keys = list(keys)
+    elsewhere = [known for known in keys if known[-1] == path[-1] and len(known) == 2 <= len(path)]
     if path[-1] in flat_keys.FLAT_KEYS:
         elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
     if elsewhere:
         return f"; did you mean {'.'.join(elsewhere[0])}?"
-    parent, table = as_listed(path, kinds)[:-1], ".".join(path[:-1])
-    if parent in kinds:
+    parent, table = as_listed(path, keys)[:-1], ".".join(path[:-1])
+    if parent in keys:
         return f"; {table} is not a table"
-    siblings = {known[len(parent)]: None for known in kinds if known[: len(parent)] == parent}
+    siblings = {known[len(parent)]: None for known in keys if known[: len(parent)] == parent}
     near = nearest(path[-1], siblings)
     if siblings and parent:
         return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
-    known = [".".join(known) for known in kinds] + list(flat_keys.FLAT_KEYS) + list(siblings)
+    known = [".".join(known) for known in keys] + list(flat_keys.FLAT_KEYS) + list(siblings)
     hint = did_you_mean(".".join(path), known)
-    return hint or f"; the sections are {', '.join(dict.fromkeys(known[0] for known in kinds))}"
+    return hint or f"; the sections are {', '.join(dict.fromkeys(known[0] for known in keys))}"
 
 
 def _locate(config: str) -> tuple[Path, str]:
     path = Path(os.path.expanduser(config))
     if not config:
-        raise ConfigError(["CONFIG: found an empty name, want a TOML file or a preset"])
+        raise ConfigError(["CONFIG: expected a TOML file or a preset, found an empty name"])
     if os.path.isfile(path):
         return path, config
     presets = preset_names()
     if config in presets:
         return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
     if os.path.isdir(path):
-        raise ConfigError([f"{config}: found a folder, want a TOML file"])
+        raise ConfigError([f"{config}: expected a TOML file, found a folder"])
     if os.path.exists(path):
         return path, config  # a pipe or a device: read like a file
-    stem = Path(config).name.removesuffix(".toml")
-    near = nearest(stem, presets)
+    near = nearest(Path(config).name.removesuffix(".toml"), presets)
     hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
     raise ConfigError([f"{config}: no such file or preset{hint}"])
 
@@ -180,87 +188,41 @@ def parse(
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror or error}"]) from error
     if len(data) > MAX_BYTES:
-        raise ConfigError([f"{label}: found more than {MAX_BYTES:,} bytes, want a config of fewer"])
+        raise ConfigError([f"{label}: expected at most {MAX_BYTES:,} bytes, found more"])
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            [f"{label}:{line}: found the byte 0x{data[error.start]:02x}, want UTF-8 text"]
-        ) from error
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        raise ConfigError([f"{label}:{line}: expected UTF-8 text, found the byte 0x{byte:02x}"]) from error
     kind = "JSON" if path.suffix == ".json" else "TOML"
-    if kind == "TOML" and (dotted := _DOTTED.search(text)):
+    if kind == "TOML" and (dotted := _MANY_DOTS.search(text)):
         line = text.count("\n", 0, dotted.start()) + 1
         raise ConfigError([f"{label}:{line}: expected a key of the config, found one with too many dots"])
     try:
-        table = _from_json(text, label) if kind == "JSON" else tomllib.loads(text)
+        table = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
         raise ConfigError([f"{label}: not {kind}: nested too deeply"]) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{label}:{error.lineno}:{error.colno}: not JSON: {error.msg}"]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax_error(label, text, str(error))]) from error
     except ValueError as error:  # Python's own limit on the digits of an integer
         raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
-    found = _count(table)
-    if found > MAX_VALUES:  # each could be a fault with its own line
-        raise ConfigError(
-            [f"{label}: found {found:,} keys and values, want a config of at most {MAX_VALUES:,}"]
-        )
+    if not isinstance(table, dict):
+        raise ConfigError([f"{label}: expected a JSON object, found {show(table)}"])
     return table
-
-
-def _count(table: Any) -> int:
-    """The keys of all tables and the values of all lists, however deep."""
-    found, left = 0, [table]
-    while left:
-        value = left.pop()
-        if isinstance(value, Mapping | list):
-            found += len(value)
-            left += value.values() if isinstance(value, Mapping) else value
-    return found
-
-
-def _from_json(text: str, label: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{label}:{error.lineno}:{error.colno}: not JSON: {error.msg}"]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([f"{label}: found {show(content)}, want a JSON object"])
-    return content
 
 
 def _syntax_error(label: str, text: str, message: str) -> str:
     reason, _, place = message.partition(" (at ")
     spot = re.match(r"line (\d+), column (\d+)", place)
-    if spot:
-        line, column = spot[1], spot[2]
-    else:  # at the end of the document
-        lines = text.split("\n")
-        line, column = str(len(lines)), str(len(lines[-1]) + 1)
+    last = text.split("\n")  # without a place: at the end of the document
+    line, column = (spot[1], spot[2]) if spot else (len(last), len(last[-1]) + 1)
     return f"{label}:{line}:{column}: not TOML: {reason[:1].lower()}{reason[1:]}"
 
 
-def _mixed(label: str, flat: Mapping, nested: Mapping, has_table: bool) -> str:
-    kinds = []
-    if flat:
-        kinds.append(f"MLX-GRPO's keys ({_some(flat)})")
-    if has_table:
-        kinds.append(f"the table [{flat_keys.TABLE}]")
-    if nested:
-        kinds.append("sections (" + _some([f"[{name}]" for name in nested]) + ")")
-    return f"{label}: found {' and '.join(kinds)}, want one kind in a file (--set may add to either)"
-
-
-def _some(names: Mapping | Sequence[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
-
-
-def _read_flat(settings: Settings, table: Any, prefix: str) -> None:
-    if not isinstance(table, Mapping):
-        settings.problems.append(f"{settings.label}: {flat_keys.TABLE}: found {show(table)}, want a table")
-        return
-    _take(settings, flat_keys.translate(table, complete=True), f"{settings.label}: {prefix}")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _take(settings: Settings, translation: flat_keys.Translation, prefix: str) -> None:

@@ -1,9 +1,11 @@
-"""The rules for config values: strict types (through cattrs) and ranges (attrs validators).
+"""Keys of the config: a field's type, default, range and meaning, and the check of a value by them.
 
-Only an integer is converted, if a number is wanted. "3" and 1.0 are not integers, and true is not a number.
+Types are strict (through cattrs): only an integer is converted, if a number is wanted. "3" and 1.0 are not
+integers, and true is not a number.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,149 +14,108 @@ import cattrs
 
 from runners.errors import did_you_mean, show
 
-HUGE = 1e9  # seconds or GB: the system's calls take no more
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
+LONG = "0 <= x <= 1e9"  # seconds or GB: the system's calls take no more
+ONE_LINE = "one line, not empty"
 
-Validator = Callable[[Any, Any, Any], None]
+# Arguments of transformers' apply_chat_template itself, which do not reach the template.
+_NOT_THE_TEMPLATE_S = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 
 
 class Mismatch(ValueError):
-    """A value that its key does not accept. `want` says what it accepts, with the nearest spelling."""
+    """A value that its key does not accept. `expected` says what it accepts, with the nearest spelling."""
 
-    def __init__(self, value: object, want: str, name: str = ""):
-        self.want = want
+    def __init__(self, value: object, expected: str, name: str = "", hint: str = ""):
+        self.expected, self.hint = expected, hint
         super().__init__(f"{name}: {self.reason(value)}" if name else self.reason(value))
 
     def reason(self, value: object) -> str:
         """The message without the key's name, for the value as it was written."""
-        return f"found {show(value)}, want {self.want}"
+        return f"expected {self.expected}, found {show(value)}{self.hint}"
 
 
-def at_least(low: int, high: int = INT_MAX) -> Validator:
-    """An integer no smaller than `low` (and one that an int32 counter holds)."""
-    most = f" and at most {high}" if high != INT_MAX else ""
-    return _rule(lambda value: low <= value <= high, f"an integer of at least {low}{most}")
+def key(default: Any, meaning: str, within: str = "", choices: tuple[str, ...] = (), **more: Any) -> Any:
+    """A field of a section, with its meaning in Markdown: docs/config.md and --explain show it.
+
+    `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices` are the
+    names that a text may be, if its type does not list them.
+    """
+    metadata = {"meaning": meaning, "range": within, "choices": choices}
+    return attrs.field(default=default, validator=_validate, metadata=metadata, **more)
 
 
-def above(low: float, high: float = math.inf) -> Validator:
-    """A number larger than `low`, and at most `high`."""
-    most = f" and at most {high:g}" if high < math.inf else ""
-    return _rule(lambda value: low < value <= high, f"a number above {low:g}{most}")
+def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
+    """The names that a field accepts; () if it accepts any."""
+    return field.metadata.get("choices") or _literals(field.type)
 
 
-def not_negative(high: float = math.inf) -> Validator:
-    """A number no smaller than 0, and at most `high`."""
-    most = f" and at most {high:g}" if high < math.inf else ""
-    return _rule(lambda value: 0 <= value <= high, f"a number of at least 0{most}")
+def _literals(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((found for part in get_args(kind) if (found := _literals(part))), ())
 
 
-def fraction(*, zero: bool = True, one: bool = True) -> Validator:
-    """A number between 0 and 1, each end included where its flag says so."""
-    low, high = ("of at least 0" if zero else "above 0"), ("at most 1" if one else "below 1")
-    return _rule(
-        lambda value: (0 < value < 1) or (zero and value == 0) or (one and value == 1),
-        f"a number {low} and {high}",
+def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
+    if value is None and type(None) in get_args(field.type):
+        return
+    options, within = choices_of(field), field.metadata["range"]
+    if options and value not in options:
+        raise Mismatch(value, f"one of {', '.join(options)}", field.name, did_you_mean(str(value), options))
+    if type(value) is int and field.type is int and "<= x" not in within and value > INT_MAX:
+        raise Mismatch(value, "an integer of at most 31 bits", field.name)
+    if within and not is_within(value, within):
+        joint = " " if within[0] in "<>" else ", " if within.startswith("each: ") else ": "
+        raise Mismatch(value, f"{words(field.type)}{joint}{within}", field.name)
+
+
+def is_within(value: Any, within: str) -> bool:
+    """Whether a value lies in a range as a key states it."""
+    if within in _RULES:
+        return _RULES[within](value)
+    if within.startswith("each: "):
+        return all(is_within(item, within.removeprefix("each: ")) for item in value)
+    return any(_compare(value, part) for part in within.split(" or "))
+
+
+def _compare(value: float, part: str) -> bool:
+    found = re.fullmatch(r"(?:(\S+) (<=?) x (<=?) (\S+)|(>=?) (\S+)|(\S+))", part)
+    assert found, f"no range: {part}"
+    low, above, below, high, sign, bound, equal = found.groups()
+    if equal is not None:
+        return value == _number(equal)
+    if sign:
+        return value > _number(bound) or (sign == ">=" and value == _number(bound))
+    return (value > _number(low) or (above == "<=" and value == _number(low))) and (
+        value < _number(high) or (below == "<=" and value == _number(high))
     )
 
 
-def minus_one_or_positive() -> Validator:
-    """-1 for all, or how many."""
-    return _rule(lambda value: value == -1 or 1 <= value <= INT_MAX, "-1 (all) or an integer of at least 1")
+def _number(text: str) -> float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def one_of(*values: int) -> Validator:
-    """One of a few integers."""
-    *rest, last = map(str, values)
-    return _rule(lambda value: value in values, f"{', '.join(rest)} or {last}")
+def _is_line(text: str) -> bool:
+    return text.strip() != "" and text.isprintable()
 
 
-def check_choices(_: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
-    """A field transformer for attrs: a field of a Literal type (or None) accepts nothing else."""
-    return [
-        field.evolve(validator=_choice(options)) if (options := _options(field.type)) else field
-        for field in fields
-    ]
+_RULES: dict[str, Callable[[Any], bool]] = {
+    ONE_LINE: _is_line,
+    "a relative folder name, no `..`": lambda text: (
+        _is_line(text) and not {"", ".", ".."} & {*text.replace("\\", "/").split("/")}
+    ),
+    "no empty string": all,
+    "none twice": lambda values: len(set(values)) == len(values),
+    "0 <= low < high": lambda pair: 0 <= pair[0] < pair[1],
+    "what the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},
+}
 
 
-def _options(kind: Any) -> tuple[str, ...]:
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return next((found for part in get_args(kind) if (found := _options(part))), ())
-
-
-def _choice(options: tuple[str, ...]) -> Validator:
-    def check(_: Any, attribute: Any, value: str | None) -> None:
-        if value is not None and value not in options:
-            want = f"one of {', '.join(options)}{did_you_mean(value, options)}"
-            raise Mismatch(value, want, attribute.name)
-
-    return check
-
-
-def text() -> Validator:
-    """A string that is neither empty nor holds control characters (a name or a path)."""
-    return _rule(lambda value: value.strip() != "" and value.isprintable(), "a name on one line")
-
-
-def run_name() -> Validator:
-    """A name for a folder inside the output folder: a relative path without `..`."""
-
-    def fits(value: str) -> bool:
-        parts = value.replace("\\", "/").split("/")
-        return value.strip() != "" and value.isprintable() and not {"", ".", ".."} & set(parts)
-
-    return _rule(fits, "a folder's name, with no .. and no leading or trailing slash")
-
-
-def each_text() -> Validator:
-    """A list without empty strings."""
-    return _rule(lambda values: all(value != "" for value in values), "a list of strings that are not empty")
-
-
-# Arguments of transformers' apply_chat_template itself, which do not reach the template.
-_NOT_THE_TEMPLATE_S = (
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-
-
-def template_arguments() -> Validator:
-    """A table of arguments that the chat template itself reads."""
-
-    def check(_: Any, attribute: Any, value: Mapping[str, Any]) -> None:
-        for name in value:
-            if name in _NOT_THE_TEMPLATE_S:
-                raise Mismatch(name, "arguments that the chat template itself reads", attribute.name)
-
-    return check
-
-
-def each_once() -> Validator:
-    """A list without duplicates."""
-    return _rule(lambda values: len(set(values)) == len(values), "a list with no entry twice")
-
-
-def each_share() -> Validator:
-    """Two numbers in [0, 1), as Adam's betas are."""
-    return _rule(lambda pair: all(0 <= x < 1 for x in pair), "two numbers of at least 0 and below 1")
-
-
-def rising() -> Validator:
-    """[low, high] with 0 <= low < high."""
-    return _rule(lambda pair: 0 <= pair[0] < pair[1], "[low, high] with 0 <= low < high")
-
-
-def _rule(holds: Callable[[Any], bool], want: str) -> Validator:
-    def check(_: Any, attribute: Any, value: Any) -> None:
-        if not holds(value):
-            raise Mismatch(value, want, attribute.name)
-
-    return check
-
-
-def wanted(kind: Any) -> str:
-    """A field's type in words, for messages."""
+def words(kind: Any) -> str:
+    """A type in words, for messages and tables."""
     if kind in _WORDS:
         return _WORDS[kind]
     if attrs.has(kind):
@@ -167,7 +128,7 @@ def wanted(kind: Any) -> str:
     if get_origin(kind) is tuple:
         many = _WORDS[arguments[0]].split(" ", 1)[1] + "s"
         return f"a list of {many}" if arguments[-1] is ... else f"a list of {len(arguments)} {many}"
-    return wanted(arguments[0])  # T | None: absent or a T
+    return words(arguments[0])  # T | None: absent or a T
 
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -186,7 +147,7 @@ def structure(value: object, kind: Any) -> Any:
 
 
 def check(value: object, field: attrs.Attribute) -> Any:
-    """`value` as a field has it. Raises Mismatch if its type or its validator does not take it."""
+    """`value` as a field has it. Raises Mismatch if its type or its range does not take it."""
     found = structure(value, field.type)
     if field.validator is not None:
         field.validator(None, field, found)
@@ -195,7 +156,7 @@ def check(value: object, field: attrs.Attribute) -> Any:
 
 def _structure_float(value: object, kind: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Mismatch(value, wanted(kind))
+        raise Mismatch(value, words(kind))
     try:
         number = float(value)
     except OverflowError:
@@ -207,37 +168,31 @@ def _structure_float(value: object, kind: Any) -> float:
 
 def _structure_exact(value: object, kind: Any) -> Any:
     if type(value) is not (kind if isinstance(kind, type) else str):  # true is not an integer
-        raise Mismatch(value, wanted(kind))
+        raise Mismatch(value, words(kind))
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise Mismatch(value, "text that UTF-8 can hold")
     return value
 
 
 def _structure_tuple(value: object, kind: Any) -> tuple:
     arguments = get_args(kind)
     if not isinstance(value, list) or (arguments[-1] is not ... and len(value) != len(arguments)):
-        raise Mismatch(value, wanted(kind))
+        raise Mismatch(value, words(kind))
     try:
         return tuple(structure(item, arguments[0]) for item in value)
     except Mismatch:
-        raise Mismatch(value, wanted(kind)) from None
+        raise Mismatch(value, words(kind)) from None
 
 
 def _structure_dict(value: object, kind: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(type(x) in (bool, int, float, str) for x in value.values()):
-        raise Mismatch(value, wanted(kind))
-    if any(isinstance(x, float) and not math.isfinite(x) for x in value.values()):
-        raise Mismatch(value, "finite numbers")
-    return {str(name): entry for name, entry in value.items()}
+        raise Mismatch(value, words(kind))
+    return {str(name): structure(entry, type(entry)) for name, entry in value.items()}
 
 
-def _make_converter() -> cattrs.Converter:
-    converter = cattrs.Converter(detailed_validation=False)
-    for kind in (bool, int, str):
-        converter.register_structure_hook(kind, _structure_exact)
-    converter.register_structure_hook(float, _structure_float)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _structure_exact)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _structure_tuple)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _structure_dict)
-    return converter
-
-
-_converter = _make_converter()
+_converter = cattrs.Converter(detailed_validation=False)
+for _kind in (bool, int, str):
+    _converter.register_structure_hook(_kind, _structure_exact)
+_converter.register_structure_hook(float, _structure_float)
+for _origin, _hook in ((Literal, _structure_exact), (tuple, _structure_tuple), (dict, _structure_dict)):
+    _converter.register_structure_hook_func(lambda kind, _origin=_origin: get_origin(kind) is _origin, _hook)

@@ -1,12 +1,13 @@
-"""The config's sections: their keys, types, defaults and ranges. Each class is one table of the TOML file."""
+"""The config's keys: each class is a table of the TOML file, each line a key with its default, its meaning in
+Markdown, and its range. docs/config.md and `grpo-run --explain` are made from them."""
 
-from typing import Literal
+import json
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
-from attrs import field
-from attrs.validators import optional
 
-from runners.config import rules
+from runners.config.rules import LONG, key
 
 EMBEDDED = "embedded"
 EMBEDDED_TOOLS = "embedded-tools"
@@ -73,266 +74,209 @@ def judge_of(function: str) -> str | None:
     return function.removeprefix(JUDGE_PREFIX) if is_judge else None
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+_KINDS = {"string": str, "number": float, "true or false": bool, "list of 2 numbers": tuple[float, float]}
+_LOSS = json.loads((Path(__file__).parent / "loss_keys.json").read_text(encoding="utf-8"))
+"""What grpo_fn.LossSpec and its presets say of themselves: loading a config must not import MLX. `python
+docs/manual/written.py` writes the file, and a test holds that it is current."""
+_LossKeys: Any = attrs.make_class(
+    "_LossKeys",
+    {
+        name: key(
+            "grpo" if name == "preset" else None,
+            stated["meaning"],
+            stated["range"],
+            tuple(stated["choices"]),
+            type=str if name == "preset" else _KINDS[stated["type"]] | None,
+        )
+        for name, stated in _LOSS.items()
+    },
+    frozen=True,
+    kw_only=True,
+)
+
+
+# fmt: off
+@attrs.frozen(kw_only=True)
 class RunConfig:
-    """[run]: a run lives in output_dir/name."""
+    """[run]: where a run's files are: `output_dir/name`."""
 
-    name: str = field(default="grpo", validator=rules.run_name())
-    output_dir: str = field(default="outputs", validator=rules.text())
-    seed: int = field(default=0, validator=rules.at_least(0, 2**63 - 1))
-    overwrite: bool = False  # start over in a folder that holds a finished run
+    name: str = key("grpo", "the run's folder is `output_dir/name`", "a relative folder name, no `..`")
+    output_dir: str = key("outputs", "the folder of all runs", "one line, not empty")
+    seed: int = key(0, "the order of the prompts, sampling and the adapters' first values depend on it; no two seeds share random numbers", "0 <= x <= 9223372036854775807")
+    overwrite: bool = key(False, "replace a finished run in the same folder: its checkpoints and model are removed, its logs stay as `*.previous.jsonl`. Only `--overwrite` on the command line replaces an interrupted run")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class LoraConfig:
     """[model] lora: mlx-lm's adapters, used with tune = "lora" or "dora"."""
 
-    rank: int = field(default=8, validator=rules.at_least(1))
-    scale: float = field(default=20.0, validator=rules.above(0))
-    layers: int = field(default=-1, validator=rules.minus_one_or_positive())  # from the last; -1: all
-    keys: tuple[str, ...] = field(default=(), validator=rules.each_text())  # empty: mlx-lm's choice
+    rank: int = key(8, "rank of the adapters", ">= 1")
+    scale: float = key(20.0, "the adapters' output is multiplied by it (mlx-lm's `scale`)", "> 0")
+    layers: int = key(-1, "how many blocks get adapters, counted from the last; -1: all", "-1 or >= 1")
+    keys: tuple[str, ...] = key((), "names of the layers to adapt, such as `\"self_attn.q_proj\"`; empty: mlx-lm's choice", "no empty string")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class ModelConfig:
     """[model]: what is trained, and in which precision."""
 
-    path: str = field(validator=rules.text())  # "embedded(-tools)", an mlx-lm model folder, or a Hub name
-    tune: Tune = "full"
-    lora: LoraConfig = field(factory=LoraConfig)
-    dtype: Dtype = "auto"  # of the computation
-    master: Stored = "float32"  # of the weights that the optimizer moves; bfloat16 is rounded stochastically
-    trust_remote_code: bool = False
-    loader: str = ""  # custom function that opens the folder; empty: mlx-lm
+    path: str = key(attrs.NOTHING, "`\"embedded\"` or `\"embedded-tools\"` (the small models in the package), an mlx-lm model folder ([nanochat](nanochat.md)'s as well), or a Hub name", "one line, not empty")
+    tune: Tune = key("full", "what is trained: all weights, or adapters")
+    lora: LoraConfig = attrs.field(factory=LoraConfig)
+    dtype: Dtype = key("auto", "dtype of the computation; auto: float32 on a CPU, else the model's own. On a CPU experts are multiplied in float32 in any case")
+    master: Stored = key("float32", "dtype of the weights that the optimizer changes; bfloat16 is rounded stochastically: [when to choose it](memory.md#weights-in-bfloat16)")
+    trust_remote_code: bool = key(False, "run Python code that comes with a model")
+    loader: str = key("", "your function that opens the folder, `package.module:function` or `path/to/file.py:function`: see [own model](own-model.md); empty: mlx-lm")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class DataConfig:
     """[data]: questions, answers and the prompt around a question."""
 
-    source: str = field(default="openai/gsm8k", validator=rules.text())
-    name: str = ""  # the Hub data set's configuration
-    split: str = field(default="train", validator=rules.text())
-    eval_split: str = field(default="test", validator=rules.text())
-    question: str = field(default="question", validator=rules.text())
-    answer: str = "answer"  # empty: rows have none, and an environment rewards
-    prompt: str = ""  # the column of whole prompts, lists of messages, in place of questions; empty: none
-    image: str = ""  # the column of images, paths beside the data or bytes; empty: none
-    image_folder: str = ""  # the folder of the images' paths, which lie inside; empty: the data's
-    image_max_pixels: int = field(default=0, validator=rules.at_least(0))  # scaled down to; 0: the model's
-    system_prompt: str = SYSTEM_PROMPT
-    nudge: str = "<reasoning>"  # the completion's first words, written into the prompt
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(
-        default=_NONE, hash=False, validator=rules.template_arguments()
-    )
-    max_samples: int = field(default=0, validator=rules.at_least(0))  # 0: all
-    max_prompt_length: int = field(default=512, validator=rules.at_least(1))  # tokens
-    on_bad_row: OnBadRow = "raise"
-    transform: str = ""  # custom function from a row to a row; empty: none
+    source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), or a Hub name; a path that exists comes first', "one line, not empty")
+    name: str = key("", "configuration of a Hub data set; empty means `main` for `openai/gsm8k`")
+    split: str = key("train", "the training data; in a folder: the file of that name, or its shards", "one line, not empty")
+    eval_split: str = key("test", "the evaluation data; if it is the same as `split`, or the source is a single file, the last tenth of the rows (1 to 1,000) is held out", "one line, not empty")
+    question: str = key("question", "the column that holds the question", "one line, not empty")
+    answer: str = key("answer", "the column that holds the answer: the part after its last `####`, or all of it if there is none; empty: the data has none, and an [environment](turns.md#an-environment) rewards")
+    prompt: str = key("", "the column that holds a whole prompt, a list of messages (or a text), in place of `question`: see [turns](turns.md#messages); empty: none")
+    image: str = key("", "the column of images, paths beside the data or bytes, for vision-language models: see [images](vision.md); empty: none")
+    image_folder: str = key("", "the folder of the images' paths, which must stay inside it; empty: that of the data")
+    image_max_pixels: int = key(0, "larger images are scaled down to so many pixels; 0: to what the model's processor allows", ">= 0")
+    system_prompt: str = key(SYSTEM_PROMPT, "the system message; empty: none")
+    nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too")
+    chat_template_kwargs: dict[str, bool | int | float | str] = key(_NONE, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
+    max_samples: int = key(0, "how many rows to train on, from the first; 0: all", ">= 0")
+    max_prompt_length: int = key(512, "longer prompts (tokens) are left out and counted", ">= 1")
+    on_bad_row: OnBadRow = key("raise", "a row without a question or an answer ends the run, or is left out and counted")
+    transform: str = key("", "your function from a row to a row, named in the same way: see [own data](own-data.md); empty: none")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class RolloutConfig:
     """[rollout]: how completions are drawn."""
 
-    num_generations: int = field(default=8, validator=rules.at_least(2))
-    max_new_tokens: int = field(default=512, validator=rules.at_least(1))
-    temperature: float = field(default=1.0, validator=rules.above(0))
-    top_p: float = field(default=1.0, validator=rules.fraction(zero=False))
-    top_k: int = field(default=0, validator=rules.at_least(0))  # 0: off
-    min_p: float = field(default=0.0, validator=rules.fraction(one=False))
-    stop: tuple[str, ...] = field(default=(), validator=rules.each_text())
-    quantization: QuantizationMode = "none"
-    storage: Storage = "dequantized"
-    group_size: int = field(default=0, validator=rules.one_of(0, 32, 64, 128))  # 0: the mode's own
-    quantize_head: bool = False  # embeddings and head too
-    mismatch_limit: float = field(default=0.5, validator=rules.not_negative())  # nats a token; 0: none
-    launch: Launch = "auto"  # of decoding steps: see `machine.launch_modes`; auto: by the backend
-    check_every: int = field(default=8, validator=rules.at_least(1))  # steps
-    max_batch: int = field(default=0, validator=rules.at_least(0))  # rows decoded together; 0: what fits
+    num_generations: int = key(8, "completions per prompt, G", ">= 2")
+    max_new_tokens: int = key(512, "length limit of a completion, tokens; L_max of the aggregation `constant`", ">= 1")
+    temperature: float = key(1.0, "divides the sampler's logits and the learner's alike", "> 0")
+    top_p: float = key(1.0, "second, keep the smallest set of tokens with this probability of what `top_k` left; 1: all", "0 < x <= 1")
+    top_k: int = key(0, "first, keep this many tokens; 0: all. The learner's log-probs are of the whole distribution: see [algorithms](algorithms.md#around-the-loss)", ">= 0")
+    min_p: float = key(0.0, "third, keep tokens with at least this share of the largest probability; 0: all", "0 <= x < 1")
+    stop: tuple[str, ...] = key((), "a completion ends at the token that completes one of these", "no empty string")
+    quantization: QuantizationMode = key("none", "few-bit weights for the sampler; the learner keeps its own: see [quantization.md](quantization.md)")
+    storage: Storage = key("dequantized", "rounded weights at full speed, or packed ones that take less memory; used with `quantization`")
+    group_size: int = key(0, "weights that share a scale, in affine modes, of sampler and reference; 0: 64", "0 or 32 or 64 or 128")
+    quantize_head: bool = key(False, "round embeddings and head too, of sampler and reference")
+    mismatch_limit: float = key(0.5, "if the log-probs of a quantized sampler differ more from the learner's (mean, nats a token), the run goes back to full precision; 0: never", ">= 0")
+    launch: Launch = key("auto", "wait for each decoding step (`eval`), or prepare the next step meanwhile (`async`, which copies the KV cache); auto: `eval` on a CPU, `async` on a GPU")
+    check_every: int = key(8, "decoding steps between two checks which completions have ended", ">= 1")
+    max_batch: int = key(0, "the largest number of rows decoded together, in whole groups; 0: as many as memory holds", ">= 0")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class RewardConfig:
     """[reward]: functions (a name, package.module:function, file.py:function, judge.NAME), their weights."""
 
-    functions: tuple[str, ...] = field(default=REWARD_NAMES, validator=rules.each_once())
-    weights: tuple[float, ...] = ()  # empty: 1.0 each
-    aggregate: Aggregate = "sum_then_normalize"
-    timeout: float = field(default=60.0, validator=rules.not_negative(rules.HUGE))  # seconds a call; 0: none
-    on_error: OnError = "skip"
-    stop_if_all_fail: bool = True  # if a reward fails for every completion of a batch step
+    functions: tuple[str, ...] = key(REWARD_NAMES, 'a built-in name, `package.module:function`, `path/to/file.py:function`, or `"judge.NAME"` for a table below; see [rewards.md](rewards.md). `[]` only with an `env.factory` that has `get_reward`', "none twice")
+    weights: tuple[float, ...] = key((), "weight of each function, not all 0; empty: 1.0 each")
+    aggregate: Aggregate = key("sum_then_normalize", "add the rewards, then take advantages; or normalise each reward in its group first (GDPO)")
+    timeout: float = key(60.0, "seconds that a call of one reward may take; 0: no limit, in the run's own process", LONG)
+    on_error: OnError = key("skip", "a reward that fails is left out and reported, or ends the run")
+    stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: a reward that fails for every completion of a batch step ends the run; see [faults.md](faults.md#rewards)')
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class JudgeConfig:
     """[judge.NAME]: a model that rewards completions; `reward.functions` names it as "judge.NAME"."""
 
-    kind: JudgeKind = "score"
-    url: str = ""  # of an API like OpenAI's, up to and without /chat/completions
-    model: str = ""  # as that API calls it; empty: the server's only one
-    api_key_env: str = ""  # the variable of the environment that holds the key; empty: no key
-    criteria: str = "The response answers the question correctly, and its working is sound."
-    system_prompt: str = ""  # empty: no system message
-    prompt: str = ""  # custom text with {question}, {completion}, ...; empty: ours
-    pattern: str = ""  # custom regular expression that finds the score; empty: the form that ours asks for
-    scale: tuple[float, float] = field(default=(0.0, 10.0), validator=rules.rising())  # of scores
-    temperature: float = field(default=0.0, validator=rules.not_negative())
-    max_tokens: int = field(default=512, validator=rules.at_least(1))  # of an answer
-    extra: str = ""  # more of the request, a JSON object
-    path: str = ""  # of a classifier: a folder, or a Hub name
-    label: str = ""  # of a classifier with several: the one whose probability is the reward
-    max_length: int = field(default=4096, validator=rules.at_least(8))  # tokens that a classifier reads
-    batch_tokens: int = field(default=8192, validator=rules.at_least(8))  # that it computes together
-    concurrency: int = field(default=8, validator=rules.at_least(1, 1024))  # requests at a time
-    timeout: float = field(default=60.0, validator=rules.above(0, rules.HUGE))  # seconds a request
-    batch_timeout: float = field(default=600.0, validator=rules.not_negative(rules.HUGE))  # seconds; 0: none
-    retries: int = field(default=3, validator=rules.at_least(0, 100))
-    cache: bool = True  # keep answers in the user's cache folder
-    price_in: float = field(default=0.0, validator=rules.not_negative())  # of a million tokens
-    price_out: float = field(default=0.0, validator=rules.not_negative())
+    kind: JudgeKind = key("score", "a model that marks a completion or ranks a group of them, behind an API; or one in a folder")
+    url: str = key("", "address (http or https, no password) of an API like OpenAI's, without `/chat/completions`; required but for a classifier")
+    model: str = key("", "the model's name there; empty: none is sent")
+    api_key_env: str = key("", "the variable of the environment that holds the key; empty: no key is sent")
+    criteria: str = key("The response answers the question correctly, and its working is sound.", "the criteria of the judgement")
+    system_prompt: str = key("", "the judge's system message; empty: none")
+    prompt: str = key("", "the question, in your own words, with [names in braces](judges.md#a-model-behind-an-api); empty: ours")
+    pattern: str = key("", "a regular expression with one group, which finds the mark in an answer; empty: `SCORE: number`, or a number alone")
+    scale: tuple[float, float] = key((0.0, 10.0), "worst and best mark", "0 <= low < high")
+    temperature: float = key(0.0, "the judge's sampling temperature", ">= 0")
+    max_tokens: int = key(512, "tokens of an answer", ">= 1")
+    extra: str = key("", "a JSON object that is added to the request; `null` removes a key")
+    path: str = key("", "a classifier's folder or Hub name")
+    label: str = key("", "of a classifier with several: the one whose probability is the reward")
+    max_length: int = key(4096, "tokens that a classifier reads; a longer conversation gets no reward", ">= 8")
+    batch_tokens: int = key(8192, "tokens that a classifier computes together", ">= 8")
+    concurrency: int = key(8, "requests at a time", "1 <= x <= 1024")
+    timeout: float = key(60.0, "seconds that a request may take", "0 < x <= 1e9")
+    batch_timeout: float = key(600.0, "seconds for all requests of a batch step; 0: no limit", LONG)
+    retries: int = key(3, "further tries of a request that fails for now", "0 <= x <= 100")
+    cache: bool = key(True, "keep answers in the user's cache folder")
+    price_in: float = key(0.0, "price of a million tokens that the judge reads, for the log", ">= 0")
+    price_out: float = key(0.0, "price of a million tokens that it writes", ">= 0")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class OverlongConfig:
     """[loss] overlong: DAPO's penalty on completions that come close to the length limit."""
 
-    buffer: int = field(default=0, validator=rules.at_least(0))  # tokens before the limit; 0: no penalty
-    penalty: float = field(default=1.0, validator=rules.not_negative())  # at the limit
+    buffer: int = key(0, "tokens before the limit where the length penalty begins; 0: no penalty; without a table `overlong`: the preset's", ">= 0")
+    penalty: float = key(1.0, "the length penalty at the limit", ">= 0")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class LossConfig:
-    """[loss]: a preset and what differs from it. None: as the preset has it (`Config.check` fills it in)."""
+@attrs.frozen(kw_only=True)
+class LossConfig(_LossKeys):
+    """[loss]: a preset, what differs from it, and the steps around the loss. None: the preset's value, which `Config.check` fills in."""
 
-    # LossSpec knows these names.
-    preset: str = field(default="grpo", validator=rules.text())
-    level: str | None = field(default=None, validator=optional(rules.text()))
-    surrogate: str | None = field(default=None, validator=optional(rules.text()))
-    epsilon_low: float | None = field(default=None, validator=optional(rules.fraction(one=False)))
-    epsilon_high: float | None = field(default=None, validator=optional(rules.not_negative()))
-    delta: float | None = field(default=None, validator=optional(rules.above(1)))
-    dual_clip: float | None = field(default=None, validator=optional(rules.above(1)))
-    sapo_tau_pos: float | None = field(default=None, validator=optional(rules.above(0)))
-    sapo_tau_neg: float | None = field(default=None, validator=optional(rules.above(0)))
-    correction: str | None = field(default=None, validator=optional(rules.text()))
-    correction_cap: float | None = field(default=None, validator=optional(rules.above(0)))
-    correction_floor: float | None = field(default=None, validator=optional(rules.not_negative()))
-    correction_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
-    sequence_range: tuple[float, float] | None = field(default=None, validator=optional(rules.rising()))
-    sequence_ratio: str | None = field(default=None, validator=optional(rules.text()))
-    beta: float | None = field(default=None, validator=optional(rules.not_negative()))
-    kl: str | None = field(default=None, validator=optional(rules.text()))
-    kl_bias_corrected: bool | None = None
-    aggregation: str | None = field(default=None, validator=optional(rules.text()))
-    entropy_coef: float | None = field(default=None, validator=optional(rules.not_negative()))
-    router_aux_coef: float = field(default=0.0, validator=rules.not_negative())  # of models with experts
-    router_replay: bool = False  # of models with experts: the learner uses the experts that the sampler chose
-    baseline: Baseline | None = None
-    scale: Scale | None = None
-    mask_truncated_completions: bool = False
-    dynamic_sampling: bool | None = None
-    max_resample: int = field(default=3, validator=rules.at_least(0))  # rounds a batch
+    router_aux_coef: float = key(0.0, "of models with experts: the coefficient of the loss that keeps their load even: [models](models.md#experts)", ">= 0")
+    router_replay: bool = key(False, "of models with experts: the learner uses the experts that the sampler chose: [models](models.md#router-replay)")
+    baseline: Baseline | None = key(None, "what is subtracted from a reward")
+    scale: Scale | None = key(None, "what the difference is divided by")
+    mask_truncated_completions: bool = key(False, "completions that reach the length limit do not count")
+    dynamic_sampling: bool | None = key(None, "replace prompts whose completions all get one reward")
+    max_resample: int = key(3, "rounds of replacement per batch step", ">= 0")
     overlong: OverlongConfig | None = None
-    top_entropy_quantile: float = field(default=1.0, validator=rules.fraction(zero=False))  # 1: every token
-    sync_every: int = field(default=1, validator=rules.at_least(1))
-    ref_sync_every: int = field(default=0, validator=rules.at_least(0))  # 0: never
-    ref_mixup: float = field(default=0.6, validator=rules.fraction(zero=False))
-    ref_quantization: QuantizationMode = "none"
-    ref_storage: Storage = "packed"
+    top_entropy_quantile: float = key(1.0, "only this share of the tokens, those with the largest entropy, is in the policy term", "0 < x <= 1")
+    sync_every: int = key(1, "batch steps between two refreshes of the sampler's weights, at an update", ">= 1")
+    ref_sync_every: int = key(0, "batch steps between two moves of the reference towards the policy; 0: never; only with `beta` > 0", ">= 0")
+    ref_mixup: float = key(0.6, "how far the reference moves: α·policy + (1 − α)·reference", "0 < x <= 1")
+    ref_quantization: QuantizationMode = key("none", 'few-bit weights for the reference, with `beta` > 0 and `tune = "full"`')
+    ref_storage: Storage = key("packed", "as `rollout.storage`; `packed`, because memory is the only reason to round a reference")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class OptimConfig:
     """[optim]: AdamW and the amount of training."""
 
-    learning_rate: float = field(default=1e-6, validator=rules.not_negative())
-    schedule: ScheduleName = "cosine"
-    warmup_ratio: float = field(default=0.1, validator=rules.fraction())  # of all updates
-    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=rules.each_share())
-    eps: float = field(default=1e-8, validator=rules.above(0))
-    weight_decay: float = field(default=0.0, validator=rules.not_negative())
-    moments: Stored = "float32"  # of the two averages; bfloat16 is rounded stochastically
-    max_grad_norm: float = field(default=1.0, validator=rules.not_negative())  # 0: no clipping
-    batch_size: int = field(default=1, validator=rules.at_least(1))  # prompts a batch step
-    gradient_accumulation_steps: int = field(default=1, validator=rules.at_least(1))
-    num_epochs: int = field(default=1, validator=rules.at_least(1))
-    max_steps: int = field(default=0, validator=rules.at_least(0))  # batch steps; 0: by epochs
-    num_iterations: int = field(default=1, validator=rules.at_least(1))  # passes over one rollout
-    minibatches: int = field(default=1, validator=rules.at_least(1))  # updates a pass
-    max_bad_updates: int = field(default=10, validator=rules.at_least(0))  # in a row; 0: without end
-    shard: bool = False  # over the ranks: masters and moments, for full fine-tuning
+    learning_rate: float = key(1e-06, "AdamW's, the largest of the schedule", ">= 0")
+    schedule: ScheduleName = key("cosine", "after the warm-up: down to 0 over the updates, or flat")
+    warmup_ratio: float = key(0.1, "share of all updates during which the rate rises; it is not 0 at the first one", "0 <= x <= 1")
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW's", "each: 0 <= x < 1")
+    eps: float = key(1e-08, "AdamW's", "> 0")
+    weight_decay: float = key(0.0, "decoupled, on every trained weight", ">= 0")
+    moments: Stored = key("float32", "dtype in which AdamW's two averages are kept; bfloat16 is rounded stochastically: [memory](memory.md#weights-in-bfloat16)")
+    max_grad_norm: float = key(1.0, "bound on the gradient's global norm; 0: none", ">= 0")
+    batch_size: int = key(1, "prompts per batch step (not completions)", ">= 1")
+    gradient_accumulation_steps: int = key(1, "batch steps per update", ">= 1")
+    num_epochs: int = key(1, "passes over the training data", ">= 1")
+    max_steps: int = key(0, "batch steps in all; 0: as many as the epochs take", ">= 0")
+    num_iterations: int = key(1, "passes over one rollout", ">= 1")
+    minibatches: int = key(1, "updates per pass: the rollout is cut into this many parts; at most `batch_size` × `num_generations`", ">= 1")
+    max_bad_updates: int = key(10, "the run ends after this many updates in a row with numbers that are not finite; 0: never; see [faults.md](faults.md)", ">= 0")
+    shard: bool = key(False, "with several ranks: each keeps and updates its part of masters and moments; needs float32 ones, and no quantized role; see [many devices](many-devices.md#sharding-the-optimizer)")
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class EvalConfig:
-    """[eval]: greedy exact match on data.eval_split."""
-
-    every: int = field(default=0, validator=rules.at_least(0))  # updates; 0: at the start and the end only
-    samples: int = field(default=200, validator=rules.at_least(0))  # 0: all
-    max_new_tokens: int = field(default=0, validator=rules.at_least(0))  # 0: rollout.max_new_tokens
-    at_start: bool = True
-
-
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class CheckpointConfig:
-    """[checkpoint]: how often, and how many stay."""
-
-    every: int = field(default=100, validator=rules.at_least(0))  # batch steps; 0: only final/
-    keep_last: int = field(default=3, validator=rules.at_least(0))  # 0: all
-    keep_best: int = field(default=1, validator=rules.at_least(0))
-    on_error: OnSaveError = "continue"  # if a checkpoint or a line of the log cannot be written
-
-
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class LogConfig:
-    """[log]: which logs are written, and which dashboards get them."""
-
-    every: int = field(default=1, validator=rules.at_least(1))  # updates
-    jsonl: bool = True
-    completions: bool = True
-    tokens: TokenLog = "none"
-    report: bool = True
-    tensorboard: bool = False
-    wandb: bool = False
-    trackio: bool = False
-    project: str = field(default="grpo_fn", validator=rules.text())  # of W&B and Trackio
-    entity: str = ""  # of W&B: a user or a team; empty: the account's own
-    run_name: str = ""  # in these two; empty: run.name
-    table_rows: int = field(default=8, validator=rules.at_least(0))  # completions of a batch step they show
-
-
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class WatchConfig:
-    """[watch]: when a line warns that training goes wrong."""
-
-    patience: int = field(default=10, validator=rules.at_least(0))  # updates in a row; 0: no warnings
-    min_entropy: float = field(default=0.001, validator=rules.not_negative())  # nats a token; 0: off
-    max_kl: float = field(default=10.0, validator=rules.not_negative())  # nats a token; 0: off
-
-
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
-class StopConfig:
-    """[stop]: conditions that end a run before its last step."""
-
-    when: tuple[str, ...] = field(
-        default=(), validator=rules.each_text()
-    )  # runners.telemetry.run_watch.Condition
-
-
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
 class EnvConfig:
     """[env]: what answers the model's turns; without factory and tools completions have one turn."""
 
-    factory: str = ""  # a class with reset(**row), or "calculator", nanochat's; empty: none
-    tools: tuple[str, ...] = field(default=(), validator=rules.each_text())  # plain functions
-    max_turns: int = field(default=8, validator=rules.at_least(1))  # of the model, a conversation
-    max_tool_calls: int = field(default=0, validator=rules.at_least(0))  # a conversation; 0: any number
-    max_observation_tokens: int = field(default=512, validator=rules.at_least(1))  # of one call's result
-    timeout: float = field(default=30.0, validator=rules.not_negative(rules.HUGE))  # seconds; 0: none
-    workers: int = field(default=32, validator=rules.at_least(1))  # threads that calls run in
-    on_error: OnToolError = "observation"  # of a call that fails
-    schedule: TurnSchedule = "together"  # when turns continue; arrival: as soon as a reply is there
+    factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are tools; `\"calculator\"`: nanochat's; empty: none")
+    tools: tuple[str, ...] = key((), "plain functions as tools, named in the same way; a file alone: all of its public functions", "no empty string")
+    max_turns: int = key(8, "turns of the model in a conversation; calls of the last one are not made", ">= 1")
+    max_tool_calls: int = key(0, "calls in a conversation; further ones get an error as their result; 0: any number", ">= 0")
+    max_observation_tokens: int = key(512, "a call's result is cut off after this many tokens", ">= 1")
+    timeout: float = key(30.0, "seconds that the calls of a turn, or a `reset`, may take; 0: no limit", LONG)
+    workers: int = key(32, "calls that run at a time, each in a thread; coroutines do not need one", ">= 1")
+    on_error: OnToolError = key("observation", "a call that fails or is late: the model sees the error, or the conversation ends without a reward")
+    schedule: TurnSchedule = key("together", "when turns continue: all together when no row decodes, with the same numbers each time; or each as soon as its reply is there")
 
     @property
     def answers(self) -> bool:
@@ -340,15 +284,69 @@ class EnvConfig:
         return bool(self.factory or self.tools)
 
 
-@attrs.frozen(kw_only=True, field_transformer=rules.check_choices)
+@attrs.frozen(kw_only=True)
+class EvalConfig:
+    """[eval]: greedy exact match on data.eval_split."""
+
+    every: int = key(0, "updates between two evaluations; 0: only at the start and the end", ">= 0")
+    samples: int = key(200, "problems, always the same ones; 0: all", ">= 0")
+    max_new_tokens: int = key(0, "length limit; 0: the rollout's", ">= 0")
+    at_start: bool = key(True, "evaluate before the first step")
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointConfig:
+    """[checkpoint]: how often, and how many stay."""
+
+    every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
+    keep_last: int = key(3, "how many of the newest stay; 0: all, whatever `keep_best` says", ">= 0")
+    keep_best: int = key(1, "how many of the best stay besides: by exact match, then by reward", ">= 0")
+    on_error: OnSaveError = key("continue", "if a checkpoint or a line of a log cannot be written: train on and try again, or stop")
+
+
+@attrs.frozen(kw_only=True)
+class LogConfig:
+    """[log]: which logs are written, and which dashboards get them."""
+
+    every: int = key(1, "updates between two lines; the last update always has one", ">= 1")
+    jsonl: bool = key(True, "write `training_log.jsonl` and [`events.jsonl`](report.md#eventsjsonl)")
+    completions: bool = key(True, "write [`completions.jsonl`](rewards.md#completionsjsonl): prompt, text, rewards, advantage and length of every completion; and [`evaluations.jsonl`](report.md#evaluationsjsonl)")
+    tokens: TokenLog = key("none", "also write [`tokens.jsonl`](report.md#tokensjsonl): each token's log-prob, and with `moved` how far each update moves it, which costs a forward pass an update")
+    report: bool = key(True, "write [`report.html`](report.md) into the run's folder when the run ends")
+    tensorboard: bool = key(False, "also to TensorBoard (needs `tensorboardX`)")
+    wandb: bool = key(False, "also to Weights & Biases (needs `wandb`)")
+    trackio: bool = key(False, "also to Trackio (needs `trackio`)")
+    project: str = key("grpo_fn", "the project in W&B and Trackio", "one line, not empty")
+    entity: str = key("", "the user or team in W&B; empty: the account's own")
+    run_name: str = key("", "the run's name in these two; empty: `run.name`")
+    table_rows: int = key(8, "completions of a batch step that dashboards show; 0: none, and no histograms", ">= 0")
+
+
+@attrs.frozen(kw_only=True)
+class WatchConfig:
+    """[watch]: when a line warns that training goes wrong."""
+
+    patience: int = key(10, "updates in a row before a warning: of rewards that are equal within every group, and of the two below; 0: no warnings", ">= 0")
+    min_entropy: float = key(0.001, "warn below this entropy, nats a token: completions hardly differ; 0: off", ">= 0")
+    max_kl: float = key(10.0, "warn above this KL, nats a token: the policy is far from its reference; 0: off", ">= 0")
+
+
+@attrs.frozen(kw_only=True)
+class StopConfig:
+    """[stop]: conditions that end a run before its last step."""
+
+    when: tuple[str, ...] = key((), 'conditions; the first one that is met ends the run, such as `"em >= 0.95"` or `"kl > 0.5 for 20"` (20 readings in a row)', "no empty string")
+
+
+@attrs.frozen(kw_only=True)
 class SystemConfig:
     """[system]: how the machine is used."""
 
-    compile: bool = True
-    grad_checkpoint: bool = False
-    memory_limit_gb: float = field(default=0.0, validator=rules.not_negative(rules.HUGE))  # 0: MLX's own
-    micro_batch_tokens: int = field(default=0, validator=rules.at_least(0))  # of the learner; 0: by the model
-    share_prompts: SharePrompts = "auto"  # compute a group's prompt once in the learner; auto: on CPU
-    collective_timeout: float = field(default=600.0, validator=rules.above(0, rules.HUGE))  # seconds
-    check_model: bool = True  # compare what decodes with what is trained, before the first rollout
-    disable: tuple[str, ...] = field(default=(), validator=rules.each_once())  # mechanisms, by name
+    compile: bool = key(True, "compile the learner's steps; false helps a debugger; on CUDA nothing is fused in them")
+    grad_checkpoint: bool = key(False, "recompute each block in the backward pass: less memory, more time")
+    memory_limit_gb: float = key(0.0, "MLX's memory limit, 10⁹ bytes; 0: MLX's own", LONG)
+    micro_batch_tokens: int = key(0, "tokens that the learner computes at a time; changes memory and speed, not the update. 0: automatic. CPU: sized for 75 MB of activations, but at least a prompt with three completions and 256 tokens; Metal: 8,192; CUDA: 8,192 to 65,536, more for smaller models, while the gradient fills less than half of the memory; where 8,192 do not fit, halved until the gradient fills at most 85 %", ">= 0")
+    share_prompts: SharePrompts = key("auto", "compute the prompt of a group once in the learner, not once per completion; auto: on a CPU, where the model allows it (plain key-value caches, no `grad_checkpoint`); `always` is refused if it is impossible")
+    collective_timeout: float = key(600.0, "seconds that ranks wait for each other before the run ends with a line that names who is missing; see [many devices](many-devices.md)", "0 < x <= 1e9")
+    check_model: bool = key(True, "before the first rollout, compare what the model decodes with what it is trained on, on a few tokens of the run's prompts: [models](models.md#what-a-run-checks)")
+    disable: tuple[str, ...] = key((), 'mechanisms for speed or memory to turn off, such as `["shared_prefix", "merged_adapters"]`: to find out what one brings, or whether one is at fault; results are the same to rounding. [architecture](architecture.md#speed-and-memory) has the names', "none twice")

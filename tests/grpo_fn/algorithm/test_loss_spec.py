@@ -72,7 +72,7 @@ def test_a_spec_is_frozen():
         (dict(sequence_ratio="prodct"), ["sequence_ratio", "'prodct'", "did you mean 'product'"]),
         (dict(sequence_ratio="product"), ["sequence_ratio", "'product'", "'none'"]),
         (dict(correction="token_mask", sequence_ratio="product"), ["sequence_ratio", "'token_mask'"]),
-        (dict(correction_floor=-0.1), ["correction_floor", "-0.1", "0 <= correction_floor"]),
+        (dict(correction_floor=-0.1), ["correction_floor", "-0.1", ">= 0"]),
         (
             dict(correction="token_truncate", correction_floor=2.0),
             ["correction_floor", "2.0", "< correction_cap = 2.0"],

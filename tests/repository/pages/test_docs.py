@@ -9,16 +9,13 @@ import subprocess
 import sys
 import tomllib
 import types
-from typing import get_args
 
 import attrs
 import click
 import pytest
 
 import grpo_fn as g
-from grpo_fn.algorithm import CHOICES
 from runners import cli
-from runners.config import rules
 from runners.config.flat_keys import FLAT_KEYS, translate
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.config.reading import preset_names
@@ -172,87 +169,6 @@ def test_named_keys_exist(page):
     assert [key for key in keys if key not in known and not key.endswith(".safetensors")] == []
 
 
-def fields_of(kind, prefix=""):
-    """(dotted key, attrs field) of a section, nested tables included."""
-    for field in attrs.fields(kind):
-        nested = next((part for part in (field.type, *get_args(field.type)) if attrs.has(part)), None)
-        if nested:
-            yield from fields_of(nested, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field
-
-
-def choices_of(kind):
-    """The strings of a Literal, optional or not."""
-    if all(isinstance(part, str) for part in get_args(kind)):
-        return list(get_args(kind))
-    return next((found for part in get_args(kind) if (found := choices_of(part))), [])
-
-
-def within(written, value):
-    """Whether a value lies in a range as a page writes it: `>= 1`, `0 < x <= 1`, `-1 or >= 1`, `each: …`."""
-    if written.startswith("each: "):
-        return all(within(written.removeprefix("each: "), x) for x in value)
-    if isinstance(value, tuple):
-        return eval(written, {"low": value[0], "high": value[1]})
-    parts = [part if part[0] in "<>" or "x" in part else f"== {part}" for part in written.split(" or ")]
-    return any(eval(part if "x" in part else f"x {part}", {"x": value}) for part in parts)
-
-
-PROBES = {
-    "integer": (-2, -1, 0, 1, 2, 7),
-    "number": (-1.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0),
-    "list of 2 numbers": ((0.0, 0.5), (0.5, 0.2), (-0.5, 0.5), (0.5, 1.0), (0.2, 3.0), (0.5, 0.5)),
-}
-ROWS = {
-    (table.heading.strip("[]"), codes(row[0])[0]): row[1:]
-    for table in tables(DOCS / "config.md")
-    if table.heading.strip("[]") in SECTIONS
-    for row in table.rows
-}
-
-
-def test_the_reference_names_every_choice_of_the_loss():
-    """The section takes any text: LossSpec knows the names, and the meaning lists them."""
-    for key, names in {**CHOICES, "preset": tuple(g.PRESETS)}.items():
-        assert set(names) <= set(codes(ROWS["loss", key][-1])), key
-
-
-def test_the_reference_has_every_key_in_order():
-    """docs/config.md has a table for each section with exactly its keys, in the code's order."""
-    wanted = [(section, key) for section, kind in SECTIONS.items() for key, _ in fields_of(kind)]
-    assert list(ROWS) == wanted
-
-
-@pytest.mark.parametrize(("section", "key"), list(ROWS), ids=lambda part: part)
-def test_a_row_of_the_reference(section, key):
-    """Type, default, choices and range are those of the code, and there is a meaning."""
-    field = dict(fields_of(SECTIONS[section]))[key]
-    kind, default, written, meaning = ROWS[section, key]
-    choices = choices_of(field.type)
-    wanted = "choice" if choices else re.sub(r"^an? ", "", rules.wanted(field.type))
-    assert kind == wanted
-    if field.default is attrs.NOTHING:
-        assert default == "required"
-    elif field.default is None:
-        assert default == "preset's"
-    elif field.default == SYSTEM_PROMPT:
-        assert default == "below"
-    else:
-        plain = list(field.default) if isinstance(field.default, tuple) else field.default
-        assert tomllib.loads(f"x = {codes(default)[0]}")["x"] == plain
-    if choices:
-        assert codes(written) == choices
-    for value in PROBES.get(kind, ()):
-        try:
-            field.validator(None, field, value)
-            accepted = True
-        except rules.Mismatch:
-            accepted = False
-        assert within(codes(written)[0], value) == accepted, value
-    assert len(meaning) > 5
-
-
 def test_the_reference_shows_the_prompt_and_the_packaged_configs():
     """The default system prompt stands there word for word, and every packaged config is named."""
     texts = [snippet.text for snippet in snippets(DOCS / "config.md") if snippet.language == "text"]
@@ -300,7 +216,7 @@ def test_the_flat_keys_are_as_the_page_says(tmp_path):
     } == wanted
 
 
-DEFAULTS = {f"{section}.{key}": f for section, kind in SECTIONS.items() for key, f in fields_of(kind)}
+DEFAULTS = {".".join(path): field for path, field in KEYS.items()}
 MOVING = [
     (page, row)
     for page in ("from-trl.md", "from-mlx-lm-lora.md")

@@ -168,7 +168,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     folder = copy.folder / "checkpoint-3"
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
-        ({"loop": {**whole["loop"], "update": "three"}}, 'update: found "three", want an integer'),
+        ({"loop": {**whole["loop"], "update": "three"}}, 'update: expected an integer, found "three"'),
         ({"loop": {}}, "batch_step is missing"),
         ({"loop": None}, "loop: found None, wanted a JSON object"),
         ({"config": 3}, "config: found 3"),

@@ -234,7 +234,7 @@ def test_unusable_command_lines_are_refused(invoke, training, arguments, message
             ["train.toml", "--set", "optim.eps=0", "--set", "rollout.top_q=1"],
             [
                 "--set: rollout.top_q: unknown key; did you mean rollout.top_p?",
-                "--set: optim.eps: found 0, want a number above 0",
+                "--set: optim.eps: expected a number > 0, found 0",
             ],
         ),
     ],

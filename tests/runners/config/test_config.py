@@ -79,7 +79,7 @@ def test_the_batch_baseline_over_a_groups_deviation_is_refused(write):
     """The two together would divide by 1e-4: one line says what to write instead."""
     name = write(MINIMAL + '[loss]\nbaseline = "batch_mean"\nscale = "group"\n')
     with pytest.raises(
-        ConfigError, match=r'loss\.scale: found "group" with .*batch_mean.*want "batch" or "none"'
+        ConfigError, match=r'loss\.scale: expected "batch" or "none" with .*batch_mean.*found "group"'
     ):
         load_config(name).check()
 
@@ -218,7 +218,7 @@ def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
     assert load_config(str(write_resolved(config))) == config
     for text, message in (
         ('{"run": ', "x.json:1:9: not JSON: Expecting value"),
-        ("[1]", "x.json: found [1], want a JSON object"),
+        ("[1]", "x.json: expected a JSON object, found [1]"),
         ("[" * 100_000, "x.json: not JSON: nested too deeply"),
     ):
         (tmp_path / "x.json").write_text(text, encoding="utf-8")
@@ -231,5 +231,5 @@ def test_a_config_can_come_from_overrides_alone():
     """No file: the defaults, what is given, and the same errors."""
     config = load_config(None, ['model.path="123"', "data.source=embedded"])
     assert (config.model.path, config.data.source, config.optim.batch_size) == ("123", "embedded", 1)
-    with pytest.raises(ConfigError, match=r"^--set: model\.path: missing"):
+    with pytest.raises(ConfigError, match=r"^--set: model\.path: expected a string"):
         load_config(None)

@@ -5,12 +5,10 @@ import json
 import tempfile
 from pathlib import Path
 
-import attrs
 import pytest
 
-from runners.config.loading import Config, load_config
-from runners.config.reading import Settings
-from runners.config.sections import JudgeConfig, LoraConfig, OverlongConfig
+from runners.config.loading import KEYS, load_config
+from runners.config.reading import ANY_NAME
 from runners.engines.settings import decoding_of
 from runners.errors import UserError, spell_tables
 from runners.training.train import run_training
@@ -201,22 +199,6 @@ def test_a_key_of_speed_reaches_the_sampler(key):
     assert before != after
 
 
-def all_keys() -> set[str]:
-    """Of all sections, with those of the tables in them."""
-    tables = {LoraConfig: LoraConfig, OverlongConfig | None: OverlongConfig}
-    kinds = {section.name: section.type for section in attrs.fields(Config)} | {"judge": JudgeConfig}
-    keys = [
-        (f"{section}.{key.name}", tables.get(key.type))
-        for section, kind in kinds.items()
-        for key in (attrs.fields(kind) if attrs.has(kind) and kind is not Settings else ())
-    ]
-    return {
-        f"{name}.{inner.name}" if inner else name
-        for name, table in keys
-        for inner in (attrs.fields(table) if table else [None])
-    }
-
-
 def test_every_key_is_shown_to_change_something():
     """Above, in the replay of a run, or in tests that notice where `tests.campaigns.mutants` forgets it."""
     replayed = set()
@@ -226,5 +208,6 @@ def test_every_key_is_shown_to_change_something():
                 names = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
                 replayed |= {f"{section}.{name}" for name in names if key not in OF_SPEED}
     forgotten = {mutant.name.removeprefix("~") for mutant in MUTANTS if mutant.name.startswith("~")}
-    assert all_keys() == set().union(EFFECTS, SPEED, replayed, forgotten)
+    keys = {".".join(part for part in path if part != ANY_NAME) for path in KEYS}
+    assert keys == set().union(EFFECTS, SPEED, replayed, forgotten)
     assert not EFFECTS.keys() & (replayed | forgotten)

@@ -370,7 +370,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, r
         (["nope/nope/x", "--data", "embedded"], 'MODEL = "nope/nope/x"'),
         (
             ["embedded", "--data", "embedded", "--set", "reward.functions=['nope']"],
-            'found "nope", want a built-in reward',
+            "expected a built-in reward",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from runners.config.conditions import unknown_metric
+from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
@@ -98,7 +98,7 @@ def test_the_length_penalty_is_shown(run):
         rows = [record for record in records if record["update"] == line["update"]]
         mean = sum(record["length_penalty"] for record in rows) / len(rows)
         assert line["length_penalty"] == pytest.approx(mean, rel=1e-5) and mean < 0
-    assert unknown_metric("length_penalty", []) is None
+    assert condition_fault("length_penalty > 0", []) == ""
 
 
 def test_without_a_penalty_and_logs_there_is_none(tmp_path):

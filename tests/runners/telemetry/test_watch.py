@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.conditions import Condition, unknown_metric
+from runners.config.conditions import Condition, condition_fault
 from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
 from runners.errors import UserError
@@ -203,7 +203,10 @@ def test_unknown_metrics_get_the_nearest():
         "rewards/mine.py:brevity/std",
         "rewards/int_reward_func/mean",
     ):
-        assert unknown_metric(known, rewards) is None
-    assert unknown_metric("entrpy", rewards) == "entropy"
-    assert unknown_metric("rewards/brevty/mean", rewards) == "rewards/brevity/mean"
-    assert unknown_metric("zzzzzz", rewards) == ""
+        assert condition_fault(f"{known} > 0", rewards) == ""
+    for wrong, near in (
+        ("entrpy", "; did you mean entropy?"),
+        ("rewards/brevty/mean", "; did you mean rewards/brevity/mean?"),
+        ("zzzzzz", '"zzzzzz > 0"'),
+    ):
+        assert condition_fault(f"{wrong} > 0", rewards).endswith(near)

@@ -72,22 +72,28 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, 'format: found "other", wanted "grpo_fn.prompt"'),
-        ({"version": 3}, "found version 3 of grpo_fn.prompt, wanted 1 to 2; grpo_fn "),
-        ({"version": None}, "found version None of grpo_fn.prompt, wanted 1 to 2"),
-        ({"version": True}, "found version true of grpo_fn.prompt"),
-        ({"chat_template_kwargs": {"a": [1]}}, "want a table of strings, numbers, true or false"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "want arguments that the chat template itself reads"),
-        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs: holds half of a surrogate pair"),
+        ({"format": "other"}, 'format: expected "grpo_fn.prompt", found "other"'),
+        ({"version": 3}, "expected version 1 to 2 of grpo_fn.prompt, which grpo_fn "),
+        ({"version": None}, "reads, found None"),
+        ({"version": True}, "reads, found true"),
+        ({"chat_template_kwargs": {"a": [1]}}, "expected a table of strings, numbers, true or false, found"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "what the template itself reads, found {tokenize = true}",
+        ),
+        (
+            {"chat_template_kwargs": {"a": "\ud800"}},
+            "chat_template_kwargs: expected text that UTF-8 can hold",
+        ),
         ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
-        ({"nudge": None}, "nudge: found None, want a string"),
-        ({"stop": "x"}, 'stop: found "x", want a list of strings'),
-        ({"stop": [""]}, "want a list of strings that are not empty"),
-        ({"max_new_tokens": 0}, "max_new_tokens: found 0, want an integer of at least 1"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens: found 2.0, want an integer"),
-        ({"temperature": float("nan")}, "temperature: found nan, want a finite number"),
-        ({"top_p": 2}, "top_p: found 2, want a number above 0 and at most 1"),
-        ({"system_prompt": "\ud800"}, "system_prompt: holds half of a surrogate pair"),
+        ({"nudge": None}, "nudge: expected a string, found None"),
+        ({"stop": "x"}, 'stop: expected a list of strings, found "x"'),
+        ({"stop": [""]}, "expected a list of strings: no empty string, found"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1, found 0"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens: expected an integer, found 2.0"),
+        ({"temperature": float("nan")}, "temperature: expected a finite number, found nan"),
+        ({"top_p": 2}, "top_p: expected a number: 0 < x <= 1, found 2"),
+        ({"system_prompt": "\ud800"}, "system_prompt: expected text that UTF-8 can hold"),
     ],
 )
 def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
@@ -109,7 +115,7 @@ def test_a_file_of_version_1_has_no_template_arguments(tmp_path):
     file.write_text(json.dumps({**content, "version": 1}))
     assert read_prompt(tmp_path) == attrs.evolve(SETTINGS, chat_template_kwargs={})
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="chat_template_kwargs: missing"):
+    with pytest.raises(UserError, match=r"chat_template_kwargs: expected .*, found nothing"):
         read_prompt(tmp_path)
     config = load_config("quickstart").to_dict()
     del config["data"]["chat_template_kwargs"]
@@ -123,7 +129,7 @@ def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
     content = json.loads(file.read_text())
     del content["stop"]
     for text, message in (
-        (json.dumps(content), "stop: missing, wanted a list of strings"),
+        (json.dumps(content), "stop: expected a list of strings, found nothing"),
         ("{", "cannot be read as JSON"),
         ("[]", "wanted a JSON object"),
     ):
@@ -241,7 +247,7 @@ def test_a_damaged_file_is_a_line(grpo, runs, tmp_path):
         ["export", model, "--out", "out"],
     ):
         result = grpo(*arguments)
-        assert result.exit_code == 2 and f"{PROMPT_FILE}: format: found 3" in result.stderr, arguments
+        assert result.exit_code == 2 and f"{PROMPT_FILE}: format: expected" in result.stderr, arguments
         assert "Traceback" not in result.output
     for arguments in (
         ["generate", model, "hi", "--no-prompt-file", "--max-tokens", "3"],

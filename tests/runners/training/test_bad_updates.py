@@ -11,7 +11,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.checkpoints.state_files import load_state
-from runners.config.conditions import unknown_metric
+from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
@@ -121,7 +121,7 @@ def test_stop_when_ends_a_run_early(tmp_path):
     assert result.updates == 3 and log[-1]["em"] == result.last_em and log[-1]["update"] == 3
     plain = [name for line in log for name, value in line.items() if not isinstance(value, str | list)]
     rewards = load_config("quickstart").reward.functions
-    assert [name for name in plain if unknown_metric(name, rewards) is not None] == []
+    assert [name for name in plain if condition_fault(f"{name} > 0", rewards)] == []
     assert any("the run ends early: update >= 2 for 2 readings (stop.when): update = 3" in x for x in lines)
     assert (folder / "final" / "model.safetensors").is_file()
     assert "kl > 9" in "".join(lines) and "loss.beta" in "".join(lines), "a condition that cannot come true"

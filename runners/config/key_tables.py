@@ -1,0 +1,65 @@
+"""The keys as tables for docs/config.md, and as text for `grpo-run --explain KEY`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from runners.config import rules
+from runners.config.loading import KEYS, SECTIONS
+from runners.config.reading import ANY_NAME, as_listed, key_hint
+from runners.errors import ConfigError, spell
+
+
+def tables() -> dict[str, str]:
+    """The Markdown table of each section, for docs/config.md."""
+    found = {}
+    for section in SECTIONS:
+        rows = ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
+        rows += [
+            f"| `{'.'.join(part for part in path[1:] if part != ANY_NAME)}` | {' | '.join(_cells(field))} |"
+            for path, field in KEYS.items()
+            if path[0] == section
+        ]
+        found[section] = "\n".join(rows)
+    return found
+
+
+def explain(name: str) -> str:
+    """What docs/config.md says of a key such as "optim.eps", or of all keys of a section or table.
+
+    Raises ConfigError for an unknown one, with the nearest spelling.
+    """
+    asked = as_listed(tuple(name.split(".")), KEYS)
+    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
+    if not found:
+        raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
+    parts = []
+    for path, field in found.items():
+        kind, default, within, meaning = (cell.replace("`", "") for cell in _cells(field))
+        limits = f"; {within}" if within not in ("any", "–") else ""
+        spelled = ".".join(path).replace(ANY_NAME, "NAME")
+        parts.append(f"{spelled}: {kind}, default {default}{limits}\n  {meaning}")
+    return "\n".join(parts)
+
+
+def _cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
+    """Type, default, range and meaning of a key."""
+    choices, within = rules.choices_of(field), field.metadata["range"]
+    kind = "choice" if choices else rules.words(field.type).removeprefix("an ").removeprefix("a ")
+    if choices:
+        limits = ", ".join(f"`{choice}`" for choice in choices)
+    elif within:
+        limits = f"`{within}`" if within[0] in "<>-0123456789" or within[-1].isdigit() else within
+    else:
+        limits = "–" if kind == "true or false" else "any"
+    return kind, _default(field.default), limits, field.metadata["meaning"]
+
+
+def _default(value: Any) -> str:
+    if value is attrs.NOTHING or value is None:
+        return "required" if value is attrs.NOTHING else "preset's"
+    if isinstance(value, str) and "\n" in value:
+        return "below"
+    return f"`{spell(value)}`"
