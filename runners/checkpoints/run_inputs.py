@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from runners.checkpoints.manifest import digest
 from runners.checkpoints.resume import Origin, data_digest
 from runners.config.loading import Config
@@ -25,7 +23,6 @@ from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
 
 HELD_OUT = "the held-out problems"  # weights do not depend on them
-_SELF_TELLING = (str, int, float, bool, bytes, type(None))
 
 
 def run_inputs(
@@ -130,8 +127,7 @@ def _columns(examples: Sequence[Example]) -> list[str]:
 def _column_digest(examples: Sequence[Example], name: str) -> str:
     whole = hashlib.sha256()
     for example in examples:
-        whole.update(_spelled(example.columns[name]).encode("utf-8", "backslashreplace"))
-        whole.update(b"\n")
+        whole.update(json.dumps(example.columns[name], default=_plain).encode() + b"\n")
     return whole.hexdigest()
 
 
@@ -143,19 +139,11 @@ def _images_digest(examples: Sequence[Example]) -> str:
     return whole.hexdigest()
 
 
-def _spelled(value: Any) -> str:
-    """A value's full text, the same in every process: an object's own text may contain its address."""
-    if isinstance(value, _SELF_TELLING):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_spelled(key)}: {_spelled(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_spelled, value))}]"
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks, the same in every process: an object's own text may contain its address."""
+    if hasattr(value, "tolist"):  # NumPy's
+        return value.tolist()
     if isinstance(value, set | frozenset):
-        return f"set({', '.join(sorted(map(_spelled, value)))})"
-    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
-        return _spelled(value.tolist())
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        return sorted(map(repr, value))
     text = repr(value)
     return text if " at 0x" not in text else type(value).__qualname__

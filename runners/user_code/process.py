@@ -36,7 +36,6 @@ def operation(name: str) -> Any:
 class _Server:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.lock = connection, threading.Lock()
-        self.socket = os.fstat(connection.fileno())
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
         self.host = Host(self.answer)
         self.calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # for the main thread
@@ -94,8 +93,6 @@ class _Server:
         if not data or len(data) > LARGEST:
             data = json.dumps([message[0], *attrs.astuple(Outcome(fault=fault), recurse=False)]).encode()
         try:
-            if not os.path.samestat(os.fstat(self.connection.fileno()), self.socket):
-                os._exit(1)  # a call has closed it, and another file has its number
             with self.lock:
                 self.connection.send_bytes(data)
         except OSError:  # the run has ended, or a call has closed the connection
@@ -111,7 +108,6 @@ def serve(stdout: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     server = _Server(connection)
     signal.signal(signal.SIGINT, server.interrupted)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell has started this process in its background
 
     def in_fork() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

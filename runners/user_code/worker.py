@@ -54,10 +54,7 @@ class _Process:
         self.dead = ""  # why it has ended
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection, theirs = Pipe()
-        try:
-            stdout = os.dup(1)
-        except OSError:  # it is closed
-            stdout = os.open(os.devnull, os.O_WRONLY)
+        stdout = os.dup(1)  # in its place the process gets its end of the connection
         with theirs:
             self._process = subprocess.Popen(
                 [
