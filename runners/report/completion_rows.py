@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from runners.files.line_files import LineFile
-from runners.files.run_files import COMPLETIONS, TOKENS
 from runners.report.page_json import columns_json, deflated, packed
 
 ROWS = 2048  # of a part
-_UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
 _TEXTS = ("completion", "prompt", "answer")
 _MORE = ("metrics", "extra", "messages", "turns")
 
@@ -31,6 +25,11 @@ class Part:
     texts: bytes  # texts and other content of the rows
     tokens: bytes | None  # each row's tokens; None: unknown
 
+    def piece(self, name: str) -> bytes:
+        """ "numbers", "texts" or "tokens"."""
+        found = getattr(self, name)
+        return packed({"rows": [], "given": {}}) if found is None else found
+
 
 @attrs.define(eq=False)
 class PartMaker:
@@ -43,8 +42,8 @@ class PartMaker:
     _last: tuple[Any, Any, int] = (None, None, 0)  # batch step, prompt, rows of the group so far
     _row: int = 0  # of the batch step
 
-    def add(self, record: dict[str, Any]) -> bool:
-        """Adds a record; returns whether the part is full."""
+    def add(self, record: dict[str, Any]) -> None:
+        """Adds a record."""
         step, prompt = record.get("batch_step"), _text(record.get("prompt"))
         before, same, count = self._last
         if step == before and prompt == same and count != self.group_size:
@@ -57,9 +56,8 @@ class PartMaker:
         record["_group"] = self._group
         record["_prompt"] = self.prompts.setdefault(prompt, len(self.prompts))
         self.waiting.append(record)
-        return len(self.waiting) >= ROWS
 
-    def take(self, tokens: Mapping[int, Mapping[str, Any]] | None = None) -> Part:
+    def take(self, tokens: Mapping[int, Mapping[str, Any]]) -> Part:
         """The collected part; `tokens` are the records of tokens.jsonl by batch step."""
         records, self.waiting = self.waiting, []
         return part_of(records, tokens)
@@ -101,51 +99,12 @@ def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any
     )
 
 
-@attrs.frozen(eq=False)
-class CompletionParts:
-    """The completions of a run for a page."""
-
-    parts: list[Part]
-    rows: int  # in the parts
-    left_out: int  # updates whose completions are left out
-    bad_lines: int
-
-
-def read_completions(folder: Path, group_size: int, most_bytes: int, last_update: int) -> CompletionParts:
-    """All completions of a run; if the file has more than `most_bytes`, those of evenly spread updates."""
-    path = folder / COMPLETIONS
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
-    stride = max(-(-size // most_bytes), 1)
-    seen: set[int] = set()
-
-    def wanted(line: bytes) -> bool:
-        found = _UPDATE.match(line)
-        if found is None:
-            return True
-        update = int(found[2])
-        seen.add(update)
-        return (update - 1) % stride == 0 or update == last_update
-
-    only = None if stride == 1 else wanted
-    file, maker = LineFile(path), PartMaker(group_size)
-    tokens = read_tokens(LineFile(folder / TOKENS).read(only))
-    parts = [maker.take(tokens) for record in file.read(only) if maker.add(record)]
-    if maker.waiting:
-        parts.append(maker.take(tokens))
-    left_out = sum((update - 1) % stride != 0 and update != last_update for update in seen)
-    return CompletionParts(parts, sum(part.rows for part in parts), left_out, file.bad)
-
-
-def read_tokens(
-    lines: Iterable[Mapping[str, Any]], known: dict[int, dict[str, Any]] | None = None
-) -> dict[int, dict[str, Any]]:
-    """The records of tokens.jsonl by batch step, as "sampled" and "moved"."""
-    found: dict[int, dict[str, Any]] = {} if known is None else known
+def read_tokens(lines: Iterable[Mapping[str, Any]], known: dict[int, dict[str, Any]]) -> None:
+    """Adds the records of tokens.jsonl to `known`, by batch step, as "sampled" and "moved"."""
     for line in lines:
         step, kind = line.get("batch_step"), line.get("kind")
         if isinstance(step, int) and kind in ("sampled", "moved"):
-            found.setdefault(step, {})[kind] = line
-    return found
+            known.setdefault(step, {})[kind] = line
 
 
 def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -162,18 +121,15 @@ def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[
     return found
 
 
-def evaluation_pieces(evaluations: Mapping[int, list[dict[str, Any]]]) -> Iterator[tuple[int, bytes]]:
-    """Each evaluation's update and its compressed JSON. Only the first one contains the problems."""
-    first = True
-    for update, rows in sorted(evaluations.items()):
-        piece: dict[str, Any] = {
-            "correct": [int(row["correct"]) for row in rows],
-            "completion": [row["completion"] for row in rows],
-        }
-        if first:
-            piece["problems"] = [[row["prompt"], row["answer"]] for row in rows]
-        first = False
-        yield update, packed(piece)
+def evaluation_piece(rows: Sequence[Mapping[str, Any]], *, first: bool) -> bytes:
+    """An evaluation's compressed JSON. Only the first one contains the problems."""
+    piece: dict[str, Any] = {
+        "correct": [int(row["correct"]) for row in rows],
+        "completion": [row["completion"] for row in rows],
+    }
+    if first:
+        piece["problems"] = [[row["prompt"], row["answer"]] for row in rows]
+    return packed(piece)
 
 
 def _tokens(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:

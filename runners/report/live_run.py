@@ -1,9 +1,11 @@
-"""A run that is followed: reads its files as they grow, in pieces that a page can request one by one."""
+"""A run's data for the page: read as its files grow, in pieces that a page can request one by one."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,30 @@ from runners.report.completion_rows import (
     ROWS,
     Part,
     PartMaker,
-    evaluation_pieces,
+    evaluation_piece,
     part_of,
     read_evaluations,
     read_tokens,
 )
-from runners.report.page import group_size
 from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 
 _WATCHED = (METRICS, EVENTS, COMPLETIONS, EVALUATIONS, TOKENS, LOCK)
 
 
-class LiveRun:
-    """The server's data of a run. Several threads may use it at the same time."""
+_UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
+Place = Callable[[str, Callable[[], bytes]], Any]
+"""Says where a page finds a piece, from its path and a function that makes it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads nothing yet. UserError if the folder holds no run."""
+
+class LiveRun:
+    """The data of a run. Several threads may use it at the same time."""
+
+    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
+        """Reads nothing yet. UserError if the folder holds no run.
+
+        If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
+        """
         self.record = RunRecord(folder)
         self._guard = threading.Lock()
         self._files = {name: LineFile(folder / name) for name in (COMPLETIONS, EVALUATIONS, TOKENS)}
@@ -37,6 +46,11 @@ class LiveRun:
         self._tokens: dict[int, dict[str, Any]] = {}
         self._evaluations: dict[int, list[dict[str, Any]]] = {}
         self._tail: tuple[tuple[int, ...], Part] | None = None  # the last part, and its inputs
+        path = folder / COMPLETIONS
+        size = os.path.getsize(path) if most_bytes and os.path.isfile(path) else 0
+        self._stride = max(-(-size // (most_bytes or 1)), 1)  # of the updates whose completions are used
+        self._left_out: set[int] = set()  # the other updates
+        self._last = 0  # the last update
 
     def summary(self) -> tuple[str, str, list[float | None]]:
         """The run's name, its state, and its last exact match, reward and update."""
@@ -51,19 +65,53 @@ class LiveRun:
         return (*map(self._seen, _WATCHED), self.record.state())
 
     def data(self, generation: int, since: int) -> bytes:
-        """The run's data for the page, compressed: the metrics from line `since` on if the reader's
+        """The run's data for the live page, compressed: the metrics from line `since` on if the reader's
         `generation` is still that of the files, else all of them."""
         with self._guard:
             self._refresh()
-            now = self._generation()
-            run = {**self.record.facts(), "generation": now}
-            run["metrics"] = self.record.metrics(since if generation == now else 0)
-            run["completions"] = self._completions(now)
-            run["evaluations"] = [
-                {"update": update, "at": f"evaluation/{now}-{i}-{len(self._evaluations[update])}"}
-                for i, update in enumerate(sorted(self._evaluations))
-            ]
-            return packed(run)
+            return packed(
+                self._content(since if generation == self._generation() else 0, lambda path, _: path)
+            )
+
+    def content(self, place: Place) -> dict[str, Any]:
+        """The run's data for a page, with all pieces where `place` puts them."""
+        self._refresh()
+        return self._content(0, place)
+
+    def _content(self, since: int, place: Place) -> dict[str, Any]:
+        now, rows = self._generation(), 0
+        # A closed part's rows, token lines and tokens; at the end those of the part that still grows.
+        found: list[tuple[int, int, bool, Callable[[], Part]]] = [
+            (part.rows, 0, part.tokens is not None, lambda part=part: part) for part in self._parts
+        ]
+        if tail := len(self._maker.waiting):
+            found.append((tail, self._token_lines(), bool(self._tokens), self._growing))
+        parts = []
+        for number, (count, lines, has_tokens, part) in enumerate(found):
+            # The number of rows and of token lines is in the path, so that a grown part has a new one.
+            at, rows = f"part/{now}-{number}-{count}-{lines}", rows + count
+            places = {
+                name: place(f"{at}/{name}", lambda part=part, name=name: part().piece(name))
+                for name in ("numbers", "texts", *(["tokens"] if has_tokens else []))
+            }
+            parts.append({"rows": count, "tokens": None, **places})
+        evaluations = [
+            {
+                "update": update,
+                "at": place(
+                    f"evaluation/{now}-{i}-{len(self._evaluations[update])}", lambda i=i: self._texts(i)
+                ),
+            }
+            for i, update in enumerate(sorted(self._evaluations))
+        ]
+        bad = self._files[COMPLETIONS].bad
+        return {
+            **self.record.facts(),
+            "generation": now,
+            "metrics": self.record.metrics(since),
+            "completions": {"rows": rows, "left_out": len(self._left_out), "bad_lines": bad, "parts": parts},
+            "evaluations": evaluations,
+        }
 
     def part(self, number: int, piece: str) -> bytes | None:
         """A piece of a part: "numbers", "texts" or "tokens". None if there is none."""
@@ -74,17 +122,15 @@ class LiveRun:
                 part = self._parts[number]
             else:
                 return None
-        return {
-            "numbers": part.numbers,
-            "texts": part.texts,
-            "tokens": part.tokens or packed(_NO_TOKENS),
-        }.get(piece)
+        return part.piece(piece) if piece in ("numbers", "texts", "tokens") else None
 
     def evaluation(self, number: int) -> bytes | None:
         """An evaluation's texts, in the order of updates; None if there is none."""
         with self._guard:
-            pieces = [piece for _, piece in evaluation_pieces(self._evaluations)]
-        return pieces[number] if 0 <= number < len(pieces) else None
+            return self._texts(number) if 0 <= number < len(self._evaluations) else None
+
+    def _texts(self, number: int) -> bytes:
+        return evaluation_piece(self._evaluations[sorted(self._evaluations)[number]], first=number == 0)
 
     def _growing(self) -> Part:
         """The part that still grows; a page requests its pieces one by one."""
@@ -98,7 +144,11 @@ class LiveRun:
 
     def _refresh(self) -> None:
         self.record.refresh()
-        self._maker.group_size = group_size(self.record)
+        rollout = self.record.config.get("rollout")
+        size = rollout.get("num_generations") if isinstance(rollout, dict) else None
+        self._maker.group_size = size if isinstance(size, int) else 0
+        logged = [value for value in self.record.columns.get("update", []) if value is not None]
+        self._last, wanted = max(logged, default=0), None if self._stride == 1 else self._wanted
         if any([file.restarted() for file in self._files.values()]):  # resumed, or started again: read it all
             generation = self._files[COMPLETIONS].generation + 1
             self._files = {name: LineFile(file.path, generation) for name, file in self._files.items()}
@@ -107,8 +157,8 @@ class LiveRun:
         completions, evaluations, tokens = self._files.values()
         # Tokens first: a part is closed when the next batch step's completions come, and has its tokens by
         # then.
-        read_tokens(tokens.read(), self._tokens)
-        for record in completions.read():
+        read_tokens(tokens.read(wanted), self._tokens)
+        for record in completions.read(wanted):
             waiting = self._maker.waiting
             if len(waiting) >= ROWS and record.get("batch_step") != waiting[-1].get("batch_step"):
                 self._parts.append(self._maker.take(self._tokens))
@@ -119,18 +169,14 @@ class LiveRun:
         for update, rows in read_evaluations(evaluations.read()).items():
             self._evaluations.setdefault(update, []).extend(rows)
 
-    def _completions(self, generation: int) -> dict[str, Any]:
-        # The number of rows and of token lines is part of the address, so that a grown part has a new one.
-        found = [(part.rows, 0, part.tokens is not None) for part in self._parts]
-        if tail := len(self._maker.waiting):
-            found.append((tail, self._token_lines(), bool(self._tokens)))
-        parts = []
-        for number, (rows, lines, has_tokens) in enumerate(found):
-            at = f"part/{generation}-{number}-{rows}-{lines}"
-            pieces = {piece: f"{at}/{piece}" for piece in ("numbers", "texts", "tokens")}
-            parts.append({"rows": rows, **pieces} | ({} if has_tokens else {"tokens": None}))
-        rows = sum(rows for rows, *_ in found)
-        return {"rows": rows, "left_out": 0, "bad_lines": self._files[COMPLETIONS].bad, "parts": parts}
+    def _wanted(self, line: bytes) -> bool:
+        """Whether a line is of one of the evenly spread updates, of the last one, or of none."""
+        found = _UPDATE.match(line)
+        update = int(found[2]) if found else 1
+        used = (update - 1) % self._stride == 0 or update == self._last
+        if not used:
+            self._left_out.add(update)
+        return used
 
     def _generation(self) -> int:
         return self.record.generation + self._files[COMPLETIONS].generation
@@ -141,6 +187,3 @@ class LiveRun:
         except OSError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-_NO_TOKENS = {"rows": [], "given": {}}

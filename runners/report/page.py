@@ -17,16 +17,8 @@ from typing import Any
 import attrs
 
 from runners.errors import UserError
-from runners.files.line_files import LineFile
-from runners.files.run_files import EVALUATIONS
-from runners.report.completion_rows import (
-    CompletionParts,
-    evaluation_pieces,
-    read_completions,
-    read_evaluations,
-)
+from runners.report.live_run import LiveRun
 from runners.report.page_json import packed
-from runners.report.run_record import RunRecord
 
 MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
@@ -55,29 +47,17 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
 
     Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
-    records = [RunRecord(Path(run)) for run in runs]
+    found = [LiveRun(Path(run), max(most_bytes // len(runs), 1)) for run in runs]
     blobs: list[bytes] = []
-    shown, rows, left_out = [], 0, 0
-    for record in records:
-        record.refresh()
-        updates = [value for value in record.columns.get("update", []) if value is not None]
-        found = read_completions(
-            record.folder,
-            group_size(record),
-            max(most_bytes // len(records), 1),
-            int(max(updates, default=0)),
-        )
-        run = {**record.facts(), "metrics": record.metrics()}
-        run["completions"] = _completions(found, blobs)
-        evaluations = read_evaluations(LineFile(record.folder / EVALUATIONS).read())
-        run["evaluations"] = [
-            {"update": update, "at": _put(blobs, piece)} for update, piece in evaluation_pieces(evaluations)
-        ]
-        shown.append(run)
-        rows, left_out = rows + found.rows, left_out + found.left_out
-    first = _put(blobs, packed({"runs": shown}))
-    title = " · ".join(record.name for record in records)
-    text = page(title, blobs, {"mode": "file", "at": first})
+
+    def put(blob: bytes) -> int:
+        blobs.append(blob)
+        return len(blobs) - 1
+
+    shown = [run.content(lambda _, make: put(make())) for run in found]
+    first = put(packed({"runs": shown}))
+    text = page(" · ".join(run["name"] for run in shown), blobs, {"mode": "file", "at": first})
+    rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
     return Written(out, _save(out, text), rows, left_out)
 
 
@@ -127,31 +107,6 @@ def _document(title: str, body: str, policy: str, more: str = "") -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def group_size(record: RunRecord) -> int:
-    """Completions of a prompt in a batch step, from the run's config; 0 if unknown."""
-    rollout = record.config.get("rollout")
-    found = rollout.get("num_generations") if isinstance(rollout, dict) else None
-    return found if isinstance(found, int) else 0
-
-
-def _completions(found: CompletionParts, blobs: list[bytes]) -> dict[str, Any]:
-    parts = [
-        {
-            "rows": part.rows,
-            "numbers": _put(blobs, part.numbers),
-            "texts": _put(blobs, part.texts),
-            "tokens": None if part.tokens is None else _put(blobs, part.tokens),
-        }
-        for part in found.parts
-    ]
-    return {"rows": found.rows, "left_out": found.left_out, "bad_lines": found.bad_lines, "parts": parts}
-
-
-def _put(blobs: list[bytes], blob: bytes) -> int:
-    blobs.append(blob)
-    return len(blobs) - 1
 
 
 def _printable(text: str) -> str:

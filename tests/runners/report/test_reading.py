@@ -7,7 +7,8 @@ import pytest
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.files.line_files import LineFile
-from runners.report.completion_rows import PartMaker, read_completions
+from runners.report import write_report
+from runners.report.completion_rows import PartMaker
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running
 
@@ -121,7 +122,7 @@ def test_of_a_large_file_evenly_spread_updates_are_kept(tmp_path):
     """The first, the last, and those between; the number of the others is told."""
     folder = make_run(tmp_path / "run", updates=10)
     size = (folder / "completions.jsonl").stat().st_size
-    whole = read_completions(folder, 4, size, 10)
-    assert (whole.rows, whole.left_out) == (80, 0)
-    part = read_completions(folder, 4, size // 3, 10)  # 1, 5, 9, 10
-    assert (part.rows, part.left_out) == (32, 6)
+    whole = write_report([folder], tmp_path / "page.html", most_bytes=size)
+    assert (whole.completions, whole.left_out) == (80, 0)
+    part = write_report([folder], tmp_path / "page.html", most_bytes=size // 3)  # 1, 5, 9, 10
+    assert (part.completions, part.left_out) == (32, 6)

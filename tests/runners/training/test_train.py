@@ -441,7 +441,7 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         episode.counts["turns"] += 1
         return (episodes.ToolCall("check", {"text": "again"}),)
 
-    monkeypatch.setattr(episodes.Session, "_hear", hear)
+    monkeypatch.setattr(episodes.Session, "_read", hear)
     (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
     text = small(
         rollout={"max_new_tokens": 40, "stop": ["1", "2", "e", "="]},

@@ -45,7 +45,7 @@ def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None =
         episode.counts["turns"] += 1
         return (episodes.ToolCall("check", arguments),)
 
-    monkeypatch.setattr(episodes.Session, "_hear", hear)
+    monkeypatch.setattr(episodes.Session, "_read", hear)
     (folder / "talks.py").write_text(TALKS, encoding="utf-8")
     (folder / "train.toml").write_text(
         small(
